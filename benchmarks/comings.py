@@ -176,7 +176,7 @@ class Comings:
                         self.counts["heard"] += 1
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Ask for something that is no turn, and count its status."""
+        """Ask for something that is not a turn, and count its status."""
         async with self.client.request(method, f"{self.url}{path}", json=body) as answer:
             await answer.read()
             self.counts[f"calls {answer.status}"] += 1

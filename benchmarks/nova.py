@@ -51,7 +51,7 @@ class Bench:
         self.path: Path = options.out / f"nova-{name}.json"
         self.made_by = nova_rig.made_by(self.device)
         self.told: dict[str, Any] = {
-            **self.made_by, "options": {"requests": options.requests, "loads": options.loads}
+            **self.made_by, "options": {"requests": options.requests, "loads": options.loads, "rounds": options.rounds}
         }  # fmt: skip
         self.passes: list[Outcome] = []
         self.begin_s = time.monotonic()
@@ -161,12 +161,21 @@ def e3(bench: Bench) -> None:
         await bench.run(engine, "nova", adaptive, 1.0 / (profile.encode_s + profile.prefill_s), "unseen")
         for load_share in bench.options.loads:
             rate = load_share / (profile.encode_s + profile.prefill_s)
-            for name in bench.options.policies:
-                policy, _, units = name.partition("-")
-                split = Static(int(units), int(units)) if units else adaptive if policy == "nova" else None
-                policy = "nova" if policy == "static" else policy
-                run = await bench.run(engine, policy, split, rate, f"{name}-{load_share}")
-                bench.note(f"{name} at load {load_share}", {"rate_per_s": rate, **run.figures()})
+            figures: dict[str, list[dict[str, Any]]] = {name: [] for name in bench.options.policies}
+            for round_number in range(bench.options.rounds):
+                order = bench.options.policies[:: -1 if round_number % 2 else 1]  # so none is always the first
+                for name in order:
+                    policy, _, units = name.partition("-")
+                    split = Static(int(units), int(units)) if units else adaptive if policy == "nova" else None
+                    policy = "nova" if policy == "static" else policy
+                    run = await bench.run(engine, policy, split, rate, f"{name}-{load_share}-{round_number}")
+                    figures[name].append(run.figures())
+                    told = {"rate_per_s": rate, **nova_rig.together(figures[name]), "rounds": figures[name]}
+                    bench.note(f"{name} at load {load_share}", told)
+            first, *others = figures
+            ours = nova_rig.latency_by_turn(figures[first])
+            beside = {name: nova_rig.beside(ours, nova_rig.latency_by_turn(figures[name])) for name in others}
+            bench.note(f"mean latency of {first} over others' at load {load_share}", beside)
         await engine.stop()
 
     bench.note("adaptive", _policy(adaptive))
@@ -267,6 +276,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--profile", type=Path, help="what e1 writes and e3 and e4 read; in --out unless said")
     parser.add_argument("--requests", type=int, default=200, help="turns of each run (the paper takes 500)")
+    parser.add_argument("--rounds", type=int, default=1, help="times e3 serves each policy the turns, in turn")
     parser.add_argument("--counts", type=int, nargs="+", default=nova_rig.COUNTS, help="SMs for decoding to measure")
     parser.add_argument("--repeats", type=int, default=4, help="passes of each stage for one time")
     parser.add_argument(

@@ -198,6 +198,32 @@ def bootstrap(values: Sequence[float], of: Callable[[Sequence[float]], float], s
     return [drawn[int(0.025 * samples)], drawn[int(0.975 * samples)]]
 
 
+def together(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sum up rounds of the same turns: each turn's mean latency, the mean and the greatest of these, with intervals."""
+    by_turn = latency_by_turn(rounds)
+    return {
+        "average_s": statistics.fmean(by_turn), "average_95_s": bootstrap(by_turn, statistics.fmean),
+        "max_s": max(by_turn), "max_95_s": bootstrap(by_turn, max),
+        "tokens": sorted({each["tokens"] for each in rounds}),
+    }  # fmt: skip
+
+
+def latency_by_turn(rounds: Sequence[dict[str, Any]]) -> list[float]:
+    """Return each turn's latency in seconds, its mean over the rounds."""
+    return [statistics.fmean(turn) for turn in zip(*(each["latency_s"] for each in rounds), strict=True)]
+
+
+def beside(ours: Sequence[float], theirs: Sequence[float], samples: int = 1000) -> dict[str, Any]:
+    """Return our mean latency over theirs, for the same turns, with its 95 % interval by resampling turns."""
+    chance, pairs = random.Random(SEED), list(zip(ours, theirs, strict=True))
+    drawn = sorted(_ratio(chance.choices(pairs, k=len(pairs))) for _ in range(samples))
+    return {"ratio": _ratio(pairs), "ratio_95": [drawn[int(0.025 * samples)], drawn[int(0.975 * samples)]]}
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(our for our, _ in pairs) / sum(their for _, their in pairs)
+
+
 async def serve(engine: Engine, scheduler: Scheduling, turns: Turns, passes: list[Outcome], tag: str) -> Run:
     """Run the turns under a scheduler; `passes` is what the engine's `on_pass` appends to."""
     engine.reschedule(scheduler)

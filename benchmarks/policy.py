@@ -12,6 +12,7 @@
     scripts/bench policy groups      # a GRPO rollout: the time until its last group is through
     scripts/bench policy ablation    # each part of the policy switched off
     scripts/bench policy harmless    # where memory is not short it adds nothing
+    scripts/bench policy tiers       # two engines with memory of the host behind their pools, and without
     scripts/bench policy pools       # two models behind one proxy, one short of memory: each beside what it is alone
 
 Each writes what it found to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the
@@ -103,6 +104,9 @@ class Case:
 SMALL = Case("standard", "demo", 30, 5, 16)
 LARGE = Case("mini-swe-agent", "glm-4.6-h100x8", 90, 20, 48)
 RECORDED = Case("recorded", "glm-4.6-h100x8", 120, 30)
+TIERED = Case("mini-swe-agent", "qwen3-coder-30b-h100-nvl", 90, 15)
+TIER_TOKENS, RESTORE_TOKEN_S = 2_180_000, 3.9e-6
+"""200 GiB of the host's memory for each of two GPUs, at 98,304 bytes of KV a token; 25 GB/s to copy them back."""
 
 
 class Bench:
@@ -544,6 +548,36 @@ def harmless(bench: Bench) -> list[Finding]:
     return found
 
 
+def tiers(bench: Bench) -> list[Finding]:
+    """Two GPUs with and without a tier behind their pools: what is left where contexts are more than both hold."""
+    figures: dict[str, Pick] = {
+        "turns/min": turns_per_min,
+        "programs/h": lambda result: result.programs_per_hour_count,
+        "part of the limit": limit_ratio,
+        "prompt tokens found": lambda result: result.hit_ratio,
+    }
+    programs, policies, found = bench.programs(TIERED), (bench.policy, "passthrough"), []
+    for programs_count in (64, 128, 192):
+        by_tier = {}
+        for tier, tier_tokens in (("no tier", 0), ("tier", TIER_TOKENS)):
+            setting = f"{programs_count} programs, {tier}"
+            scenario = bench.scenario(TIERED, replica_count=2)
+            engine = replace(scenario.engine, tier_tokens=tier_tokens, restore_token_s=RESTORE_TOKEN_S)
+            runs = by_tier[tier] = bench.runs(
+                setting, replace(scenario, engine=engine), programs, policies, programs_count
+            )
+            found += [
+                Finding(setting, policy, name, mean_of(runs[policy], pick))
+                for policy in policies
+                for name, pick in figures.items()
+            ]
+            ratio = ratio_of(runs[bench.policy], runs["passthrough"], figures["programs/h"])
+            found.append(Finding(setting, bench.policy, "programs/h / passthrough", ratio, at_least=1.0))
+        ratio = ratio_of(by_tier["tier"][bench.policy], by_tier["no tier"][bench.policy], turns_per_min)
+        found.append(Finding(f"{programs_count} programs", bench.policy, "turns/min / no tier", ratio, at_least=1.0))
+    return found
+
+
 def pools(bench: Bench) -> list[Finding]:
     """Two models behind one proxy, one of them short of memory: the figures of each over those that it has alone."""
     figures: dict[str, Pick] = {
@@ -610,6 +644,7 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
     "groups": groups,
     "ablation": ablation,
     "harmless": harmless,
+    "tiers": tiers,
     "pools": pools,
 }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import AsyncIterator, Sequence
 
-READY_S = 60.0
+READY_S = 180.0
 STOP_S = 15.0
 _READY_LINE = re.compile(r"ready at (http://\S+?)(?::? |$)")
 

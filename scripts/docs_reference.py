@@ -1,11 +1,12 @@
 """The generated parts of the reference: what the code says of itself, as Markdown.
 
-A page names a part by the comment `<!-- generated: NAME -->`; `PARTS` has the function of each name.
+A page names a part by the comment `<!-- generated: NAME -->`, or `NAME OF-WHAT`; `PARTS` has the function of each name.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 import os
@@ -14,14 +15,19 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from scripts.docs_metrics import by_group
 from thunderagent import errors
 from thunderagent.cli import LIST_FIELDS, build_parser
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.nova.metrics import GAUGES
+from thunderagent.programs import policies
 from thunderagent.programs.model import places
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
@@ -31,12 +37,13 @@ from thunderagent.tools.template import Template
 ROOT = Path(__file__).parents[1]
 OTHERS = "Listening"
 GROUPS = {
+    "Several processes": r"gateway|scheduler|fail_open",
     "Replicas and engines": r"backend|kubernetes_replicas|discovery|drain|data_par|capacity|poll_|down_|kv_"
-    r"|engine_|notice",
+    r"|engine_|notice|model_",
     "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
     r"|client_stall|websocket_l",
-    "Scheduling": r"policy|admission|order$|victims|priority|control$|fair_|tenant_w|tick|idle_limit|forget|no_replica"
-    r"|patience|client_patience|state$",
+    "Scheduling": r"policy|admission|order$|victims|priority|fair_|tenant_w|tick|idle_limit|forget"
+    r"|no_replica|patience|client_patience|state$",
     "Names of programs": r"program_headers|user_names|bearer|infer",
     "Limits": r"max_|key_max|tenant_max|rate_limit",
     "Security": r"api_keys|admin_keys|keys_file|tenant_from|allow|forward|metrics_need|tls|cors",
@@ -102,8 +109,13 @@ def commands() -> str:
 def helps() -> Iterator[tuple[str, str]]:
     """Yield each command with its help."""
     for name, parser in _parsers(build_parser(), "thunderagent"):
-        text = parser.format_help()
-        yield name, (parser.description or "") if name == "thunderagent serve" else text
+        text = parser.format_help()  # before that, a command may not know its options
+        actions = {each.dest: each for each in parser._actions if each.dest != "help"}  # noqa: SLF001
+        if "idle_limit_s" in actions:  # it serves
+            own = [each for dest, each in actions.items() if dest not in ServeConfig.model_fields]
+            options = "\n".join(f"  {' '.join(each.option_strings)}  {each.help}" for each in own)
+            text = f"{parser.description}\n\noptions besides the configuration:\n{options}"
+        yield name, text
 
 
 def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -172,6 +184,50 @@ def alerts() -> str:
     ]
     said = table(("Alert", "Expression", "For", "Meaning and what to look at"), rows)
     return re.sub(r"\{\{ .+? \}\}", "…", said)
+
+
+def metrics() -> str:
+    """Return what `/metrics` exposes, in groups."""
+    return "\n\n".join(
+        f"## {heading}\n\n"
+        + table(
+            ("Name", "Kind", "Labels", "Meaning"),
+            [(f"`{e.name}`", e.kind, ", ".join(f"`{label}`" for label in e.labels), e.meaning) for e in group],
+        )
+        for heading, group in by_group().items()
+    )
+
+
+def nova_metrics() -> str:
+    """Return the gauges of Nova."""
+    return table(("Metric", "Meaning"), [(f"`{name}`", said) for name, (said, _) in GAUGES.items()])
+
+
+def policy_settings(name: str) -> str:
+    """Return the settings of a policy, or of a part as `KIND.NAME`: setting, default, meaning."""
+    kind, _, part = name.rpartition(".")
+    made = (policies.PARTS[kind] if kind else policies.POLICIES)[part]
+    return table(
+        ("Setting", "Default", "Meaning"),
+        [(f"`{name}`", f"`{default}`", said) for name, default, said in settings_of(made)],
+    )
+
+
+def settings_of(made: Callable[..., object]) -> Iterator[tuple[str, str, str]]:
+    """Yield each setting of a policy or a part, with its default and the text that stands under its field."""
+    kind: Any = made.func if isinstance(made, partial) else made
+    said: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        source = (ROOT / f"{each.__module__.replace('.', '/')}.py").read_text(encoding="utf-8")
+        (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == each.__name__]
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                is_said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                said[field.target.id] = str(text.value.value) if is_said else ""
+    for field in fields(kind) if hasattr(kind, "__dataclass_fields__") else ():
+        if field.init:
+            default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+            yield field.name, default, said[field.name]
 
 
 def profiles() -> str:
@@ -264,7 +320,7 @@ def _type(schema: dict[str, Any]) -> str:
     return str(schema.get("type", ""))
 
 
-PARTS: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[..., str]] = {
     "alerts": alerts,
     "api": api,
     "commands": commands,
@@ -272,13 +328,16 @@ PARTS: dict[str, Callable[[], str]] = {
     "errors": error_codes,
     "judge_prompt": judge_prompt,
     "lifecycle": lifecycle,
+    "metrics": metrics,
+    "nova_metrics": nova_metrics,
+    "policy": policy_settings,
     "profiles": profiles,
     "reasons": reasons,
     "templates": templates,
 }
-MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- generated: (\w+)(?: ([\w.-]+))? -->$", re.MULTILINE)
 
 
 def filled(text: str) -> str:
     """Return a page with its generated parts in it. Raises KeyError for a name that is none."""
-    return MARK.sub(lambda mark: PARTS[mark[1]](), text)
+    return MARK.sub(lambda mark: PARTS[mark[1]](*filter(None, [mark[2]])), text)

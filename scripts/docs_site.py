@@ -24,6 +24,8 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r'^( *)--8<-- "(.+)"$', re.MULTILINE)
+LANGUAGES = {".py": "python", ".yaml": "yaml"}
+"""How files that are not pages are shown, by the ending of their names."""
 OUTSIDE = "repository"
 """Folder of the site for files of the repository that pages link to."""
 BOOSTS = {
@@ -43,7 +45,10 @@ def whole(text: str) -> str:
     """Return a page with the files that it shows, indented as its lines are, and with its generated parts."""
 
     def shown(mark: re.Match[str]) -> str:
-        lines = (DOCS / mark[2]).read_text(encoding="utf-8").splitlines()
+        path = DOCS / mark[2]
+        lines = SHOWN.sub(shown, path.read_text(encoding="utf-8")).splitlines()
+        if language := LANGUAGES.get(path.suffix):
+            lines = [f"```{language}", *lines, "```"]
         return "\n".join(mark[1] + line if line else "" for line in lines)
 
     return filled(SHOWN.sub(shown, text))

@@ -6,6 +6,7 @@ TOML file that `--config` names, the default here.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ from thunderagent.tools.template import DriverKind, Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
 _OTHERS_VARIABLES = {"KEY", "PROXY", "PROGRAM_ID"}
-"""Names with the prefix that are no settings: of the client, and of other commands."""
+"""Names with the prefix that are not settings: of the client, and of other commands."""
 _SERVICE_LINK = re.compile(r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)?)")
 """What Kubernetes puts into every pod beside a service whose name begins so."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
@@ -110,7 +111,7 @@ class ServeConfig(BaseSettings):
         description="second port for the admin API and engine control; the first port then refuses them",
     )
     provision: Literal["", "command", "docker", "kubernetes"] = Field(
-        "", description="who starts and ends replicas when a policy or an operator says so; none: nobody"
+        "", description="what starts and ends replicas for a policy or an operator; none: off"
     )
     provision_command: str = Field(
         "",
@@ -159,23 +160,41 @@ class ServeConfig(BaseSettings):
         "0 does both in one process",
     )
     schedulers: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="of a gateway: base URLs where its scheduler may be, separated by commas"
+        (), description="of a gateway: base URLs of its scheduler, separated by commas"
     )
     scheduler_key: SecretStr | None = Field(
-        None, description="of a gateway: the admin key that it sends to its scheduler, where that asks for one"
+        None, description="of a gateway: the admin key that it sends to its scheduler"
     )
     scheduler_patience_s: float = Field(
         30.0,
         ge=0,
-        description="of a gateway: for so long turns wait for a scheduler; then they run without one, in seconds",
+        description="of a gateway: how long turns wait for a scheduler before they run without one, in seconds",
     )
     fail_open_turns_count: int = Field(
-        64, ge=0, description="of a gateway: so many turns it lets run on each replica without a scheduler"
+        64, ge=0, description="of a gateway: most turns on each replica without a scheduler"
     )
     gateway_lost_s: float = Field(
         5.0,
         gt=0,
-        description="of a scheduler: turns of a gateway without a link are taken for over after so long, in seconds",
+        description="of a scheduler: turns of a gateway without a link are over after this time, in seconds",
+    )
+    store: SecretStr | None = Field(
+        None,
+        description="of a scheduler: redis://HOST:PORT/DATABASE that it shares with others of its cell, one of which "
+        "leads while the others stand by; it needs the extra scale",
+    )
+    cell: str = Field(
+        "default", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="of a scheduler: the name of its cell in the store"
+    )
+    lock_s: float = Field(
+        3.0,
+        ge=0.3,
+        description="of a scheduler with a store: another one leads when it was not heard of for so long, in seconds",
+    )
+    reached_at: str = Field(
+        "",
+        description="of a scheduler with a store: http://HOST:PORT where others can see whether it runs; by default "
+        "where it listens",
     )
     policy: str = Field(
         "breakeven",
@@ -188,8 +207,8 @@ class ServeConfig(BaseSettings):
         "",
         description="part that says which programs may begin, before the policy places them",
     )
-    order: str = Field("", description="part that says who is restored first, instead of the policy")
-    victims: str = Field("", description="part that says who is paused first, instead of the policy")
+    order: str = Field("", description="part that says which program is restored first, instead of the policy")
+    victims: str = Field("", description="part that says which program is paused first, instead of the policy")
     priority: str = Field(
         "", description="part that gives engines with priority scheduling the order in which they serve turns"
     )
@@ -200,10 +219,10 @@ class ServeConfig(BaseSettings):
     tenant_weights: Annotated[dict[str, float], NoDecode] = Field(
         {}, description="share of a tenant against others, as name=weight; 1 if not named"
     )
-    control: str = Field(
+    global_policy: str = Field(
         "",
-        description="global policy that says once in a period what goes where, comes first, moves, starts and ends: "
-        "balance, migrate, reassign, package.module:Class, or several with + between",
+        description="global policy, which routes, prioritises, moves, starts and ends once in a period: balance, "
+        "migrate, reassign, package.module:Class, or several with + between",
     )
     judge_url: str = Field(
         "",
@@ -212,7 +231,7 @@ class ServeConfig(BaseSettings):
     )
     judge_model: str = Field(
         "",
-        description="model that the judge is asked as; by default, of replicas only, that of the program's own turns",
+        description="model of the judge; on replicas by default that of the program's turns",
     )
     judge_api_key: SecretStr | None = Field(None, description="key that the judge is sent, as a bearer token")
     judge_api_key_file: Path | None = Field(None, description="file that holds that key")
@@ -221,9 +240,7 @@ class ServeConfig(BaseSettings):
         description="file with the prompt, which holds {task} and {transcript} once each, and may hold {step} "
         "and {round}; by default our own",
     )
-    judge_every_turns: int = Field(
-        5, ge=1, description="turns of a program between two questions about it; ORBIT asks after each: 1"
-    )
+    judge_every_turns: int = Field(5, ge=1, description="turns of a program between two questions about it")
     judge_rate_per_s: float = Field(
         1.0,
         gt=0,
@@ -242,7 +259,7 @@ class ServeConfig(BaseSettings):
         0.0,
         ge=0,
         le=1,
-        description="how sure the judge must be of a failure for it to count as one; 0: each counts",
+        description="least confidence of a failure that counts; 0: each counts",
     )
     judge_ends_hopeless: bool = Field(
         False, description="end a program at the lowest level: its turns get 410 until it is released"
@@ -257,7 +274,7 @@ class ServeConfig(BaseSettings):
     forget_limit_s: float = Field(
         1800.0,
         gt=0,
-        description="a program whose tool runs longer is forgotten, in seconds; its next turn opens it anew",
+        description="a program whose tool runs longer is forgotten, in seconds; its next turn opens it again",
     )
     no_replica_limit_s: float = Field(
         60.0, ge=0, description="how long turns wait while no replica is usable, before they get 503, in seconds"
@@ -279,8 +296,7 @@ class ServeConfig(BaseSettings):
     )
     engine_tags: bool = Field(
         False,
-        description="whether turns tell engines that can give a program's memory back whose they are: as the body's "
-        "`session_id`, to SGLang",
+        description="put the program's id into turns for engines that can free its memory: as `session_id` for SGLang",
     )
     notice_timeout_s: float = Field(
         5.0, gt=0, description="time limit for telling an engine that a client left or a program ended, in seconds"
@@ -301,7 +317,7 @@ class ServeConfig(BaseSettings):
         description="whether a turn that names no program joins the one whose last prompt and answer it begins with",
     )
     patience_s: float | None = Field(
-        None, gt=0, description="patience of clients that do not state theirs, in seconds; none is without end"
+        None, gt=0, description="patience of clients that do not state theirs, in seconds; none: for ever"
     )
     client_patience: bool = Field(True, description="let turns in, room or not, before their clients give up")
     patience_margin_s: float = Field(
@@ -316,8 +332,8 @@ class ServeConfig(BaseSettings):
     patience_overdraft_ratio: float = Field(
         0.5,
         ge=0,
-        description="how much more than its limit a replica may take of turns that are let in so, or for their "
-        "parents, as a part of that limit; one program may exceed it; the others get 503",
+        description="how far over its limit a replica may go for such turns, and for children of its programs, as a "
+        "part of that limit; one program may exceed it; the others get 503",
     )
     heartbeat_s: float | None = Field(
         None,
@@ -328,25 +344,25 @@ class ServeConfig(BaseSettings):
     first_byte_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="a replica that does not begin to answer for longer is passed over, in seconds; an answer that is "
+        description="a replica that does not begin to answer in this time is skipped, in seconds; an answer that is "
         "not streamed begins when it is whole; by default as silence_timeout_s",
     )
     silence_timeout_s: float = Field(
         3600.0, gt=0, description="a replica that sends no byte of an answer for longer has failed, in seconds"
     )
     total_timeout_s: float | None = Field(
-        None, gt=0, description="an answer that takes longer in all has failed, in seconds; none is no limit"
+        None, gt=0, description="an answer that takes longer in all has failed, in seconds; none: no limit"
     )
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
     )
-    control_timeout_s: float = Field(
+    engine_control_timeout_s: float = Field(
         7200.0,
         gt=0,
-        description="time limit for a replica's whole answer to a control call, such as new weights, in seconds",
+        description="time limit for an engine's whole answer to a control call, such as new weights, in seconds",
     )
     weight_sync_limit_s: float = Field(
-        1800.0, gt=0, description="a weight sync that its trainer does not end is over after so long, in seconds"
+        1800.0, gt=0, description="a weight sync that its trainer does not end is over after this time, in seconds"
     )
     observe_interval_s: float | None = Field(
         None,
@@ -355,10 +371,10 @@ class ServeConfig(BaseSettings):
         "by default",
     )
     lease_limit_s: float = Field(
-        60.0, gt=0, description="a lease taken over the API of which nothing is heard for longer is ended, in seconds"
+        60.0, gt=0, description="a lease of the API without a sign of life for longer is ended, in seconds"
     )
     retry_budget_ratio: float = Field(
-        0.2, ge=0, le=1, description="retries of all turns together, as a part of the turns of the last minute"
+        0.2, ge=0, le=1, description="retries of all turns together, as a part of the last minute's turns"
     )
     breaker_failure_count: int = Field(
         5, ge=0, description="turns in a row that a replica fails before it gets none for a while; 0 is never"
@@ -416,7 +432,7 @@ class ServeConfig(BaseSettings):
     tenant_max_programs_count: int = Field(50_000, ge=1, description="most programs of one tenant that live at a time")
     body_timeout_s: float = Field(300.0, gt=0, description="time for a request body to arrive, in seconds; then 408")
     idle_timeout_s: float = Field(
-        75.0, gt=0, description="a client's connection without a whole request head for so long is closed, in seconds"
+        75.0, gt=0, description="a connection without a whole request head for this time is closed, in seconds"
     )
     api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="keys for data, as NAME:sha256:HEX, separated by commas; `thunderagent key NAME` makes one"
@@ -426,24 +442,24 @@ class ServeConfig(BaseSettings):
     )
     keys_file: Path | None = Field(
         None,
-        description="file of keys with names, expiry and limits, JSON; read anew when it changes, and changed by "
+        description="file of keys with names, expiry and limits, JSON; read again when it changes, and changed by "
         "POST /keys and DELETE /keys/NAME; `thunderagent key NAME --keys-file FILE` makes one",
     )
     tenant_from_key: bool | None = Field(
         None,
-        description="whether a data key names the tenant of its programs and is for these alone; X-Program-Tenant "
+        description="whether a data key names the tenant of its programs and sees only these; X-Program-Tenant "
         "counts only if not; by default where there are api_keys or a keys_file",
     )
     client_priority: Literal["keep", "drop"] | None = Field(
         None,
-        description="what becomes of a priority that a client gives engines, unless it has an admin key: keep or drop; "
+        description="what to do with a client's priority for engines, unless it has an admin key: keep or drop; "
         "by default drop where there are api_keys or a keys_file",
     )
     allow_open: bool = Field(False, description="listen without api_keys on an address that other machines reach")
     forward_unknown: Literal["admin", "data", "off"] | None = Field(
         None,
-        description="who may call paths that are neither the proxy's nor known to be an engine's: admin or data keys, "
-        "or nobody; by default admin where there are keys, data where there are none",
+        description="which keys may call paths that neither the proxy nor a known engine has: admin, data, or nobody; "
+        "by default admin where there are keys, data where there are none",
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
@@ -470,7 +486,7 @@ class ServeConfig(BaseSettings):
         None, description="certificates to trust for replicas with https, PEM, besides the system's"
     )
     sandboxes: Annotated[tuple[DriverKind, ...], NoDecode] = Field(
-        (), description="who makes programs' sandboxes: docker, kubernetes, callback, separated by commas; none: off"
+        (), description="what makes programs' sandboxes: docker, kubernetes, callback, separated by commas; none: off"
     )
     sandbox_templates: dict[str, Template] = Field(
         {}, description="what sandboxes are made from, by name; in the file only, as [sandbox_templates.NAME]"
@@ -481,7 +497,7 @@ class ServeConfig(BaseSettings):
     sandbox_specs: bool = Field(
         True,
         description="whether clients may bring templates of their own, which may mount any folder of the engine's "
-        "machine and name any URL, and register sandboxes by name, whoever made them",
+        "machine and name any URL, and register any sandbox by name",
     )
     sandbox_owner: str = Field(
         "",
@@ -500,7 +516,7 @@ class ServeConfig(BaseSettings):
     sandbox_pulls_count: int = Field(2, ge=1, description="pulls of images at a time")
     sandbox_attempts_count: int = Field(3, ge=1, description="tries to prepare a sandbox before it has failed")
     sandbox_idle_limit_s: float | None = Field(
-        None, gt=0, description="sandboxes of a program that had no turn for so long are reclaimed, in seconds"
+        None, gt=0, description="sandboxes of a program without a turn for this time are reclaimed, in seconds"
     )
     sandbox_reclaim_on_shutdown: bool = Field(
         True,
@@ -541,14 +557,12 @@ class ServeConfig(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="console for people, json for one object a line; auto is console on a terminal"
     )
-    access_log: bool = Field(
-        False, description="whether each request has a line in the log, of whatever kind, besides that of each turn"
-    )
+    access_log: bool = Field(False, description="log a line for each request, besides those of turns")
     otlp_endpoint: str = Field(
         "", description="base URL of an OpenTelemetry collector (OTLP over HTTP), as http://127.0.0.1:4318; none: off"
     )
     trace_sample_ratio: float | None = Field(
-        None, ge=0, le=1, description="part of the traces that begin here which is sent; by default OTEL_TRACES_SAMPLER"
+        None, ge=0, le=1, description="part of new traces that is sent; by default OTEL_TRACES_SAMPLER"
     )
     embedded_engines: int = Field(
         2, ge=0, le=16, description="simulated engines to start when there is no source of replicas; 0 starts without"
@@ -639,7 +653,7 @@ class ServeConfig(BaseSettings):
         for url in urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts.netloc):
-                raise ValueError(f"{url!r} is no URL with http or https, as http://HOST:PORT")
+                raise ValueError(f"{url!r} is not a URL with http or https, as http://HOST:PORT")
         return urls
 
     @model_validator(mode="after")
@@ -663,7 +677,7 @@ class ServeConfig(BaseSettings):
             raise ValueError("tls_key goes with tls_cert")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):  # it would match no page
-                raise ValueError(f"cors_origins: {origin!r} is no origin, such as https://page.example:8443")
+                raise ValueError(f"cors_origins: {origin!r} is not an origin, such as https://page.example:8443")
         if self.backend_api_key_file is not None and self.backend_api_key is not None:
             raise ValueError("backend_api_key and backend_api_key_file are two ways to say the same")
         if self.judge_api_key_file is not None and self.judge_api_key is not None:
@@ -675,7 +689,9 @@ class ServeConfig(BaseSettings):
         if self.judge_url and self.judge_url != JUDGE_ON_REPLICAS:
             url = urlsplit(self.judge_url)
             if url.scheme not in ("http", "https") or not url.hostname:
-                raise ValueError(f"judge_url: {self.judge_url!r} is no URL with http or https, nor {JUDGE_ON_REPLICAS}")
+                raise ValueError(
+                    f"judge_url: {self.judge_url!r} is not a URL with http or https, nor {JUDGE_ON_REPLICAS}"
+                )
             if not self.judge_model:
                 raise ValueError("judge_url: name the judge_model to ask there")
         elif not self.judge_url and ORBIT_JUDGE in (self.order, self.priority, *self.policy_args.values()):
@@ -734,10 +750,12 @@ class ServeConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class's
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Order the sources: command line, environment, file."""
-        sources = (init_settings, env_settings)
-        if cls.toml_file is None:
-            return sources
-        return (*sources, TomlConfigSettingsSource(settings_cls, toml_file=cls.toml_file))
+        sources: list[PydanticBaseSettingsSource] = [init_settings]
+        if any(name.upper().startswith(ENVIRONMENT_PREFIX) for name in os.environ):  # else it takes the most time
+            sources.append(env_settings)
+        if cls.toml_file is not None:
+            sources.append(TomlConfigSettingsSource(settings_cls, toml_file=cls.toml_file))
+        return tuple(sources)
 
     @classmethod
     def load(cls, toml_file: Path | None = None, **given: Any) -> Self:

@@ -89,42 +89,42 @@ class InvalidProgramIdError(RequestError):
 
 
 class KeyNeededError(RequestError):
-    """The request brings no API key, or one that is not configured."""
+    """The request has no API key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class AdminKeyNeededError(RequestError):
-    """The request brings a key for data where an admin key is needed."""
+    """The request has a data key where an admin key is needed."""
 
     status = 403
     code = "admin_key_needed"
 
 
 class OriginRefusedError(RequestError):
-    """A browser sends the request for a page of an origin that is not allowed to."""
+    """A web page of an origin that is not allowed sent the request."""
 
     status = 403
     code = "origin_refused"
 
 
 class OtherTenantError(RequestError):
-    """The program is one of another tenant than that of the request's key."""
+    """The program belongs to another tenant than the request's key."""
 
     status = 403
     code = "other_tenant"
 
 
 class HostRefusedError(RequestError):
-    """The request calls the proxy by a name that is not one of its own."""
+    """The request's `Host` is not a name of the proxy."""
 
     status = 421
     code = "host_refused"
 
 
 class ExpectationError(RequestError):
-    """The request expects something that nobody here knows."""
+    """The request has an `Expect` that is not known here."""
 
     status = 417
     code = "expectation_failed"
@@ -138,7 +138,7 @@ class BodyTimeoutError(RequestError):
 
 
 class RateLimitedError(RequestError):
-    """Too many requests to the admin API; turns are never refused so, they wait."""
+    """Too many requests to the admin API; turns wait instead."""
 
     status = 429
     code = "rate_limited"
@@ -146,7 +146,7 @@ class RateLimitedError(RequestError):
 
 
 class KeyHeldLimitError(RequestError):
-    """As many turns of this key, or of its tenant, are held as may be, or as many bytes of their bodies."""
+    """This key or its tenant holds the most turns, or bytes of their bodies, that it may."""
 
     status = 429
     code = "key_held_limit"
@@ -154,7 +154,7 @@ class KeyHeldLimitError(RequestError):
 
 
 class KeyProgramsLimitError(RequestError):
-    """As many programs of this key live as may."""
+    """This key has the most live programs that it may."""
 
     status = 429
     code = "key_programs_limit"
@@ -203,24 +203,24 @@ class MethodNotAllowedError(RequestError):
 
 
 class PerReplicaOnlyError(RequestError):
-    """An engine control call that each replica needs in words of its own was sent for all of them."""
+    """An engine control call that differs for each replica was sent to all of them."""
 
     status = 409
     code = "per_replica_only"
 
 
 class ReplicaLeavingError(RequestError):
-    """The replica is about to be removed, because no source names it any more: it takes no new turns."""
+    """The replica is leaving, because no source names it any more: it takes no new turns."""
 
     status = 409
     code = "replica_leaving"
 
 
-class ControlRefusedError(RequestError):
+class OperationRefusedError(RequestError):
     """A program or replica is there, but what was asked for cannot be done with it now; the message says why."""
 
     status = 409
-    code = "control_refused"
+    code = "operation_refused"
 
 
 class ProvisionError(ThunderAgentError):
@@ -230,14 +230,14 @@ class ProvisionError(ThunderAgentError):
     code = "provision_failed"
 
 
-class ProvisionOffError(ControlRefusedError):
-    """Nobody is configured to start and end replicas."""
+class ProvisionOffError(OperationRefusedError):
+    """Starting and ending replicas is not configured (`--provision`)."""
 
     code = "provision_off"
 
 
-class ProvisionLimitError(ControlRefusedError):
-    """There are as many or as few started replicas as there may be."""
+class ProvisionLimitError(OperationRefusedError):
+    """The limit of started replicas, the largest or the smallest, is reached."""
 
     code = "provision_limit"
 
@@ -292,7 +292,7 @@ class TurnSupersededError(ThunderAgentError):
 
 
 class TooManyHeldError(ThunderAgentError):
-    """As many turns are held as may be, or as many bytes of bodies of turns; the turn was never forwarded."""
+    """The limit of held turns, or of bytes of their bodies, is reached; the turn was never forwarded."""
 
     status = 503
     code = "too_many_held"
@@ -300,7 +300,7 @@ class TooManyHeldError(ThunderAgentError):
 
 
 class TooManyProgramsError(ThunderAgentError):
-    """As many programs live as may, and all of them have turns; this one was not opened."""
+    """The limit of live programs is reached, and all of them have turns; this one was not opened."""
 
     status = 503
     code = "too_many_programs"
@@ -308,7 +308,7 @@ class TooManyProgramsError(ThunderAgentError):
 
 
 class NoRoomInTimeError(ThunderAgentError):
-    """The client would have given up before there was room, and no more may be let in without; it was not forwarded."""
+    """There was no room before the client would give up, and no more overdraft; the turn was not forwarded."""
 
     status = 503
     code = "no_room_in_time"
@@ -332,21 +332,42 @@ class ShuttingDownError(ThunderAgentError):
 
 
 class SchedulerUnreachableError(ThunderAgentError):
-    """A gateway was asked what only its scheduler can say, and that does not answer."""
+    """A gateway needs its scheduler for this answer, and the scheduler does not respond."""
 
     status = 503
     code = "scheduler_unreachable"
     retry_after_s = 2
 
 
+class StandingByError(ThunderAgentError):
+    """This scheduler is ready to lead, and another one does."""
+
+    status = 503
+    code = "standing_by"
+    retry_after_s = 1
+
+
+class StoreError(ThunderAgentError):
+    """What schedulers share did not do as told; the message says why."""
+
+    status = 503
+    code = "store_error"
+
+
+class FencedError(StoreError):
+    """Another scheduler leads by now: nothing more can be written in this one's epoch."""
+
+    code = "fenced"
+
+
 class BadFrameError(ThunderAgentError):
-    """The other side of a link between gateway and scheduler sent what is no frame; the link is given up."""
+    """The other side of a link between gateway and scheduler sent what is not a frame; the link is given up."""
 
     code = "bad_frame"
 
 
 class TooManyListenersError(ThunderAgentError):
-    """As many listen to the stream of events as may."""
+    """The limit of listeners to the stream of events is reached."""
 
     status = 503
     code = "too_many_listeners"
@@ -379,13 +400,13 @@ class ConnectTimeoutError(ReplicaUnreachableError):
 
 
 class ReplicaTrippedError(ReplicaUnreachableError):
-    """The replica failed the one turn that it was tried with; nothing was sent."""
+    """The replica's breaker is half open and its one trial turn failed; nothing was sent."""
 
     code = "replica_tripped"
 
 
 class ReplicaRefusedError(ReplicaUnreachableError):
-    """Nobody listens there: the replica is down."""
+    """The connection was refused: the replica is down."""
 
 
 class ReplicaRedirectError(ReplicaError):
@@ -463,7 +484,7 @@ class SandboxSetupError(SandboxError):
 
 
 class SandboxRefusedError(SandboxError):
-    """The engine will not make what the template asks for."""
+    """The engine refuses what the template asks for."""
 
     status = 422
     code = "sandbox_refused"

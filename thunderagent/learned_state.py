@@ -81,9 +81,9 @@ def decode_state(content: bytes) -> list[PoolRecord]:
     try:
         head = msgspec.json.decode(first, type=_Head)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StateError("it is no file of what was learned") from error
+        raise StateError("it is not a file of learned state") from error
     if head.format != FORMAT:
-        raise StateError("it is no file of what was learned")
+        raise StateError("it is not a file of learned state")
     if head.version != VERSION:
         raise StateError(f"it is of version {head.version}, not {VERSION}")
     if head.bytes != len(body) or head.sha256 != hashlib.sha256(body).hexdigest():
@@ -128,8 +128,8 @@ def write_state(path: Path, records: Sequence[PoolRecord]) -> None:
 class LearnedState:
     """Gives pools what was learned before, and keeps what they learn."""
 
-    def __init__(self, path: Path, runtime: Runtime, *, every_s: float = SAVE_EVERY_S) -> None:
-        """Read the file; one that cannot be taken in is moved to `FILE.refused`.
+    def __init__(self, path: Path | None, runtime: Runtime, *, every_s: float = SAVE_EVERY_S) -> None:
+        """Read the file; one that cannot be taken in is moved to `FILE.refused`. None: somebody else keeps the records.
 
         Raises `ConfigurationError` for a folder.
         """
@@ -143,6 +143,9 @@ class LearnedState:
         """Whether there is a file that nobody knows the content of: it is not written over."""
         self._unplaced: deque[PoolRecord] = deque(maxlen=MAX_RECORDS_COUNT)
         """Of models that nobody has listed yet."""
+        runtime.served.on_listed = self.place
+        if path is None:
+            return
         try:
             self._unplaced.extend(read_state(path))
         except StateError as error:
@@ -157,7 +160,11 @@ class LearnedState:
             log.warning("state_not_read", file=str(path), why=error.strerror or str(error))
         else:
             log.info("state_read", file=str(path), models=[each.models for each in self._unplaced])
-        runtime.served.on_listed = self.place
+
+    def take(self, records: Sequence[PoolRecord]) -> None:
+        """Take in what another process had learned, and give it to the pools."""
+        self._unplaced.extend(records)
+        self.place()
 
     def place(self) -> None:
         """Give each pool that has learned nothing what was learned of its models."""
@@ -198,14 +205,14 @@ class LearnedState:
 
     async def _save(self) -> None:
         async with self._writing:
-            turns_count = self._runtime.outcome_counts.total()
-            if turns_count == self._saved_count or self._runtime.has_crashed or self._is_unread:
+            turns_count, path = self._runtime.outcome_counts.total(), self._path
+            if path is None or turns_count == self._saved_count or self._runtime.has_crashed or self._is_unread:
                 return
             try:
-                await asyncio.to_thread(write_state, self._path, self.records())
+                await asyncio.to_thread(write_state, path, self.records())
             except OSError as error:
                 if not self._fails:
-                    log.warning("state_not_written", file=str(self._path), why=error.strerror or str(error))
+                    log.warning("state_not_written", file=str(path), why=error.strerror or str(error))
                 self._fails = True
                 return
             self._fails = False

@@ -50,7 +50,7 @@ _PROTOCOLS: Mapping[str, type] = {
     "order": Order,
     "victims": Victims,
     "priority": EnginePriority,
-    "control": GlobalPolicy,
+    "global_policy": GlobalPolicy,
 }
 
 _TRUTHS = {"true": True, "false": False}
@@ -71,10 +71,10 @@ def parse_setting(text: str) -> Setting:
 def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
     """Make a policy from its name, that of a preset, or `package.module:Class`, with its settings.
 
-    `admission`, `order`, `victims`, `priority` and `control` among the settings choose a part of the policy apart, by
-    its name or as `package.module:Class`; a setting of a part begins with its kind, as in `admission.n`. A setting of
-    the policy that was for its own part (`part_settings` of the policy) is for the one in its place, unless that was
-    given its own.
+    `admission`, `order`, `victims`, `priority` and `global_policy` among the settings choose a part of the policy
+    apart, by its name or as `package.module:Class`; a setting of a part begins with its kind, as in `admission.n`. A
+    setting of the policy that was for its own part (`part_settings` of the policy) is for the one in its place, unless
+    that was given its own.
 
     Raises `ConfigurationError` that names what exists where the policy, a part or a setting is unknown, and what is
     missing where a class is of another kind, or a value.
@@ -109,13 +109,13 @@ def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
 
 
 def _settings_of_part(kind: str, name: str) -> list[str]:
-    names = name.split("+") if kind == "control" else [name]
+    names = name.split("+") if kind == "global_policy" else [name]
     return [key for each in names for key in _settings_of(PARTS[kind].get(each) or _imported(kind, each))]
 
 
 def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
     """Make a part. Several global policies may be named, with a + between; each setting is for those that have it."""
-    names = name.split("+") if kind == "control" else [name]
+    names = name.split("+") if kind == "global_policy" else [name]
     factories = {each: PARTS[kind].get(each) or _imported(kind, each) for each in names}
     if len(names) == 1:
         return _made(kind, name, factories[name], settings)
@@ -167,7 +167,7 @@ def _made(
         raise ConfigurationError(f"{what} does not take these settings: {error}") from error
     members = sorted(member for member in vars(_PROTOCOLS[kind]) if not member.startswith("_"))
     if missing := [member for member in members if not hasattr(made, member)]:
-        raise ConfigurationError(f"{name} is no {kind}: it has no {', '.join(missing)}")
+        raise ConfigurationError(f"{name} cannot be the {kind}: it has no {', '.join(missing)}")
     return made
 
 

@@ -30,14 +30,15 @@ import structlog
 from msgspec.structs import replace
 
 from thunderagent.errors import (
-    ControlRefusedError,
     NoReplicaError,
     NoRoomInTimeError,
     NotFoundError,
+    OperationRefusedError,
     ProgramHopelessError,
     ProgramKilledError,
     ProgramReleasedError,
     ShuttingDownError,
+    StandingByError,
     ThunderAgentError,
     TooManyProgramsError,
     TurnAbortedError,
@@ -116,6 +117,8 @@ class RuntimeSettings:
 MOST_RETRY_AFTER_S = 60
 """Clients take a longer wait that they are told for a mistake."""
 
+ELSEWHERE = "another scheduler leads; ask that, or a gateway"
+
 TIMER_SLACK_S = 0.002
 """An event loop's timer may be early by a millisecond."""
 
@@ -187,6 +190,8 @@ class Runtime:
             self.pools, self.replicas, state_of=self._state_of, clock=clock, no_replica_limit_s=limit_s
         )
         """Which models are served where."""
+        self.stands_by = False
+        """Whether another scheduler leads: then nothing is granted here."""
         self._closing = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
@@ -215,8 +220,8 @@ class Runtime:
         """Wait for leave to run one turn; see `LeaseSource`."""
         if self.replicas.names_models and not self.served.is_plain(ask.model):
             ask = await self._with_pool(ask, while_held)
-        if self._closing:
-            raise ShuttingDownError("the proxy is shutting down")
+        if self._closing or self.stands_by:
+            raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
         turn_id = ask.turn_id
         if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
             self._superseded_ids.add(ask.supersedes_id)
@@ -275,7 +280,7 @@ class Runtime:
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
         """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
         turn = self.pools.turns.get(turn_id)
-        due_s = self.scheduler.deadlines.due_s(turn) if turn is not None else inf
+        due_s = self.scheduler.deadlines.due_s_of(turn) if turn is not None else inf
         if due_s == inf:
             return None
         delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S
@@ -308,6 +313,8 @@ class Runtime:
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
     ) -> bool:
         """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
+        if self.stands_by:
+            raise StandingByError(ELSEWHERE)
         if program_id in self.programs:
             return False
         self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
@@ -554,7 +561,7 @@ class Runtime:
         """Say that a replica that is up fails turn after turn, or that it may be tried again."""
         self.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
 
-    # --- what an operator says; each raises `ControlRefusedError` with the reason where it cannot be done
+    # --- what an operator says; each raises `OperationRefusedError` with the reason where it cannot be done
 
     def set_route(self, scope: str, name: str, targets: Targets) -> None:
         """Send the programs of a scope to replicas, by their weights; to any, if none is named."""
@@ -811,7 +818,7 @@ def _ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAband
 
 def _refuse(why: str) -> None:
     if why:
-        raise ControlRefusedError(why) if not why.startswith(NOT_THERE) else NotFoundError(why)
+        raise OperationRefusedError(why) if not why.startswith(NOT_THERE) else NotFoundError(why)
 
 
 _WORDS = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Decision)}

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -22,6 +23,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ConfigurationError
+from thunderagent.learned_state import LearnedState
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import LOOP_LAG
 from thunderagent.proxy.fleet.breaker import BreakerSettings
@@ -32,9 +34,12 @@ from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.scale.carried import CarriedTurns
 from thunderagent.scale.dialling import Dialling
 from thunderagent.scale.gateway_app import build_gateway_app
+from thunderagent.scale.leading import Leading
 from thunderagent.scale.links import Links
 from thunderagent.scale.messages import RemoteReplica
 from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.store import Store
+from thunderagent.scale.writing import Writing
 from thunderagent.security import ServerTls, backend_ssl_context, build_keyring, check_security, guard_settings
 from thunderagent.serving import (
     CLOSE_S,
@@ -80,30 +85,78 @@ def check_gateways(config: ServeConfig) -> None:
         raise ConfigurationError("tenant_from_key: keys name no tenants with gateways yet; set it to false")
 
 
-async def serve_scheduler(config: ServeConfig, *, ready: Callable[[str, str], None]) -> None:
-    """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT. Raises as that does."""
+async def serve_scheduler(config: ServeConfig, *, ready: Callable[[str, str], None] | None) -> None:
+    """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT. Raises as that does.
+
+    With a store it stands by until it can lead, and again after another one took over.
+    """
     check_gateways(config)
-    async with _scheduler(config) as (url, name, stop):
-        ready(url, name)
-        await stop.wait()
-        log.info("shutting_down")
+    stop = _begin_process()
+    while not stop.is_set():
+        async with _scheduler(config) as (url, name, leading):
+            if ready is not None:
+                ready(url, name)
+                ready = None
+                config = config.model_copy(update={"port": urlsplit(url).port})
+            await _first_of(stop, leading.over if leading is not None else stop)
+            log.info("shutting_down" if stop.is_set() else "stands_by_again")
+            if leading is not None:
+                await leading.give_up()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of some events is set."""
+    waits = [asyncio.create_task(each.wait()) for each in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()
+
+
+def _store_of(config: ServeConfig) -> Store | None:
+    """Return what a scheduler shares with others. Raises `ConfigurationError`."""
+    if config.store is None:
+        return None
+    try:
+        from thunderagent.scale.redis_store import RedisStore  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigurationError("store: needs the extra scale: pip install 'thunderagent[scale]'") from error
+    try:
+        return RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
+    except ValueError as error:
+        raise ConfigurationError(f"store: {error}") from error
 
 
 @asynccontextmanager
-async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, asyncio.Event]]:
-    """Run a scheduler; yield its URL, its policy's name, and what a signal sets."""
-    stop = _begin_process()
+async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leading | None]]:
+    """Run a scheduler; yield its URL, its policy's name, and its place among others, if there may be any."""
     check_security(config)
+    store = _store_of(config)
     runtime, event_log = build_runtime(config)
+    runtime.stands_by = store is not None
     links: list[Links] = []
+    leading: Leading | None = None
 
-    def beside(replicas: Replicas, poller: Poller) -> Links:
-        links.append(Links(runtime, replicas, poller, gateway_lost_s=config.gateway_lost_s))
-        return links[0]
+    def beside(replicas: Replicas, poller: Poller, learned: LearnedState | None) -> Links | Leading:
+        nonlocal leading
+
+        def writing() -> Writing | None:
+            return leading.writing if leading is not None else None
+
+        links.append(Links(runtime, replicas, poller, gateway_lost_s=config.gateway_lost_s, log_of=writing))
+        if store is None:
+            return links[0]
+        assert learned is not None, "what is learned is kept where there is a store"
+        url = config.reached_at or _own_url(config)
+        leading = Leading(store, runtime, links[0], learned, url=url, lock_s=config.lock_s)
+        return leading
 
     async with AsyncExitStack() as stack:
         if event_log is not None:
             stack.callback(event_log.close)
+        if store is not None:
+            stack.push_async_callback(store.close)
         urls = config.backends
         if config.simulates_engines:
             urls = await stack.enter_async_context(embedded_engines(config))
@@ -111,9 +164,16 @@ async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, async
             proxy(config, runtime, urls, simulated=config.simulates_engines, beside=beside)
         )
         calm_garbage_collector()
-        yield url, runtime.scheduler.policy.name, stop
+        yield url, runtime.scheduler.policy.name, leading
         await links[0].close()
         await runtime.close()
+
+
+def _own_url(config: ServeConfig) -> str:
+    """Return where this process listens, for its peers; empty where nobody could be sent to."""
+    if config.host in ("0.0.0.0", "::") or not config.port:  # noqa: S104 - it is asked about
+        return ""
+    return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
 
 
 async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None], ends_with_stdin: bool) -> None:
@@ -248,7 +308,8 @@ async def serve_with_gateways(
             key, line = mint_key("gateways")
             own["admin_keys"] = (*config.admin_keys, line)
             environment[f"{ENVIRONMENT_PREFIX}SCHEDULER_KEY"] = key
-        async with _scheduler(config.model_copy(update=own)) as (url, name, stop):
+        stop = _begin_process()
+        async with _scheduler(config.model_copy(update=own)) as (url, name, _):
             more = ("--schedulers", url, "--host", config.host, "--port", str(port), "--gateways", "0")
             command = (sys.executable, "-m", "thunderagent", "gateway", *options, *more, "--end-with-stdin")
             async with asyncio.TaskGroup() as group:

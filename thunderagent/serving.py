@@ -30,7 +30,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
 from thunderagent.proxy.app import FRONT, HISTORY, LOOP_LAG, build_app
-from thunderagent.proxy.control.control import ControlSettings
+from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("thunderagent")
 
-ENGINE_READY_S = 20.0
+ENGINE_READY_S = 120.0
 GARBAGE_PERIOD_S = 30.0
 FULL_COLLECTION_AFTER_COUNT = 30
 """Of so many collections of garbage one is of all of it, which is each quarter of an hour."""
@@ -204,7 +204,7 @@ def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
     """Return what the policy is told, its parts with it."""
     settings = {name: parse_setting(text) for name, text in config.policy_args.items()}
     parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
-    parts |= {"priority": config.priority, "control": config.control}
+    parts |= {"priority": config.priority, "global_policy": config.global_policy}
     return {**settings, **{kind: name for kind, name in parts.items() if name}}
 
 
@@ -292,7 +292,7 @@ async def proxy(
     further_sources: Sequence[Source] = (),
     simulated: bool = False,
     load: Callable[[], ServeConfig] | None = None,
-    beside: Callable[[Replicas, Poller], Beside] | None = None,
+    beside: Callable[[Replicas, Poller, LearnedState | None], Beside] | None = None,
 ) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
 
@@ -321,7 +321,8 @@ async def proxy(
         ),
     )
     runtime.served.ask_anew = poller.suspect_all
-    learned = LearnedState(config.state, runtime) if config.state is not None else None
+    keeps_state = config.state is not None or config.store is not None
+    learned = LearnedState(config.state, runtime) if keeps_state else None
     kv_followers = followers_of(config, runtime)
     sources = (*sources_of(config), *further_sources)
     discovery = Discovery(
@@ -357,7 +358,7 @@ async def proxy(
         replicas.attach(client, poller, *kv_followers)
         discovery.replicas_wanted("static", static_of(urls))
         judge = _judge(config, runtime, client)
-        other = beside(replicas, poller) if beside is not None else None
+        other = beside(replicas, poller, learned) if beside is not None else None
         app = build_app(
             runtime,
             client,
@@ -372,8 +373,8 @@ async def proxy(
             access_log=config.access_log,
             tracing=tracing,
             sandboxes=sandboxes,
-            control_settings=ControlSettings(
-                timeout_s=config.control_timeout_s,
+            engine_control_settings=EngineControlSettings(
+                timeout_s=config.engine_control_timeout_s,
                 weight_sync_limit_s=config.weight_sync_limit_s,
                 lease_limit_s=config.lease_limit_s,
             ),
@@ -546,8 +547,8 @@ async def _url_when_ready(process: Process) -> str:
         async with asyncio.timeout(ENGINE_READY_S):
             line = (await process.stdout.readline()).decode()
     except TimeoutError:
-        line = ""
+        raise ConfigurationError(f"an embedded engine did not start within {ENGINE_READY_S:g} s") from None
     words = [word.rstrip(":") for word in line.split() if word.startswith("http://")]
     if not words:
-        raise ConfigurationError(f"an embedded engine did not start: {line.strip() or 'it said nothing'}")
+        raise ConfigurationError(f"an embedded engine did not start: {line.strip() or 'it ended without a word'}")
     return words[0]

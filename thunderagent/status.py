@@ -37,7 +37,9 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_top_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `top`."""
-    parser.add_argument("--once", action="store_true", help="print it once; so it is where the output is no terminal")
+    parser.add_argument(
+        "--once", action="store_true", help="print it once; so it is where the output is not a terminal"
+    )
     parser.add_argument(
         "--sort",
         default="claim",

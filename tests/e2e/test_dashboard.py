@@ -196,7 +196,7 @@ async def test_it_follows_what_happens_without_a_reload(tmp_path: Path, open_pag
         await expect(story.locator("dt").last).to_have_text("Branches")
         (replica,) = (await world.get("/replicas"))["replicas"]
         said = {"program_id": "held/0", "priority": 3, "replica_id": replica["replica_id"]}
-        assert (await world.client.post("/control/set_priority", json=said)).status_code == 200
+        assert (await world.client.post("/operations/set_priority", json=said)).status_code == 200
         await expect(story.locator("dt").last).to_have_text("Priority")
         await expect(story.locator("dd").last).to_have_text(f"3 on {replica['replica_id']}")
         await world.client.post("/programs/release", json={"program_id": "first"})

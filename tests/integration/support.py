@@ -561,7 +561,7 @@ async def fake_replica(
 async def command(name: str, *options: str, settings: Mapping[str, str] | None = None) -> AsyncIterator[CommandProcess]:
     """Run a command of `thunderagent` that serves, for the length of the block, from its ready line on.
 
-    `settings` are variables of its environment, beside those here that are no settings.
+    `settings` are variables of its environment, beside those here that are not settings.
     """
     environment = _environment() | dict(settings or {})
     with tempfile.TemporaryDirectory() as folder:

@@ -224,7 +224,7 @@ async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
         second = asyncio.create_task(ask(proxy.url, "second"))
         await until(lambda: proxy.runtime.held_count)
         queue = (await get(proxy.url, "/queue")).json()
-        assert (queue["waiting_count"], queue["outside_count"]) == (1, 1)
+        assert (queue["waiting_count"], queue["unadmitted_count"]) == (1, 1)
         assert [(each["program_id"], each["hold_reason"]) for each in queue["waiting"]] == [("second", "admission")]
         waits = (await get(proxy.url, "/programs/second")).json()["waiting"]
         assert waits["what_must_happen"] == ("a place must become free: 1 program is admitted (admission window)")
@@ -371,6 +371,6 @@ async def test_a_head_request_is_answered_without_a_body(target: str) -> None:
 
 async def test_the_ready_line_names_the_policy_with_its_parts() -> None:
     """As the report of the replicas does."""
-    async with fake_replica() as replica, serve("--backends", replica.url, "--control", "reassign") as server:
-        assert server.ready_line == f"thunderagent ready at {server.url}: policy breakeven+control=reassign\n"
-        assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+control=reassign"
+    async with fake_replica() as replica, serve("--backends", replica.url, "--global-policy", "reassign") as server:
+        assert server.ready_line == f"thunderagent ready at {server.url}: policy breakeven+global_policy=reassign\n"
+        assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+global_policy=reassign"

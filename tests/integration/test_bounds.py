@@ -167,7 +167,7 @@ async def test_no_answer_log_metric_or_error_shows_a_replicas_password() -> None
             ]
             for behaviour in behaviours:
                 replica.behaviour = behaviour
-                targets = (CHAT, "/v1/embeddings", "/reset_prefix_cache", "/control/nothing")
+                targets = (CHAT, "/v1/embeddings", "/reset_prefix_cache", "/operations/nothing")
                 seen.extend([shown(await post(proxy.url, target, turn("p"))) for target in targets])
             for target, body in (
                 ("/leases", {"program_id": "q"}),

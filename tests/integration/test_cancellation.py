@@ -154,7 +154,7 @@ async def test_a_client_leaves_while_it_sends_its_body() -> None:
 
 
 async def test_a_client_leaves_a_side_call() -> None:
-    """Requests that are no turns end at the replica too."""
+    """Requests that are not turns end at the replica too."""
     async with fake_replica(Gate()) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
         wire.send("POST", "/v1/embeddings", [("Content-Type", "application/json")], b'{"input": "x"}')
         call = await replica.call()

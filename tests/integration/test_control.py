@@ -90,7 +90,7 @@ async def test_a_call_goes_to_every_replica_as_it_is(path: str) -> None:
             replica.behaviour = answers(b'{"status": "ok" }')
         answer = await post(proxy.url, path, body, ("X-Trainer", "me"))
         assert (answer.status, answer.body) == (200, b'{"status": "ok" }')
-        assert answer.header("X-Control-Replies") == ", ".join(f"{id_of(replica)}=200" for replica in replicas)
+        assert answer.header("X-Engine-Control-Replies") == ", ".join(f"{id_of(replica)}=200" for replica in replicas)
         for replica in replicas:
             (call,) = replica.calls
             assert (call.method, call.target, call.body, call.header("x-trainer")) == ("POST", path, body, "me")
@@ -202,7 +202,7 @@ async def test_calls_are_told_one_after_another_but_reading_waits_for_nobody() -
 
 async def test_a_call_that_takes_too_long_is_over() -> None:
     """By its own limit, not by that of turns."""
-    async with replicas_behind(1, control_timeout_s=0.2) as (proxy, (replica,)):
+    async with replicas_behind(1, engine_control_timeout_s=0.2) as (proxy, (replica,)):
         replica.behaviour = Gate()
         answer = await post(proxy.url, "/update_weights")
         assert answer.status == 504
@@ -739,7 +739,7 @@ async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
 
 
 async def test_a_turn_by_the_facade_is_a_turn() -> None:
-    """Its usage is asked for and read, our field is cut out, and what is no JSON object is the engine's to judge."""
+    """Its usage is asked for and read, our field is cut out, and what is not a JSON object is the engine's to judge."""
     async with replicas_behind() as (proxy, (one, other)):
         path = f"/workers/{id_of(one)}/v1/chat/completions"
         one.behaviour = streams(word("hi"), USAGE_EVENT, DONE)

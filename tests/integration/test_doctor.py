@@ -356,7 +356,7 @@ async def test_traffic_that_is_mostly_nobodys_is_found(engine_here: str) -> None
 async def test_an_engine_in_the_proxys_place_is_found(engine_here: str, unused_tcp_port: int) -> None:
     """So is nobody at all."""
     finding = (await faults("--url", engine_here))["proxy_reachable"]
-    assert (finding.text, "--backends" in finding.remedy) == ("What answers here is no thunderagent.", True)
+    assert (finding.text, "--backends" in finding.remedy) == ("What answers here is not thunderagent.", True)
     nobody = (await faults("--url", f"http://127.0.0.1:{unused_tcp_port}"))["proxy_reachable"]
     assert "thunderagent serve" in nobody.remedy
 

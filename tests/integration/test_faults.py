@@ -165,7 +165,7 @@ async def test_what_an_engine_refuses_is_the_clients(status: str, streamed: bool
 @pytest.mark.parametrize(
     "pieces",
     [
-        (b"this is no HTTP\r\n\r\n",),
+        (b"this is not HTTP\r\n\r\n",),
         (b"\x16\x03\x01\x02\x00\x01",),
         (b"HTTP/1.1 abc\r\n\r\n",),
         (b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",),

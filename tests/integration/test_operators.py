@@ -123,7 +123,7 @@ async def test_a_key_that_is_put_into_the_file_lets_in(replica: FakeReplica, key
 
 
 async def test_turns_wait_for_their_keys_share_and_programs_are_refused(replica: FakeReplica, keys_file: Path) -> None:
-    """What is no turn does not count; a key without limits does not wait for one that has."""
+    """What is not a turn does not count; a key without limits does not wait for one that has."""
     limits = KeyLimitsEntry(turns_per_min=1, programs_count=1)
     key = add_key(keys_file, "few", admin=False, expires=None, limits=limits)
     free = add_key(keys_file, "free", admin=False, expires=None, limits=NONE)
@@ -301,7 +301,7 @@ async def test_each_request_has_a_line_where_that_is_wanted(replica: FakeReplica
 
 
 async def test_top_shows_rates_memory_and_programs(replica: FakeReplica, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once, where the output is no terminal; programs in the order that is asked for."""
+    """Once, where the output is not a terminal; programs in the order that is asked for."""
     async with running_proxy(replica.url) as proxy:
         for number in range(12):
             await ask(proxy.url, "named" if number < 2 else None)

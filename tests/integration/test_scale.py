@@ -40,6 +40,7 @@ from tests.integration.support import (
 )
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError, SchedulerUnreachableError
+from thunderagent.proxy.gate.guard import MAX_OPEN_BODY_BYTES
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import keep_target
@@ -274,6 +275,25 @@ async def test_with_keys_the_one_command_has_its_own_for_its_gateways() -> None:
         assert (await exchange(served.url, "GET", "/queue", [bearer])).status == 403
         internal = await exchange(served.url, "GET", "/internal/lease", [bearer])
         assert internal.status in (403, 404)
+
+
+async def test_an_operator_logs_in_at_any_gateway() -> None:
+    """The scheduler knows the logins: a cookie that it does not know opens nothing there, nor a turn at the gateway."""
+    key, line = mint_key("operator")
+    named = ("--admin-keys", line, "--api-keys", mint_key("me")[1], "--tenant-from-key", "false")
+    async with command("serve", "--port", "0", "--gateways", "2", *named) as served:
+        await served.ready()
+        page = ("Origin", served.url), ("Sec-Fetch-Site", "same-origin")
+        login = await post(served.url, "/dashboard/login", json.dumps({"key": key}).encode(), *page)
+        assert login.status == 200
+        cookie = ("Cookie", str(login.header("Set-Cookie")).partition(";")[0])
+        for _ in range(8):  # the system chooses the gateway of each connection
+            assert (await exchange(served.url, "GET", "/queue", [cookie, *page])).status == 200
+            assert (await post(served.url, CHAT, turn("p"), cookie)).status == 401
+        assert (await post(served.url, "/replicas", b"{}", cookie, ("Origin", "http://elsewhere"))).status == 403
+        assert (await exchange(served.url, "GET", "/queue", [("Cookie", "thunderagent_login=x")])).status == 401
+        large = b" " * (16 * MAX_OPEN_BODY_BYTES)
+        assert (await post(served.url, "/programs/release", large, ("Cookie", "thunderagent_login=x"))).status == 413
 
 
 def test_what_needs_one_process_is_refused_with_gateways() -> None:

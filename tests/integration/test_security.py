@@ -236,10 +236,10 @@ def test_loopback_needs_no_key(host: str) -> None:
         ({"judge_url": "replicas", "judge_api_key_file": "missing"}, "judge_api_key_file: cannot read missing"),
         ({"judge_api_key_file": "a", "judge_api_key": "b"}, "two ways to say the same"),
         ({"judge_url": "replicas", "judge_prompt": "missing"}, "judge_prompt: cannot read missing"),
-        ({"judge_url": "judge:8000", "judge_model": "m"}, "is no URL with http or https, nor replicas"),
+        ({"judge_url": "judge:8000", "judge_model": "m"}, "is not a URL with http or https, nor replicas"),
         ({"judge_url": "http://127.0.0.1/v1"}, "name the judge_model"),
         ({"judge_ends_hopeless": True}, "goes with judge_url"),
-        ({"cors_origins": "https://page.test/"}, "is no origin"),
+        ({"cors_origins": "https://page.test/"}, "is not an origin"),
         ({"tls_key": "key.pem"}, "goes with tls_cert"),
     ],
 )
@@ -815,7 +815,7 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
                     for target in ("/programs", "/programs/p", "/replicas", "/queue", "/tools", "/sandboxes", "/none"):
                         said = await call(process.url, "GET", target, header)
                         assert not [secret for secret in secrets if secret.encode() in said.body], target
-            async with Wire.open(process.url) as wire:  # what is no HTTP is not repeated, either
+            async with Wire.open(process.url) as wire:  # what is not HTTP is not repeated, either
                 wire.send_raw(f"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {DATA_KEY}\0\r\n\r\n".encode())
                 assert (await wire.head()).status == 400
             metrics = (await get(process.url, "/metrics")).body.decode()

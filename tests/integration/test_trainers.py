@@ -18,6 +18,7 @@ import aiohttp
 import httpx2
 import pytest
 
+from scripts.docs_site import whole
 from tests.integration.support import (
     CHAT,
     DEADLINE_S,
@@ -367,7 +368,7 @@ async def test_verifiers_names_the_rollout_whatever_its_harness_says() -> None:
 
 def code(page: str, number: int = 0) -> str:
     """Return one of the Python blocks of a page."""
-    found = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```python\n(.*?)^```", whole((PAGES / f"{page}.md").read_text()), re.DOTALL | re.MULTILINE)
     text: str = found[number]
     return text
 

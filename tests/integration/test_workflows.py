@@ -9,6 +9,7 @@ from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.docs_site import whole
 from tests.integration.support import answers, fake_replica, running_proxy
 from thunderagent.programs.model.events import ProgramReleased, TurnArrived
 
@@ -21,7 +22,7 @@ URL = "http://127.0.0.1:8300"
 
 def write_tutorial(folder: Path, proxy_url: str) -> None:
     """Write the files that the page has, each named in its first line."""
-    text = PAGE.read_text()
+    text = whole(PAGE.read_text())
     for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         name = re.match(r"# (\w+\.\w+)\n", block)
         if name is not None:

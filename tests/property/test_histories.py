@@ -1,6 +1,7 @@
 """Random histories under every combination of policies and parts, decided alike by the installed core and its sources.
 
-The sources alone are in a process with another seed for `hash`. The invariants hold after every event.
+The sources alone are in a process with another seed for `hash`. The invariants hold after every event, and the sums
+whenever a policy or a part of it is asked.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, cast
+
+import pytest
 
 from tests.property.test_scheduler_machine import POLICY_SETTINGS
 from tests.replay.histories import LEARNED_LIMITS, SETTINGS, History
-from tests.unit.test_where_to_add import PACKAGE, core_at
+from tests.unit.test_where_to_add import PACKAGE, core_at, run_there
+from thunderagent.programs.invariants import check_sums
+from thunderagent.programs.model.events import ProgramHinted
+from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.scheduler import Scheduler
 
 HISTORIES_COUNT = int(os.environ.get("HISTORIES_COUNT", "1"))
 """Of each combination; `scripts/test --compiled` has 18."""
@@ -23,14 +33,65 @@ HISTORIES_COUNT = int(os.environ.get("HISTORIES_COUNT", "1"))
 THINGS_COUNT = 100
 
 
-def decided(name: str, number: int) -> str:
-    """Let one history happen; return a digest of all events and decisions."""
+CALLBACKS = {
+    *("pause_rank", "restore_rank", "hold_s", "hold_threshold_s", "place", "balance", "observe"),
+    *("admission.rank", "admission.next", "priority.engine_priority", "global_policy.decide"),
+}
+"""What the core calls of a policy and of its parts."""
+
+
+class Watched:
+    """A policy, or a part of one, that checks the sums of the core before each answer."""
+
+    def __init__(self, asked: Any, sums_hold: Callable[[str], None], kind: str = "") -> None:
+        """Answer as `asked` does, which is the whole policy, or the part of that kind."""
+        self._asked, self._sums_hold, self._kind = asked, sums_hold, kind
+
+    def __getattr__(self, name: str) -> Any:
+        said, path = getattr(self._asked, name), f"{self._kind}{name}"
+        if name in ("admission", "priority", "global_policy") and said is not None:
+            return Watched(said, self._sums_hold, f"{name}.")
+        if name == "policies":
+            return tuple(Watched(each, self._sums_hold, self._kind) for each in said)
+        if path not in CALLBACKS or said is None:
+            return said
+
+        def answer(*told: Any) -> Any:
+            self._sums_hold(path)
+            return said(*told)
+
+        return answer
+
+
+def history_of(name: str, number: int, watched: Callable[[Policy], Policy] = lambda policy: policy) -> History:
+    """Return a history under a combination, which is yet to happen."""
     settings = dict(POLICY_SETTINGS[name])
     fair_tenants = bool(settings.pop("fair_tenants", False))
     limits = replace(LEARNED_LIMITS if number % 2 else SETTINGS, fair_tenants=fair_tenants)
-    history = History(str(settings.pop("policy", name)), settings, limits, f"{name} {number}")
+    return History(str(settings.pop("policy", name)), settings, limits, f"{name} {number}", watched)
+
+
+def calls_with_whole_sums(name: str, number: int = 0) -> Counter[str]:
+    """Let a history happen; return how often each callback came. At each call every sum is that of its parts."""
+    calls: Counter[str] = Counter()
+    scheduler: Scheduler | None = None
+
+    def sums_hold(path: str) -> None:
+        calls[path] += 1
+        if scheduler is not None:
+            check_sums(scheduler)
+
+    history = history_of(name, number, lambda policy: cast("Policy", Watched(policy, sums_hold)))
+    scheduler = history.driver.scheduler
+    history.things += ((9, lambda: history.send(ProgramHinted, history.name(), history.random.uniform(0, 40))),)
+    history.record(THINGS_COUNT)
+    return calls
+
+
+def decided(name: str, number: int) -> str:
+    """Let one history happen; return a digest of all events and decisions."""
     digest = sha256()
-    for event, decisions in history.record(THINGS_COUNT).events:
+    for event, decisions in history_of(name, number).record(THINGS_COUNT).events:
         for told in (event, *decisions):
             values = [str(getattr(told, field.name)) for field in fields(told)]
             digest.update(f"{type(told).__name__} {values}\n".encode())
@@ -58,3 +119,57 @@ def test_the_sources_decide_as_the_core_that_is_installed(tmp_path: Path) -> Non
     assert there == here
     assert len(here) == 24
     assert len({digest for digests in here.values() for digest in digests}) == 24 * HISTORIES_COUNT
+
+
+def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
+    """Each of them, under each combination: at every call every sum is that of its parts."""
+    calls = [calls_with_whole_sums(name) for name in POLICY_SETTINGS]
+    assert set().union(*calls) == CALLBACKS
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "moved", "after", "found"),
+    [
+        pytest.param(
+            "thunderagent",
+            "book/book.py",
+            "        to.enter(program, now_s)\n",
+            "        program.place = to\n",
+            "programs miscounted",
+            id="there, and still counted where it was",
+        ),
+        pytest.param(
+            "thunderagent",
+            "book/book.py",
+            "        self.active_count -= len(gone)\n",
+            "        self.queue.resting.enter_all(resting, now_s)\n",
+            "active programs miscounted",
+            id="so in a batch",
+        ),
+        pytest.param(
+            "autellix",
+            "leases.py",
+            "        if self._stream.flows:  # who hears of it finds the turns before it in the program's count\n"
+            "            self._stream.submitted(program, turn)\n",
+            "        turn.account_id = replica.replica_id\n",
+            "turns miscounted",
+            id="in flight, and not counted yet",
+        ),
+    ],
+)
+def test_a_move_that_is_split_is_found(
+    tmp_path: Path, name: str, file: str, moved: str, after: str, found: str
+) -> None:
+    """In a copy of the core in which one line of a move is done too early or too late: a callback is between."""
+    source = core_at(tmp_path) / file
+    text = source.read_text()
+    assert (text.count(moved), text.count(after)) == (1, 1)
+    source.write_text(text.replace(moved, "").replace(after, after + moved))
+    tried = f"""
+from tests.property.test_histories import calls_with_whole_sums
+try:
+    calls_with_whole_sums({name!r})
+except AssertionError as error:
+    print(error)
+"""
+    assert run_there(tmp_path, tried).startswith(found)

@@ -38,6 +38,7 @@ LESSONS = st.lists(
         st.tuples(st.just("hint"), NAMES, st.booleans()),
         st.tuples(st.just("restored"), SECONDS),
         st.tuples(st.just("lost"), st.sampled_from(["r0", "r1"]), st.floats(0.0, 1.0)),
+        st.tuples(st.just("tier"), st.sampled_from(["r0", "r1"]), TOKENS, TOKENS, SECONDS),
         st.tuples(st.just("bytes"), st.integers(1, 100_000), st.integers(1, 100_000)),
         st.tuples(st.just("asked"), NAMES),
     ),
@@ -56,6 +57,7 @@ class Learner:
             self.knowledge.adopt(learned)
         for replica_id in ("r0", "r1"):
             self.knowledge.replica_opened(replica_id, now_s)
+            self.knowledge.tiers.polled(replica_id, 0, 0, tells_cached=True)
 
     def learn(self, lesson: tuple[Any, ...]) -> None:
         what, *given = lesson
@@ -80,12 +82,16 @@ class Learner:
             self.hinted.tenant = given[0]
             known.hints.learn(self.hinted, 1.0, 0.0 if given[1] else 2.0, 3.0)
         elif what == "restored":
-            known.restore_pace.restored()
+            known.restore_pace.restored(self.now_s)
             known.restore_pace.accrue(self.now_s, waiting=True)
             self.now_s += given[0]
             known.restore_pace.accrue(self.now_s, waiting=False)
         elif what == "lost":
             self.lose(*given)
+        elif what == "tier":
+            replica_id, missing_tokens, found_tokens, token_s = given
+            known.tiers.by_replica[replica_id].found(missing_tokens, min(missing_tokens, found_tokens))
+            known.tiers.by_replica[replica_id].loaded(600 * token_s, 600)
         elif what == "bytes":
             program = program_named("p")
             known.learn_size(Turn(1, program, "", given[0], self.now_s), None, given[1])
@@ -101,7 +107,8 @@ class Learner:
 
     def guesses(self) -> list[Any]:
         known = self.knowledge
-        found: list[Any] = [known.break_even_s(1000), known.median_residence_s, known.mean_tool_s]
+        found: list[Any] = [known.median_residence_s, known.mean_tool_s]
+        found += [known.break_even_s(replica_id, 1000) for replica_id in ("r0", "r1")]
         for name in ("bash", "search", "", "édit", "never"):
             times = known.tool_times
             found += [times.hold_s(name, 20.0), times.return_rate_per_s(name, 3.0), known.idle_limit_s(name)]

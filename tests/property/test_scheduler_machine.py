@@ -57,15 +57,17 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    TierPolled,
 )
 from thunderagent.programs.model.hints import KEEPS
+from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.learned import CapacityRecord
 from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.scheduler import Scheduler
 
-EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "20"))
+EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))
 """Of each policy, each of 50 steps; new ones each time, and scripts/nightly has many more."""
 
 POLICY_SETTINGS = {
@@ -115,13 +117,13 @@ POLICY_SETTINGS = {
         "policy": "breakeven",
         "reserve_tokens": 100,
         "priority": "age",
-        "control": "balance+migrate+reassign",
-        "control.gap_ratio": 0.1,
-        "control.rest_s": 2.0,
-        "control.long_turn_s": 1.0,
-        "control.wait_s": 0.0,
-        "control.waiting_count": 0.5,
-        "control.patience_s": 1.0,
+        "global_policy": "balance+migrate+reassign",
+        "global_policy.gap_ratio": 0.1,
+        "global_policy.rest_s": 2.0,
+        "global_policy.long_turn_s": 1.0,
+        "global_policy.wait_s": 0.0,
+        "global_policy.waiting_count": 0.5,
+        "global_policy.patience_s": 1.0,
     },
     "ttl, in parts": {"policy": "ttl", "ttl_s": 3.0, "order": "orbit-judge", "priority": "orbit-judge"},
     "cap, in parts": {
@@ -348,6 +350,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (turn is not None and turn.account_id == replica_id) == grants, "counted elsewhere, or nowhere"
         return turn_id
 
+    @rule(
+        program_id=PROGRAMS.filter(bool),
+        standing=st.sampled_from(["announced", "active", "paused", "idle", "unadmitted"]),
+        replica_id=REPLICAS,
+        size=TOKENS,
+        tool_runs=st.booleans(),
+    )
+    def program_is_adopted(self, program_id: str, standing: str, replica_id: str, size: int, tool_runs: bool) -> None:
+        """Of another scheduler: it is taken in once, and has its claim if its replica is open."""
+        branches = (BranchRecord("", size, size), BranchRecord("b", size, 0, 0.25, ""))[: 1 + size % 2]
+        record = ProgramRecord(
+            program_id,
+            standing=standing,
+            replica_id=replica_id,
+            resident_tokens=size,
+            branches=branches,
+            age_s=30.0,
+            acting_s=5.0,
+            tool_runs=tool_runs,
+            turn_count=1,
+        )
+        known = program_id in self.scheduler.programs or program_id in self.scheduler.hopeless_ids
+        self.send(ProgramsAdopted(self.now_s, replica_id, (record, record)))
+        program = self.scheduler.programs.get(program_id)
+        replica = self.scheduler.replicas.get(replica_id)
+        if known or program is None or standing == "announced":
+            return
+        is_open = replica is not None and replica.open_to_programs and program.routed_to in (None, replica_id)
+        assert program.place.active == (standing == "active" and is_open)
+
     @rule(target=turns, earlier_id=consumes(turns), program_id=PROGRAMS, patience_s=PATIENCES)
     def turn_is_tried_again(self, earlier_id: int, program_id: str | None, patience_s: float | None) -> int:
         earlier = self.scheduler.turns.get(earlier_id)
@@ -535,6 +567,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(replica_id=REPLICAS, count=st.integers(0, 9))
     def encodes_are_polled(self, replica_id: str, count: int) -> None:
         self.send(EncodesPolled(self.now_s, replica_id, count))
+
+    @rule(replica_id=REPLICAS, asked=TOKENS, found=TOKENS)
+    def tier_is_polled(self, replica_id: str, asked: int, found: int) -> None:
+        self.send(TierPolled(self.now_s, replica_id, asked, found))
 
     @rule(replica_id=REPLICAS, tokens=st.lists(st.tuples(PROGRAMS.filter(bool), TOKENS), max_size=4))
     def residency_is_reported(self, replica_id: str, tokens: list[tuple[str, int]]) -> None:

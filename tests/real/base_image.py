@@ -21,6 +21,7 @@ from tests.debian import apt_get
 from tests.real.docker_engine import DockerEngine, DockerEngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 BASE_IMAGE = "thunderagent-test-base:latest"
@@ -34,14 +35,14 @@ _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
 _BUILD_IMAGE_DOCKERFILE = f"FROM {_TOOLS_IMAGE}\nCOPY wheels /wheels\nCOPY pip.conf /etc/pip.conf\n"
 
 
-def make_base_images(engine: DockerEngine, pyproject: Path) -> None:
-    """Make both images at an engine. What they are made of is downloaded once, in about half a minute.
+def make_base_images(engine: DockerEngine, pyproject: Path, extras: Sequence[str] = ()) -> None:
+    """Make both images at an engine, to build one with `extras`. What they need is downloaded once, in half a minute.
 
     Raises DockerEngineError if something cannot be had.
     """
     sources = _sources()
     root, tools = _root("base-image", _CONTENT, sources), _root("tools-image", _TOOLS, sources)
-    wheels = _wheels(pyproject, _python_version_in(root))
+    wheels = _wheels(pyproject, _python_version_in(root), extras)
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as tar:
         tar.add(wheels, "wheels", filter=lambda entry: entry if entry.isdir() or entry.name.endswith(".whl") else None)
@@ -87,12 +88,13 @@ def _python_version_in(root: Path) -> str:
     return found[0]
 
 
-def _wheels(pyproject: Path, python_version: str) -> Path:
-    """Return a folder with what an installation without extras needs."""
+def _wheels(pyproject: Path, python_version: str, extras: Sequence[str]) -> Path:
+    """Return a folder with what an installation needs."""
     project = tomllib.loads(pyproject.read_text())
     dev = project["project"]["optional-dependencies"]["dev"]
     compiles = [each for each in dev if each.startswith("mypy==")]
     requirements = [*project["build-system"]["requires"], *compiles, *project["project"]["dependencies"]]
+    requirements += [each for extra in extras for each in project["project"]["optional-dependencies"][extra]]
     options = ["--quiet", "--only-binary=:all:", f"--python-version={python_version}"]
 
     def download(folder: Path) -> None:

@@ -105,7 +105,7 @@ async def test_a_model_that_no_engine_lists_is_refused_as_the_engine_would(
 async def test_a_side_call_is_the_engines_own(
     engine: RealEngine, proxy_of_one: Server, path: str, body: dict[str, Any] | None
 ) -> None:
-    """Requests that are no turns pass as well."""
+    """Requests that are not turns pass as well."""
     await assert_same(engine, proxy_of_one, path, body)
 
 

@@ -86,7 +86,7 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
 ) -> None:
     """After SIGTERM a stream goes on to its last byte, new turns get 503, and then the process ends with status 0."""
     body = chat(words(30, seed=3), STREAMED_TOKENS, stream=True)
-    async with run_proxy(engines) as proxy, httpx2.AsyncClient(timeout=60) as client:
+    async with run_proxy(engines, "--grace-s", "300") as proxy, httpx2.AsyncClient(timeout=60) as client:
         pieces = []
         async with client.stream("POST", f"{proxy.url}{CHAT}", json=body) as response:
             relayed = response.aiter_bytes()

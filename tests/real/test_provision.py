@@ -53,18 +53,18 @@ async def test_replicas_are_containers(docker_engine: DockerEngine, client: Any)
     async with running_proxy(up=0, **config) as proxy:
         replicas = proxy.runtime.scheduler.replicas
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 1, within_s=60)
-        assert (await post(proxy.url, "/control/provision")).status == 202
+        assert (await post(proxy.url, "/operations/provision")).status == 202
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2, within_s=60)
         with contextlib.closing(docker_engine.client()) as short:
             assert OWNER_LABEL in short.inspect_container(running()[0])["Config"]["Labels"]
         gone = proxy.runtime.scheduler.open_replicas[0].replica_id
-        assert (await post(proxy.url, "/control/kill", {"replica_id": gone})).json()["engine_ends"] is True
+        assert (await post(proxy.url, "/operations/kill", {"replica_id": gone})).json()["engine_ends"] is True
         await until(lambda: len(replicas) == 1 and len(running()) == 1, within_s=60)
         left = next(iter(replicas))
         with contextlib.closing(docker_engine.client()) as short:
             short.kill(running()[0])
         await until(lambda: left not in replicas and len(proxy.runtime.scheduler.open_replicas) == 1, within_s=60)
-        assert (await get(proxy.url, "/control")).json()["provision"]["started_count"] == 1
+        assert (await get(proxy.url, "/operations")).json()["provision"]["started_count"] == 1
     assert running() == []
 
 

@@ -20,6 +20,7 @@ import httpx2
 import pytest
 
 from benchmarks.processes import thunderagent
+from scripts.docs_site import whole
 from thunderagent.workflows import CallError, Deployment, LostError, deploy, stubs
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def places(app: Deployment, agent: str) -> dict[str, str]:
 
 async def test_the_tutorial_on_both_nodes(nodes: TwoNodes, code: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The documentation's workflow as it stands, but for `ray=`; its turns go through the proxy, under its session."""
-    text = DOCS.read_text()
+    text = whole(DOCS.read_text())
     monkeypatch.chdir(code)
     monkeypatch.syspath_prepend(str(code))
     log_path = tmp_path / "proxy.log"

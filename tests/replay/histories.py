@@ -47,6 +47,7 @@ from thunderagent.programs.model.fleet_events import (
     ResidencyReported,
     RouteSet,
 )
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.model.settings import SchedulerSettings
 
 SETTINGS = SchedulerSettings(
@@ -71,11 +72,17 @@ class History:
     """One random history, written down by a driver."""
 
     def __init__(
-        self, policy: str, policy_settings: dict[str, Setting], settings: SchedulerSettings, seed: object
+        self,
+        policy: str,
+        policy_settings: dict[str, Setting],
+        settings: SchedulerSettings,
+        seed: object,
+        watched: Callable[[Policy], Policy] = lambda policy: policy,
     ) -> None:
         """Begin with two replicas; equal seeds make equal histories as long as the decisions are equal."""
         self.random = Random(str(seed))
-        self.driver = Driver(load_policy(policy, policy_settings), replicas={"r0": 2000, "r1": 2500}, settings=settings)
+        made = watched(load_policy(policy, policy_settings))
+        self.driver = Driver(made, replicas={"r0": 2000, "r1": 2500}, settings=settings)
         self.turns: dict[int, str | None] = {}
         """Turns that did not end, each with its program."""
         self.turn_id = 0

@@ -107,7 +107,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
-    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "compilation"}),
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "learned_state", "proxy", "compilation", "status"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "compilation": frozenset(),
@@ -155,6 +155,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "log_lines",
         "lookups",
         "nova",
+        "scale",
         "workflows",
     },
     "__main__": frozenset({"cli"}),
@@ -1054,5 +1055,5 @@ def test_a_number_without_a_unit_is_found(source: str) -> None:
     ],
 )
 def test_a_number_with_a_unit_is_let_through(source: str) -> None:
-    """Names that end in a unit, and what is no number itself, are no complaint."""
+    """Names that end in a unit, and what is not a number itself, are no complaint."""
     assert list(unitless_numbers(module_of(source))) == []

@@ -18,7 +18,8 @@ from thunderagent.programs.model.events import (
     TurnDue,
     TurnUnverified,
 )
-from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled
+from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled, TierPolled
+from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
@@ -70,10 +71,14 @@ def every_event() -> Driver:
     driver.migrates("c", "r0")
     driver.kills("c")
     driver.send(KnowledgeLoaded(driver.now_s, "r0", driver.scheduler.knowledge.export()))
+    branches = (BranchRecord("", 300, 200, 0.25), BranchRecord("side", 40))
+    records = ProgramRecord("d", "t", "g", "c", "", "active", "r0", 300, branches, 9.0, 2.0, "bash", True, True)
+    driver.send(ProgramsAdopted(driver.now_s, "r0", (records, ProgramRecord("e"))))
     driver.send(ReplicaKilled(driver.now_s, "r0"))
     driver.send(ProvisionAsked(driver.now_s))
     driver.send(ProgramCrowdedOut(driver.now_s, ""))
     driver.send(ProgramHinted(driver.now_s, "c", 1.0))
+    driver.send(TierPolled(driver.now_s, "r0", 100, 50))
     driver.trips("r0")
     driver.drains("r0")
     driver.goes_down("r0")

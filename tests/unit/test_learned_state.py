@@ -80,11 +80,11 @@ def test_every_torn_file_is_refused() -> None:
     ("change", "why"),
     [
         (lambda content: content.replace(b'"version":1', b'"version":2'), "version 2, not 1"),
-        (lambda content: content.replace(b"thunderagent-learned", b"something"), "no file of what was learned"),
+        (lambda content: content.replace(b"thunderagent-learned", b"something"), "not a file of learned state"),
         (lambda content: content.replace(b"bash", b"bush"), "checksum"),
         (lambda content: content + b" ", "torn"),
-        (lambda _: b"\xff\xfe\x00", "no file of what was learned"),
-        (lambda _: b"[]\n[]", "no file of what was learned"),
+        (lambda _: b"\xff\xfe\x00", "not a file of learned state"),
+        (lambda _: b"[]\n[]", "not a file of learned state"),
         (lambda _: encode_state([{"models": "m"}]), "cannot be"),  # type: ignore[list-item]
     ],
 )

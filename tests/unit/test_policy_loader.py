@@ -117,7 +117,7 @@ def test_a_policy_that_does_not_exist_is_named_with_those_that_do(name: str, mes
 
 
 def test_a_setting_that_does_not_exist_is_named_with_those_that_do() -> None:
-    """The name itself is no setting."""
+    """The name itself is not a setting."""
     with pytest.raises(ConfigurationError, match=r"policy cap has no setting 'm'; it has: n"):
         load_policy("cap", {"m": 3})
     with pytest.raises(ConfigurationError, match="no setting 'name'"):
@@ -139,15 +139,23 @@ def test_a_setting_of_a_part_that_was_chosen_is_named_with_its_kind() -> None:
         ("breakeven", {"share_prefixes": "yes"}, "policy breakeven: share_prefixes must be true or false, not 'yes'"),
         ("thunderagent", {"restore_ratio": "x"}, "policy thunderagent: restore_ratio must be a number, not 'x'"),
         ("mars", {"tool_cpu_count": "x"}, "policy mars: tool_cpu_count must be a number, not 'x'"),
-        ("cap", {"control": "balance", "control.gap_ratio": "x"}, "control balance: gap_ratio must be a number"),
-        ("cap", {"control": "balance+migrate", "control.wait_s": "x"}, "control migrate: wait_s must be a number"),
+        (
+            "cap",
+            {"global_policy": "balance", "global_policy.gap_ratio": "x"},
+            "global_policy balance: gap_ratio must be a number",
+        ),
+        (
+            "cap",
+            {"global_policy": "balance+migrate", "global_policy.wait_s": "x"},
+            "global_policy migrate: wait_s must be a number",
+        ),
         ("cap", {"order": "least-area", "order.bound_ratio": "x"}, "order least-area: bound_ratio must be a number"),
         ("cap", {"order": "atlas", "order.level_count": "x"}, "order atlas: level_count must be a number, not 'x'"),
         ("breakeven", {"pass_count": 1.5}, "policy breakeven: pass_count must be a whole number, not 1.5"),
         (
             "cap",
-            {"control": "balance", "control.moves_count": 2.5},
-            "control balance: moves_count must be a whole number",
+            {"global_policy": "balance", "global_policy.moves_count": 2.5},
+            "global_policy balance: moves_count must be a whole number",
         ),
         ("continuum", {"reserve_tokens": float("inf")}, "reserve_tokens must be a whole number, not inf"),
         ("own_package.scheduling:LastReplica", {"limit_tokens": "x"}, "limit_tokens must be a number, not 'x'"),
@@ -180,21 +188,21 @@ class Srtf:
         (
             "srtf:Srtf",
             {},
-            "srtf:Srtf is no policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank, tick_s",
+            "srtf:Srtf cannot be the policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank",
         ),
-        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf is no admission: it has no next, rank$"),
-        ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf is no order: it has no restore_rank$"),
-        ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf is no victims: it has no pause_rank$"),
-        ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf is no priority: it has no engine_priority$"),
+        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf cannot be the admission: it has no next, rank$"),
+        ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf cannot be the order: it has no restore_rank$"),
+        ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf cannot be the victims: it has no pause_rank$"),
+        ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf cannot be the priority: it has no engine_priority$"),
         (
             "cap",
-            {"control": "own_package.scheduling:LastReplica"},
-            "LastReplica is no control: it has no decide, period_s$",
+            {"global_policy": "own_package.scheduling:LastReplica"},
+            "LastReplica cannot be the global_policy: it has no decide, period_s$",
         ),
         (
             "cap",
-            {"control": "balance+own_package.scheduling:LastReplica"},
-            "scheduling:LastReplica is no control: it has no",
+            {"global_policy": "balance+own_package.scheduling:LastReplica"},
+            "scheduling:LastReplica cannot be the global_policy: it has no",
         ),
     ],
 )
@@ -208,7 +216,7 @@ def test_a_class_of_another_kind_is_refused(
     monkeypatch.delitem(sys.modules, "srtf", raising=False)
     with pytest.raises(ConfigurationError, match=message):
         load_policy(policy, parts)
-    assert load_policy("cap", {"control": "srtf:Srtf"}).name == "cap+control=srtf"
+    assert load_policy("cap", {"global_policy": "srtf:Srtf"}).name == "cap+global_policy=srtf"
     monkeypatch.delitem(sys.modules, "srtf")
 
 

@@ -78,6 +78,8 @@ MOST_S = 5.0
 class Longest:
     """A bound on how long turns wait."""
 
+    due_s = 0.0
+
     def settle(self, verbs: Verbs) -> None:
         """Let in the first who waits for room, if its turn has waited for so long."""
         book = verbs.book

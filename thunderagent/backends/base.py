@@ -27,6 +27,9 @@ class ReplicaReading:
       thrashes.
     - `cache_query_tokens_total`, `cache_hit_tokens_total`: prompt tokens looked up in the prefix cache, and
       found there.
+    - `tier_query_tokens_total`, `tier_hit_tokens_total`: prompt tokens that the pool had not and that were looked up in
+      a tier behind it (memory of the host, a disk, a store), and found there. None until an engine has such a tier and
+      it was asked once.
     - `models`: the names that it serves, of its list at `/v1/models`, LoRA adapters too; empty if it has no such list.
     - `age_s`: how long ago the engine was asked: what it did since then may not be in it. No part of what it said.
     """
@@ -39,6 +42,8 @@ class ReplicaReading:
     preemptions_total: float | None = None
     cache_query_tokens_total: float | None = None
     cache_hit_tokens_total: float | None = None
+    tier_query_tokens_total: float | None = None
+    tier_hit_tokens_total: float | None = None
     models: tuple[str, ...] | None = field(default=None, compare=False)
     age_s: float = field(default=0.0, compare=False)
 

@@ -302,7 +302,7 @@ def _check(endpoint: KvEventsEndpoint) -> None:
                 _connect(socket, address)
         except zmq.ZMQError as error:
             raise ConfigurationError(
-                f"{address!r} is no address to connect to, as tcp://HOST:PORT is: {error}"
+                f"{address!r} is not an address to connect to, as tcp://HOST:PORT is: {error}"
             ) from error
 
 

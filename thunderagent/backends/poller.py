@@ -407,7 +407,7 @@ def _url_of(replica: ReplicaEndpoint, path: str) -> httpx2.URL:
     except httpx2.InvalidURL as error:
         raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is none") from error
     if url.scheme not in {"http", "https"} or not url.host:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is no http or https URL")
+        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is not an http or https URL")
     return url
 
 

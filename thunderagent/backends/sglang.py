@@ -7,7 +7,8 @@ What a scheduler of SGLang says of itself carries the labels `dp_rank` (absent w
 same numbers (all of them do with `--enable-metrics-for-all-schedulers`), and a series with a priority is a part of the
 one without. So of all series of one `dp_rank` the largest counts. Data-parallel ranks are summed: each has a pool of
 its own, and `sglang:max_total_num_tokens` is that of the rank that says it. Token counters come from the tokenizer
-process, once for all ranks, and are summed.
+process, once for all ranks, and are summed. Newer versions count cached tokens by `cache_source`: those of `device` lay
+in the pool, those of `host` and `storage…` were loaded from HiCache's tiers behind it (`--enable-hierarchical-cache`).
 
 Versions that set their gauges at the first batch say no capacity before it, and servers without metrics never do. Then
 `/server_info` is asked (`/get_server_info` in older versions), which tells each data-parallel rank's own pool.
@@ -90,14 +91,18 @@ class SglangBackend:
         samples = samples_of(exposition, _NEEDED)
         capacities_tokens = _by_rank(samples.get(CAPACITY, ()))
         capacity_tokens = _capacity_tokens(capacities_tokens)
+        asked = _total(sample.value for sample in samples.get(PROMPT_TOKENS, ()))
+        cached, loaded = _cached_tokens(samples.get(CACHED_TOKENS, ()))
         return ReplicaReading(
             capacity_tokens=capacity_tokens,
             kv_used_ratio=_kv_used_ratio(samples, capacity_tokens),
             running_count=_count(_by_rank(samples.get(RUNNING, ()))),
             waiting_count=_count(_by_rank(samples.get(WAITING, ()))),
             preemptions_total=_total(_by_rank(samples.get(RETRACTIONS, ())).values()),
-            cache_query_tokens_total=_total(sample.value for sample in samples.get(PROMPT_TOKENS, ())),
-            cache_hit_tokens_total=_total(sample.value for sample in samples.get(CACHED_TOKENS, ())),
+            cache_query_tokens_total=asked,
+            cache_hit_tokens_total=cached,
+            tier_query_tokens_total=max(0.0, asked - (cached or 0.0)) if loaded is not None and asked else None,
+            tier_hit_tokens_total=loaded,
         )
 
     def read_info(self, info: str) -> int | None:
@@ -156,6 +161,17 @@ def _kv_used_ratio(samples: Mapping[str, Iterable[Sample]], capacity_tokens: int
         return min(1.0, sum(used_tokens.values()) / capacity_tokens)
     ratios = _by_rank(samples.get(TOKEN_USAGE, ()))
     return min(1.0, sum(ratios.values()) / len(ratios)) if ratios else None
+
+
+def _cached_tokens(samples: Iterable[Sample]) -> tuple[float | None, float | None]:
+    """Return how many tokens were found in the pool, and how many were loaded; None without a tier behind it."""
+    pool: list[float] = []
+    tiers: list[float] = []
+    for sample in samples:
+        source = sample.labels.get("cache_source", "")
+        (tiers if source == "host" or source.startswith("storage") else pool).append(sample.value)
+    loaded = _total(tiers)
+    return (_total(pool) or 0.0) if loaded is not None and not pool else _total(pool), loaded
 
 
 def _count(by_rank: Mapping[str, float]) -> int | None:

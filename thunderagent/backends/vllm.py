@@ -27,8 +27,22 @@ WAITING: Final = ("vllm:num_requests_waiting",)
 PREEMPTIONS: Final = ("vllm:num_preemptions_total",)
 CACHE_QUERIES: Final = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 CACHE_HITS: Final = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
+# What the pool had not, and what a KV connector had of that: vLLM's own offloading, LMCache and others. Both are there,
+# and zero, without a connector.
+TIER_QUERIES: Final = ("vllm:external_prefix_cache_queries_total",)
+TIER_HITS: Final = ("vllm:external_prefix_cache_hits_total",)
 
-_NEEDED: Final = (CACHE_CONFIG, *KV_USED, *RUNNING, *WAITING, *PREEMPTIONS, *CACHE_QUERIES, *CACHE_HITS)
+_NEEDED: Final = (
+    CACHE_CONFIG,
+    *KV_USED,
+    *RUNNING,
+    *WAITING,
+    *PREEMPTIONS,
+    *CACHE_QUERIES,
+    *CACHE_HITS,
+    *TIER_QUERIES,
+    *TIER_HITS,
+)
 
 
 PRIORITY_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/inference/v1/generate")
@@ -76,6 +90,7 @@ class VllmBackend:
     def read_metrics(self, exposition: str) -> ReplicaReading:
         """Read an exposition; never raise: what cannot be read is None. About 1 ms for 500 KB."""
         samples = samples_of(exposition, _NEEDED)
+        tier_queries = _total(_first_known(samples, TIER_QUERIES)) or None
         return ReplicaReading(
             capacity_tokens=_capacity_tokens(samples.get(CACHE_CONFIG, ())),
             kv_used_ratio=_mean(_first_known(samples, KV_USED)),
@@ -84,6 +99,8 @@ class VllmBackend:
             preemptions_total=_total(_first_known(samples, PREEMPTIONS)),
             cache_query_tokens_total=_total(_first_known(samples, CACHE_QUERIES)),
             cache_hit_tokens_total=_total(_first_known(samples, CACHE_HITS)),
+            tier_query_tokens_total=tier_queries,
+            tier_hit_tokens_total=_total(_first_known(samples, TIER_HITS)) if tier_queries else None,
         )
 
     def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature

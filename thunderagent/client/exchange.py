@@ -34,7 +34,7 @@ def exchange(proxy: str, method: str, path: str, body: object = None, *, timeout
 
     `timeout_s` is for each wait of the connection. Environment variables of HTTP proxies are not heeded; the proxy's
     API key, if it asks for one, is `THUNDERAGENT_KEY`. Raises `ProxyUnreachableError`, and `ProxyRefusedError` for an
-    answer that is no JSON object or has a status over 299.
+    answer that is not a JSON object or has a status over 299.
     """
     parts = urlsplit(proxy)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection

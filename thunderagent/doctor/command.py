@@ -194,7 +194,7 @@ async def _asker(
         needs_trust = httpx2.URL(url).scheme == "https"  # whom the system trusts takes 20 ms to read
         client = httpx2.AsyncClient(base_url=url, trust_env=False, verify=verify or needs_trust, headers=headers)
     except httpx2.InvalidURL as error:
-        raise ConfigurationError(f"{shown_url(url)!r} is no URL: {error}") from error
+        raise ConfigurationError(f"{shown_url(url)!r} is not a URL: {error}") from error
     async with client as http:
         yield Asker(http, timeout_s=timeout_s)
 

@@ -86,7 +86,7 @@ def findings_of(proxy: Proxy, url: str, *, is_own: bool) -> Iterator[Finding]:
         yield fault(
             "proxy_reachable",
             proxy.name,
-            "What answers here is no thunderagent.",
+            "What answers here is not thunderagent.",
             "give the proxy's address with --url; an engine's goes with --backends",
         )
         return

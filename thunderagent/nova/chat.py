@@ -154,7 +154,7 @@ def _bytes_of(url: str) -> bytes:
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except binascii.Error:
-        raise ApiError("An image's data is no base64.", param="image_url") from None
+        raise ApiError("An image's data is not base64.", param="image_url") from None
 
 
 class ChatForm:

@@ -41,7 +41,7 @@ def run(config: NovaConfig) -> int:
 def build(config: NovaConfig) -> tuple[Engine, Codec]:
     """Load the model and what reads and writes for it; ConfigurationError if that cannot be."""
     if not config.model.is_dir():
-        raise ConfigurationError(f"{config.model} is no folder")
+        raise ConfigurationError(f"{config.model} is not a folder")
     transformers.utils.logging.disable_progress_bar()
     best = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(best if config.device == "auto" else config.device)

@@ -39,11 +39,6 @@ class SlotCache:
         """Where rows outside the batch write."""
         return self.width - 1
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache."""
-        return int(2 * self.keys.numel() * self.keys.element_size())
-
     def run(self, slot: int, begin: int, end: int) -> Run:
         """Return prefill's view: positions [begin, end) of one row."""
         return Run(self, slot, begin, end)

@@ -140,7 +140,7 @@ class Core:
         replica = self.placing.wanted_by(program) or replica
         program.destination = None
         if program.held and next(iter(program.held.values())).arrived_s < book.now_s:  # not one that was tried again
-            self.knowledge.restore_pace.restored()
+            self.knowledge.restore_pace.restored(book.now_s)
         self.leases.end_waits(program)
         book.move(program, replica.working if program.held else replica.acting, reason)
         if reason in (Reason.PATIENCE, Reason.PARENT):
@@ -213,7 +213,7 @@ class Core:
             book.rank_anew(program)
             program.note(book.now_s, "mark", reason, program.replica_id)
             return
-        book.move(program, book.replicas[program.replica_id or ""].leaving, reason)
+        book.move(program, program.place.replica.leaving, reason)
         for turn in program.held.values():  # until grants go on there
             self.deadlines.add(turn)
 
@@ -222,7 +222,7 @@ class Core:
 
         The turns that were held, because it was to leave, are granted then.
         """
-        book, replica = self.book, self.book.replicas[program.replica_id or ""]
+        book, replica = self.book, program.place.replica
         if cause is not None:
             del program.leaves_for[cause]
         else:
@@ -291,7 +291,7 @@ class Core:
         if program.held:
             program.hold_reason = Reason.ADMISSION
 
-    def explain_hold(self, program: Program) -> None:
+    def refresh_hold_reason(self, program: Program) -> None:
         """Say anew why a program waits that was held because nothing granted.
 
         One that is not admitted waits for that, if any replica grants; one that a route sends to a replica waits for
@@ -312,7 +312,7 @@ class Core:
     def end(self, program: Program, reason: Reason) -> None:
         """End a program: reject its held turns, and let those in flight end as turns without a program."""
         book, place = self.book, program.place
-        replica = book.replicas[place.replica_id or ""] if place.active else None
+        replica = place.replica if place.active else None
         if self.stream.flows:
             for turn in program.in_flight.values():
                 self.stream.lost(turn)

@@ -25,11 +25,11 @@ class GlobalPolicies:
     __slots__ = ("_asked", "_book", "_view", "changes_count", "name", "newly_waiting")
 
     def __init__(self, policy: Policy, book: Book, view: View) -> None:
-        """Have what `policy` has as its control asked at the next tick."""
-        control: GlobalPolicy | None = getattr(policy, "control", None)
-        self.name = None if control is None else control.name
+        """Have what `policy` has as its global policy asked at the next tick."""
+        chosen: GlobalPolicy | None = getattr(policy, "global_policy", None)
+        self.name = None if chosen is None else chosen.name
         """The word for them; None without one."""
-        chained: Sequence[GlobalPolicy] = getattr(control, "policies", () if control is None else (control,))
+        chained: Sequence[GlobalPolicy] = getattr(chosen, "policies", () if chosen is None else (chosen,))
         self._asked = [_Asked(each) for each in chained]
         self._book = book
         self._view = view

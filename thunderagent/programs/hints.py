@@ -128,7 +128,7 @@ class Hints:
         place = program.place
         if not place.active or place.kind is Kind.LEAVING:
             return False
-        replica = self._core.book.replicas[place.replica_id or ""]
+        replica = place.replica
         others_tokens = replica.acting.hint_tokens - (program.claim_tokens if program.hint_keeps else 0)
         return others_tokens + program.claim_tokens <= self._hint_ratio * replica.account.limit_tokens
 

@@ -35,10 +35,14 @@ def check(scheduler: Scheduler) -> None:
     programs = list(book.programs.values())
     for program in programs:
         _check_program(scheduler, program)
-    for place in _places(book):
-        _check_place(place, [program for program in programs if program.place is place])
+    check_sums(scheduler)
     for replica in book.replicas.values():
         _check_replica(scheduler, replica)
+    for place in _places(book):
+        if isinstance(place, QueuePlace):
+            there = {program for program in programs if program.place is place}
+            assert set(place.order) == there, f"the order misses some: {place!r}"
+            assert there or place.kind is not Kind.WAITING or place.replica_id is None, f"nobody waits: {place!r}"
     waiting = [turn for program in programs if not program.place.active for turn in program.held.values()]
     leaving = [turn for program in programs if program.marked for turn in program.held.values()]
     assert book.ledger.waiting_count == len(waiting) + len(book.anonymous_held), "waiting turns miscounted"
@@ -50,37 +54,47 @@ def check(scheduler: Scheduler) -> None:
     assert bool(scheduler.families) == bool(children), "families miscounted"
     for child in children:
         _check_child(scheduler, child)
-    active = [program for program in programs if program.place.active]
-    assert book.active_count == len(active), "active programs miscounted"
-    assert book.admitted_count == sum(program.admitted for program in programs), "admitted programs miscounted"
     tenants = Counter(program.tenant for program in programs)
     limits = scheduler.limits
     assert all(limits.count_of(tenant) == count for tenant, count in tenants.items()), "programs miscounted"
     assert tenants[limits.largest_tenant] == max(tenants.values(), default=0), "the largest is another"
     if scheduler.tenants is not None:
-        _check_tenants(scheduler, active)
+        _check_tenants(scheduler)
     at_tools = [program for program in programs if program.tool_runs]
     assert all(program.phase is Phase.ACTING for program in at_tools), "a tool runs while a turn is with us"
     assert scheduler.knowledge.tools_running_count == len(at_tools), "running tools miscounted"
     _check_replicas_known(book)
 
 
+def check_sums(scheduler: Scheduler) -> None:
+    """Raise `AssertionError` where a sum is not that of its parts, also within an event whenever a policy is asked."""
+    book = scheduler.book
+    programs = list(book.programs.values())
+    for place in _places(book):
+        there_tokens = [program.claim_tokens for program in programs if program.place is place]
+        assert place.count == len(there_tokens), f"programs miscounted: {place!r}"
+        assert place.tokens == sum(there_tokens), f"sum differs: {place!r}"
+    for replica in book.replicas.values():
+        _check_account(scheduler, replica)
+    assert book.active_count == sum(program.place.active for program in programs), "active programs miscounted"
+    assert book.admitted_count == sum(program.admitted for program in programs), "admitted programs miscounted"
+    if scheduler.tenants is not None:
+        claims: Counter[str] = Counter()
+        for program in programs:
+            claims[program.tenant] += program.claim_tokens if program.place.claims else 0
+        kept = {tenant.name: tenant.claim_tokens for tenant in scheduler.tenants if tenant.claim_tokens}
+        assert kept == dict(+claims), f"claims of tenants differ: {kept}, {claims}"
+
+
 def _places(book: Book) -> list[Place]:
     queue = book.queue
     of_all = [book.announced, book.dismissed, book.idle, book.destined, queue.resting, queue.waiting, queue.unadmitted]
     of_replicas = [
-        place for each in book.replicas.values() for place in (each.working, each.leaving, each.stalled, each.acting)
+        place
+        for each in book.replicas.values()
+        for place in (each.asking, each.working, each.leaving, each.stalled, each.acting)
     ]
-    return [*of_all, *queue.routed.values(), *of_replicas]
-
-
-def _check_place(place: Place, programs: list[Program]) -> None:
-    """Check that a place knows who is there."""
-    assert place.count == len(programs), f"programs miscounted: {place!r}"
-    assert place.tokens == sum(program.claim_tokens for program in programs), f"sum differs: {place!r}"
-    if isinstance(place, QueuePlace):
-        assert set(place.order) == set(programs), f"the order misses some: {place!r}"
-        assert place.count or place.kind is not Kind.WAITING or place.replica_id is None, f"nobody waits: {place!r}"
+    return [*of_all, book.asking, *queue.routed.values(), *of_replicas]
 
 
 def _check_replicas_known(book: Book) -> None:
@@ -98,18 +112,16 @@ def _check_replicas_known(book: Book) -> None:
         assert not may_run, "an anonymous turn is held though a replica is usable"
 
 
-def _check_tenants(scheduler: Scheduler, active: list[Program]) -> None:
+def _check_tenants(scheduler: Scheduler) -> None:
     assert scheduler.tenants is not None
     waiting = [*scheduler.queue.with_turns()]
     seen = {tenant.name: tenant for tenant in scheduler.tenants}
     least_token_s = scheduler.tenants.least_token_s
     kept = [tenant for tenant in seen.values() if not tenant.busy and tenant.level_token_s <= least_token_s]
     assert not kept, f"tenants are kept that have and want nothing, and had no more than others: {kept}"
-    for name in {program.tenant for program in (*active, *waiting)} | set(seen):
-        claim_tokens = sum(program.claim_tokens for program in active if program.tenant == name)
+    for name in {program.tenant for program in waiting} | set(seen):
         waiting_count = sum(program.tenant == name for program in waiting)
         tenant = seen.get(name)
-        assert (tenant.claim_tokens if tenant else 0) == claim_tokens, f"claims of tenant {name!r} differ"
         assert (tenant.waiting_count if tenant else 0) == waiting_count, f"who waits of tenant {name!r} differs"
 
 
@@ -175,18 +187,11 @@ def _check_route(scheduler: Scheduler, program: Program, story: _Story) -> None:
 
 
 def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
-    account, programs = replica.account, list(replica.programs.values())
+    programs = list(replica.programs.values())
     turns = [turn for turn in scheduler.turns.values() if turn.account_id == replica.replica_id]
     assert replica.up or not turns, f"a turn in flight on a replica that is down: {replica!r}"
     assert replica.up or not programs, f"a program on a replica that is down: {replica!r}"
-    assert account.turn_count == len(turns), f"turns miscounted: {replica!r}"
-    assert account.active_count == len(programs), f"programs miscounted: {replica!r}"
-    assert account.usable == replica.grants, f"stale: {replica!r}"
-    assert account.other_tokens == sum(t.claim_tokens for t in turns if t.program is None), f"sum differs: {replica!r}"
-    assert account.shared_tokens == _shared_tokens(scheduler, replica), f"shared tokens differ: {replica!r}"
-    claimed_tokens = sum(program.claim_tokens for program in programs) + account.other_tokens
-    assert account.demand_tokens == claimed_tokens - account.shared_tokens, f"sum differs: {replica!r}"
-    assert account.growth_tokens == sum(program.growth_tokens for program in programs), f"growth differs: {replica!r}"
+    assert replica.account.usable == replica.grants, f"stale: {replica!r}"
     acting = {program for program in programs if program.place is replica.acting}
     assert _holds(replica.acting.kept, acting), f"pause order misses some: {replica!r}"
     working = {program for program in programs if program.place is replica.working}
@@ -195,6 +200,20 @@ def _check_replica(scheduler: Scheduler, replica: Replica) -> None:
     assert _holds(replica.leaving.kept, by_policy), f"marked programs differ: {replica!r}"
     expiring = {program for program in acting if program.hold_until_s < inf}
     assert set(replica.acting.expiring) == expiring, f"who expires differs: {replica!r}"
+
+
+def _check_account(scheduler: Scheduler, replica: Replica) -> None:
+    account = replica.account
+    programs = [program for program in replica.programs.values() if program.place.claims]
+    turns = [turn for turn in scheduler.turns.values() if turn.account_id == replica.replica_id]
+    assert account.turn_count == len(turns), f"turns miscounted: {replica!r}"
+    assert account.active_count == len(programs), f"programs miscounted: {replica!r}"
+    assert account.other_tokens == sum(t.claim_tokens for t in turns if t.program is None), f"sum differs: {replica!r}"
+    assert account.shared_tokens == _shared_tokens(scheduler, replica), f"shared tokens differ: {replica!r}"
+    claimed_tokens = sum(program.claim_tokens for program in programs) + account.other_tokens
+    assert account.demand_tokens == claimed_tokens - account.shared_tokens, f"sum differs: {replica!r}"
+    assert account.growth_tokens == sum(program.growth_tokens for program in programs), f"growth differs: {replica!r}"
+    acting = [program for program in programs if program.place is replica.acting]
     hint_tokens = sum(program.claim_tokens for program in acting if program.hint_keeps)
     assert replica.acting.hint_tokens == hint_tokens, f"what hints keep differs: {replica!r}"
     if account.decayed is not None:

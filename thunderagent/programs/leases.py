@@ -39,11 +39,11 @@ class Leases:
         turn.account_id = replica.replica_id
         turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
         turn.resident_tokens = min(turn.prompt_tokens, self._book.resident_tokens(program, replica))
-        if self._stream.flows:
+        account.turn_granted()
+        if self._stream.flows:  # who hears of it finds the turns before it in the program's count
             self._stream.submitted(program, turn)
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
-        account.turn_granted()
 
     def grant(self, program: Program, turn: Turn, reason: Reason) -> None:
         """Say that a turn, which is in flight by now, has its lease."""

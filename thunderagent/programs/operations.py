@@ -2,7 +2,7 @@
 
 Theory of operation
 ===================
-The primitives are those of Nalar ("Nalar: An agent serving framework", arXiv 2601.05109, Table 2). Where the paper says
+They are the primitives of Nalar ("Nalar: An agent serving framework", arXiv 2601.05109, Table 2). Where the paper says
 session, agent instance and agent type, here stand program, replica and a scope of programs (`routes.Scope`).
 
 - **route**: programs of a scope go to these replicas, by their weights. It narrows what a policy is asked to choose
@@ -17,7 +17,7 @@ There are two levels (section 4). An event of an operator, or a global policy th
 be changed (`global_policy.py`), only sets routes and priorities and moves programs; every turn is then placed and
 ordered as it comes, by the scheduler and its policy, without asking again.
 
-Each primitive has a reason why it cannot be done (`why_not_...`), empty if it can: the view refuses by it, and the
+Each has a reason why it cannot be done (`why_not_...`), empty if it can: the view refuses by it, and the
 admin API says it.
 """
 
@@ -117,6 +117,9 @@ class Operations:
             return f"program {program_id!r} is on its way to {replica_id} already"
         if program.routed_to is not None and program.route is not None and not program.route.names(replica_id):
             return f"program {program_id!r} has a route that does not lead to {replica_id}"
+        wanted = self._core.placing.wanted_by(program)
+        if wanted is not None and wanted is not replica:
+            return f"a turn of program {program_id!r} goes on from what {wanted.replica_id} alone has"
         return ""
 
     def migrate(self, program: Program, replica: Replica, reason: Reason) -> None:

@@ -76,7 +76,7 @@ class Placing:
     def destination_of(self, program: Program) -> tuple[Replica | None, Reason]:
         """Return where a program is to go, if it still can."""
         if program.destination is None:
-            return None, Reason.CONTROL
+            return None, Reason.GLOBAL_POLICY
         replica_id, reason = program.destination
         replica = self._book.replicas.get(replica_id)
         return (replica if replica is not None and replica.grants else None), reason

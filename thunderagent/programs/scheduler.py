@@ -30,6 +30,7 @@ from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.global_policy import GlobalPolicies
+from thunderagent.programs.handlers.adoption import Adoption
 from thunderagent.programs.handlers.arrivals import Arrivals
 from thunderagent.programs.handlers.fleet import Fleet
 from thunderagent.programs.handlers.lives import Lives
@@ -68,6 +69,7 @@ class Scheduler:
         self.settings = settings = settings or SchedulerSettings()
         rules = policy.claim_rules
         self.knowledge = Knowledge(rules)
+        self._pace = self.knowledge.restore_pace
         self.tenants = Tenants(settings.tenant_weight_ratios) if settings.fair_tenants else None
         admission = getattr(policy, "admission", None)
         self.admission_name: str = "" if admission is None else admission.name
@@ -110,6 +112,7 @@ class Scheduler:
             **Arrivals(core, self._lives).handlers(),
             **Turns(core).handlers(),
             **self._lives.handlers(),
+            **Adoption(core, self._lives).handlers(),
             **Fleet(core, self.tenants).handlers(),
             **Operator(core, self.operations).handlers(),
         }
@@ -146,18 +149,16 @@ class Scheduler:
         core.active_before_count = book.active_count
         self._handlers[type(event)](event)
         for rule in self._rules:
-            rule.settle(core)
-        pace, waiting = self.knowledge.restore_pace, self._somebody_may_be_restored()
-        if waiting or pace.waiting:
-            pace.accrue(book.now_s, waiting=waiting)
-        return decisions
-
-    def _somebody_may_be_restored(self) -> bool:
-        """Say whether a program with a turn waits for room or admission, and not for a replica that grants nothing."""
-        queue, granting = self.queue, self.book.granting_replicas
+            if rule.due_s <= book.now_s:
+                rule.settle(core)
+        queue, granting = self.queue, book.granting_replicas
         if queue.waiting.count or queue.unadmitted.count:
-            return bool(granting)
-        return bool(queue.routed) and any(replica.replica_id in queue.routed for replica in granting)
+            waiting = bool(granting)
+        else:
+            waiting = bool(queue.routed) and any(replica.replica_id in queue.routed for replica in granting)
+        if waiting is not self._pace.waiting:
+            self._pace.accrue(book.now_s, waiting=waiting)
+        return decisions
 
     def listen(self, listener: Callable[[Any], None]) -> Callable[[], None]:
         """Have `listener` called with each signal as it is made; return what ends that."""
@@ -169,7 +170,7 @@ class Scheduler:
         Those that wait to be admitted come after all that wait for room. Cost: O(count log waiting), once for
         those that may go anywhere, and once for each replica that is waited for.
         """
-        interval_s = self.knowledge.restore_pace.interval_s
+        interval_s = self._pace.interval_s
         waiting: list[Program] = self.queue.first_waiting(count)
         return {program.program_id: place * interval_s for place, program in enumerate(waiting, start=1)}
 
@@ -179,6 +180,7 @@ class Scheduler:
         """Nothing but the rules: who must have its lease gets it after every event."""
 
     def _tick(self, event: Tick) -> None:  # noqa: ARG002 - its time was taken in already
+        self._pace.accrue(self.book.now_s, waiting=self._pace.waiting)
         self.families.look_again()
         self.limits.enforce(self.core)
         if self.policy.claim_rules.adapt_capacity:

@@ -30,13 +30,13 @@ class TurnEnds:
 
     def drop(self, turn: Turn, outcome: str) -> None:
         """End a turn that leaves no usage."""
-        del self._core.book.turns[turn.turn_id]
         program = turn.program
+        if program is not None and self._core.stream.flows:
+            self._core.stream.lost(turn)
+        del self._core.book.turns[turn.turn_id]
         if program is None:
             self.end_anonymous(turn)
             return
-        if self._core.stream.flows:
-            self._core.stream.lost(turn)
         if outcome != "superseded" and turn.turn_id not in program.held:
             program.lost_turn_ids.append(turn.turn_id)
         self.end_turn(program, turn)
@@ -59,11 +59,11 @@ class TurnEnds:
         if program.held.pop(turn.turn_id, None) is not None:
             self._core.leases.wait_ends(program, turn)
         elif program.in_flight.pop(turn.turn_id, None) is not None:
-            replica = self._core.book.replicas[turn.account_id or ""]
+            replica = program.place.replica
             self._core.book.changes(replica)
             replica.account.turn_count -= 1
             if not program.in_flight:
-                left_tokens = self._core.book.prefixes.own_tokens(program, program.context_tokens)
+                left_tokens = self._core.book.prefixes.own_tokens(program, program.context_tokens, replica.replica_id)
                 replica.residency.leave(program.generation, left_tokens)
 
     def forget_branches(self, program: Program, ended: Turn, *, finished: bool) -> None:
@@ -75,7 +75,7 @@ class TurnEnds:
     def leave_prefixes(self, program: Program, forgotten: list[Branch]) -> None:
         """Have branches that a program had claim nothing of what others there share with them."""
         if program.place.active:
-            account = self._core.book.changes(self._core.book.replicas[program.replica_id or ""])
+            account = self._core.book.changes(program.place.replica)
             self._core.book.prefixes.leave(program, account, forgotten)
 
     def after_turn(self, program: Program, turn: Turn, outcome: str, *, tool_begins: bool = False) -> None:
@@ -87,7 +87,7 @@ class TurnEnds:
             self._turns_ended(program, tool_begins=tool_begins)
         else:
             if place.kind is Kind.STALLED and not program.held:
-                book.move(program, book.replicas[place.replica_id or ""].working)
+                book.move(program, place.replica.working)
             book.resize(program)
         if not program.place.active:
             program.place.rank(program)
@@ -110,7 +110,7 @@ class TurnEnds:
                 program, hint, program.hold_until_s
             )
         if place.active and place.kind is not Kind.LEAVING:
-            book.move(program, book.replicas[place.replica_id or ""].acting, resized=True)
+            book.move(program, place.replica.acting, resized=True)
             self._core.limits.watch(program)
             return
         if not place.active:

@@ -40,9 +40,8 @@ class SchedulerView:
 
     def _own(self, program: ProgramView) -> Program | None:
         """Return the live program that a policy means."""
-        if isinstance(program, Program):
-            return None if program.place is self._book.ended else program
-        return self._book.programs.get(program.program_id)
+        own = program if isinstance(program, Program) else self._book.programs.get(program.program_id)
+        return own if own is None or own.place is not self._book.ended else None
 
     def _replica(self, replica: ReplicaView) -> Replica:
         return replica if isinstance(replica, Replica) else self._book.replicas[replica.replica_id]
@@ -53,20 +52,20 @@ class SchedulerView:
         return self._book.now_s
 
     @property
-    def replicas(self) -> Sequence[ReplicaView]:
+    def replicas(self) -> list[Replica]:
         """See `View`."""
         return self._book.granting_replicas
 
     @property
-    def changed_replicas(self) -> Sequence[ReplicaView]:
+    def changed_replicas(self) -> list[Replica]:
         """See `View`."""
         return [replica for replica in self._book.changed_replicas.values() if replica.account.usable]
 
-    def roomiest(self, ratio: float, count: int) -> Sequence[ReplicaView]:
+    def roomiest(self, ratio: float, count: int) -> list[Replica]:
         """See `View`."""
         return self._book.roomiest(ratio, count)
 
-    def replica(self, replica_id: str | None) -> ReplicaView | None:
+    def replica(self, replica_id: str | None) -> Replica | None:
         """See `View`."""
         replica = self._book.replicas.get(replica_id) if replica_id is not None else None
         return replica if replica is not None and replica.account.usable else None
@@ -86,7 +85,7 @@ class SchedulerView:
         """See `View`."""
         return self._book.queue.unadmitted.count
 
-    def first_unadmitted(self) -> ProgramView | None:
+    def first_unadmitted(self) -> Program | None:
         """See `View`."""
         return self._book.queue.unadmitted.order.first()
 
@@ -94,7 +93,7 @@ class SchedulerView:
         """See `View`."""
         return iter(self._book.queue.unadmitted.order)
 
-    def program(self, program_id: str) -> ProgramView | None:
+    def program(self, program_id: str) -> Program | None:
         """See `View`."""
         return self._book.programs.get(program_id)
 
@@ -108,28 +107,27 @@ class SchedulerView:
         """See `View`."""
         self._core.stream.send(signal)
 
-    def first_to_pause(self, replica: ReplicaView) -> ProgramView | None:
+    def first_to_pause(self, replica: ReplicaView) -> Program | None:
         """See `View`."""
         return self._replica(replica).acting.order.first()
 
-    def first_to_mark(self, replica: ReplicaView) -> ProgramView | None:
+    def first_to_mark(self, replica: ReplicaView) -> Program | None:
         """See `View`."""
         return self._replica(replica).working.order.first()
 
-    def first_expired(self, replica: ReplicaView) -> ProgramView | None:
+    def first_expired(self, replica: ReplicaView) -> Program | None:
         """See `View`."""
         return next(iter(self.first_expired_few(replica, 1)), None)
 
-    def first_expired_few(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+    def first_expired_few(self, replica: ReplicaView, count: int) -> list[Program]:
         """See `View`."""
-        now_s = self._book.now_s
-        return self._replica(replica).acting.expiring.lowest(count, lambda program: program.hold_until_s <= now_s)
+        return self._replica(replica).acting.expiring.lowest(count, self._book.now_s)
 
-    def last_marked(self, replica: ReplicaView) -> ProgramView | None:
+    def last_marked(self, replica: ReplicaView) -> Program | None:
         """See `View`."""
         return self._replica(replica).leaving.order.first()
 
-    def first_waiting(self) -> ProgramView | None:
+    def first_waiting(self) -> Program | None:
         """See `View`."""
         return self._book.queue.waiting.order.first()
 
@@ -137,34 +135,37 @@ class SchedulerView:
         """See `View`."""
         return iter(self._book.queue.waiting.order)
 
-    def first_waiting_few(self, count: int) -> Sequence[ProgramView]:
+    def first_waiting_few(self, count: int) -> list[Program]:
         """See `View`."""
         return self._book.queue.waiting.order.lowest(count)
 
-    def first_paused_acting(self) -> ProgramView | None:
+    def first_paused_acting(self) -> Program | None:
         """See `View`."""
         return self._book.queue.resting.order.first()
 
     def comes_before_all_waiting(self, program: ProgramView) -> bool:
         """See `View`."""
-        own = self._own(program)
-        return own is not None and self._book.queue.comes_before_all_waiting(own)
+        return (own := self._own(program)) is not None and self._book.queue.comes_before_all_waiting(own)
 
     @property
     def routed_count(self) -> int:
         """See `View`."""
         return self._book.queue.routed_count
 
-    def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
+    def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> Program | None:
         """See `View`."""
-        own = self._own(program) if replica.replica_id in self._book.queue.routed else None
+        own = self._own(program) if self._book.queue.routed else None
         return None if own is None else self._book.queue.first_routed_before(own, replica.replica_id)
+
+    @property
+    def some_share(self) -> bool:
+        """See `View`."""
+        return bool(self._book.prefixes.tree.cuts)
 
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
-        own = self._own(program) if self._book.prefixes.tree.cuts else None
-        shared_tokens = 0 if own is None else self._book.prefixes.tokens_on(own, replica.replica_id)
-        return max(0, program.claim_tokens - shared_tokens) if shared_tokens else program.claim_tokens
+        own, claim_tokens = self._own(program) if self.some_share else None, program.claim_tokens
+        return claim_tokens if own is None else self._book.prefixes.own_tokens(own, claim_tokens, replica.replica_id)
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""
@@ -182,7 +183,11 @@ class SchedulerView:
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
-        return self._core.knowledge.break_even_s(self._book.capacity_tokens_of(replica_id))
+        return self._core.knowledge.break_even_s(replica_id, self._book.capacity_tokens_of(replica_id))
+
+    def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
+        """See `View`."""
+        return self._core.knowledge.elsewhere_s(program, home.replica_id, self.resident_tokens(program, home))
 
     @property
     def growth_tokens_per_s(self) -> float:
@@ -221,13 +226,11 @@ class SchedulerView:
 
     def waiting_count_for(self, replica: ReplicaView) -> int:
         """See `View`."""
-        place = self._book.queue.routed.get(replica.replica_id)
-        return 0 if place is None else place.count
+        return 0 if (place := self._book.queue.routed.get(replica.replica_id)) is None else place.count
 
     def first_waiting_for(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
         """See `View`."""
-        place = self._book.queue.routed.get(replica.replica_id)
-        return () if place is None else place.order.lowest(count)
+        return () if (place := self._book.queue.routed.get(replica.replica_id)) is None else place.order.lowest(count)
 
     def newly_waiting(self) -> Sequence[ProgramView]:
         """See `View`."""
@@ -250,12 +253,11 @@ class SchedulerView:
         return self._core.routing.views()
 
     def propose_route(
-        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
+        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.GLOBAL_POLICY
     ) -> bool:
         """See `View`. Accepted for a scope that there is, and replicas that are known."""
         targets = tuple(replicas.items())
-        possible = not self._operations.why_not_route(scope, name, targets)
-        if possible:
+        if possible := not self._operations.why_not_route(scope, name, targets):
             self._operations.set_route(Scope(scope), name, targets, reason)
         return possible
 
@@ -263,7 +265,7 @@ class SchedulerView:
         self,
         program: ProgramView,
         priority: int,
-        reason: Reason = Reason.CONTROL,
+        reason: Reason = Reason.GLOBAL_POLICY,
         *,
         replica: ReplicaView | None = None,
     ) -> bool:
@@ -274,7 +276,9 @@ class SchedulerView:
         self._operations.set_priority(own, priority, replica_id, reason)
         return True
 
-    def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_migrate(
+        self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY
+    ) -> bool:
         """See `View`. Accepted for an admitted program that is not there yet, where its route leads, on an open one."""
         own = self._own(program)
         if own is None or self._operations.why_not_migrate(program.program_id, replica.replica_id):
@@ -284,19 +288,18 @@ class SchedulerView:
 
     def propose_kill(self, program: ProgramView) -> bool:
         """See `View`. Accepted for a live program."""
-        own = self._own(program)
-        if own is not None:
+        if (own := self._own(program)) is not None:
             self._operations.kill(own)
         return own is not None
 
-    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """See `View`. Accepted for an open replica beside which there is another one, where somebody ends replicas."""
         if self.replica(replica.replica_id) is None or len(self.replicas) < 2 or not self._provisions_replicas:
             return False
         self._operations.kill_replica(replica.replica_id, reason)
         return True
 
-    def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_provision(self, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """See `View`. Accepted where somebody starts replicas."""
         if self._provisions_replicas:
             self._operations.provision(reason)
@@ -324,8 +327,7 @@ class SchedulerView:
 
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
         """See `View`. Accepted for a program that is marked for nothing but what the policy said."""
-        own = self._own(program)
-        if own is None or not own.marked_by_policy:
+        if (own := self._own(program)) is None or not own.marked_by_policy:
             return False
         self._core.unmark(own, reason)
         return True
@@ -335,15 +337,13 @@ class SchedulerView:
         own = self._own(program)
         if own is None or not own.admitted or own.in_flight or self._core.admission is None:
             return False
-        may_leave = not own.place.active or own.place.kind is Kind.ACTING
-        if may_leave:
+        if may_leave := not own.place.active or own.place.kind is Kind.ACTING:
             self._core.dismiss(own, reason)
         return may_leave
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
         """See `View`. Accepted for a paused program on a replica that is open; of a routed one, on that one alone."""
-        own = self._own(program)
-        target = self._core.placing.granting(replica)
+        own, target = self._own(program), self._core.placing.granting(replica)
         if own is None or own.place.active or target is None or own.routed_to not in (None, target.replica_id):
             return False
         self._core.restore(own, target, reason)

@@ -24,7 +24,7 @@ from typing import Protocol
 import structlog
 
 from thunderagent.backends.discovery.base import shown_url
-from thunderagent.errors import ControlRefusedError, ProvisionError, ProvisionLimitError, ProvisionOffError
+from thunderagent.errors import OperationRefusedError, ProvisionError, ProvisionLimitError, ProvisionOffError
 from thunderagent.programs.model.decisions import Decision, EndReplica, Provision, Reason
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaRemoved
@@ -142,9 +142,9 @@ class Provisioning:
             raise ProvisionLimitError(f"there are {self.count} started replicas, as many as there may be")
 
     def check_end(self, replica_id: str) -> None:
-        """Raise `ProvisionLimitError` or `ControlRefusedError` if a replica must not be ended."""
+        """Raise `ProvisionLimitError` or `OperationRefusedError` if a replica must not be ended."""
         if self._fleet.url_of(replica_id) in self._ending_urls:
-            raise ControlRefusedError(f"replica {replica_id} ends already")
+            raise OperationRefusedError(f"replica {replica_id} ends already")
         if self.owns(replica_id) and self.count <= self._settings.min_count:
             raise ProvisionLimitError(f"there are {self.count} started replicas, as few as there may be")
 
@@ -231,7 +231,7 @@ class Provisioning:
             else:
                 self._end_replica(decision, group)
             self._cooled_s = self._now_s() + self._settings.cooldown_s
-        except ControlRefusedError as error:
+        except OperationRefusedError as error:
             log.info("provision_refused", reason=decision.reason.value, why=error.message)
 
     def _end_replica(self, decision: EndReplica, group: asyncio.TaskGroup) -> None:
@@ -246,7 +246,7 @@ class Provisioning:
         elif decision.reason is Reason.OPERATOR:
             self._fleet.leave(url)
         else:
-            raise ControlRefusedError(f"replica {replica_id} was not started here, so only an operator ends it")
+            raise OperationRefusedError(f"replica {replica_id} was not started here, so only an operator ends it")
 
     # --- starting
 

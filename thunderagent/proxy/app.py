@@ -25,11 +25,11 @@ from thunderagent.proxy.admin.dashboard import Dashboard
 from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OpenApi
-from thunderagent.proxy.admin.primitives import Primitives, Provisioner
+from thunderagent.proxy.admin.operations import Operations, Provisioner
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.control.concurrency import ConcurrencySignal
-from thunderagent.proxy.control.control import Control, ControlSettings
+from thunderagent.proxy.control.engine_control import EngineControl, EngineControlSettings
 from thunderagent.proxy.control.facade import Facade, is_of_one_replica, turn_on
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
@@ -117,7 +117,7 @@ def build_app(
     *,
     turn_settings: TurnSettings,
     guard_settings: GuardSettings,
-    control_settings: ControlSettings,
+    engine_control_settings: EngineControlSettings,
     keyring: Keyring | None = None,
     keys_file: KeysFile | None = None,
     reloads: Reloads | None = None,
@@ -167,9 +167,9 @@ def build_app(
         registry.register(SandboxCollector(sandboxes, registry))
     keyring, logins = keyring or Keyring(), Logins()
     guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
-    control = Control(runtime, client, replicas, control_settings)
-    weight_sync = WeightSync(runtime, replicas, limit_s=control_settings.weight_sync_limit_s)
-    leases = Leases(runtime, replicas, tenancy, held, limit_s=control_settings.lease_limit_s, aliases=aliases)
+    engine_control = EngineControl(runtime, client, replicas, engine_control_settings)
+    weight_sync = WeightSync(runtime, replicas, limit_s=engine_control_settings.weight_sync_limit_s)
+    leases = Leases(runtime, replicas, tenancy, held, limit_s=engine_control_settings.lease_limit_s, aliases=aliases)
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     app[GUARD], app[HELD] = guard, held
@@ -185,8 +185,8 @@ def build_app(
     app.on_shutdown.extend((live.close, _closing(websockets)))
     app.on_cleanup.extend((_stopping(replicas.breakers), _closing(weight_sync, leases)))
     routes = [
-        *control.routes(),
-        *Facade(runtime, replicas, control, turns.handle_on, side_calls.forward_to).routes(),
+        *engine_control.routes(),
+        *Facade(runtime, replicas, engine_control, turns.handle_on, side_calls.forward_to).routes(),
         *weight_sync.routes(),
         *ConcurrencySignal(runtime).routes(),
         *leases.routes(),
@@ -194,7 +194,7 @@ def build_app(
         *BetweenTurns(runtime, tenancy).routes(),
         *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
-        *Primitives(runtime, provisioner).routes(),
+        *Operations(runtime, provisioner).routes(),
         *live.routes(),
         *Dashboard().routes(),
         *Login(keyring, logins).routes(),
@@ -205,7 +205,7 @@ def build_app(
     ]
     routes += OpenApi(routes).routes()
     routes += further_routes
-    elsewhere = _by_control(control, replicas, _own_parts(routes))
+    elsewhere = _by_engine_control(engine_control, replicas, _own_parts(routes))
     routes.append(web.route("*", CATCH_ALL, by_inner_path(turns, side_calls, models, elsewhere)))
     before: list[Around] = []
     if admin_port is not None:
@@ -250,7 +250,7 @@ class TurnHandlers:
         self._turns = turns
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one turn. A body that is no JSON object goes to an engine as it is, for its own words on it."""
+        """Answer one turn. A body that is not a JSON object goes to an engine as it is, for its own words on it."""
         return await self._answer(request, target_of(request).plainly())
 
     async def handle_other(self, request: web.Request) -> web.StreamResponse:
@@ -364,14 +364,16 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
     return handle
 
 
-def _by_control(control: Control, replicas: Replicas, own_parts: frozenset[str]) -> Elsewhere:
+def _by_engine_control(engine_control: EngineControl, replicas: Replicas, own_parts: frozenset[str]) -> Elsewhere:
     """Tell replicas what a control call says: under a program's path that program's. Refuses paths of ours alone."""
 
     async def answer(request: web.Request, target: Target, use: Use) -> web.StreamResponse | None:  # noqa: ARG001 - its kind
         if (command := command_of(target.spelt)) is not None:
             if target.program_id is None:
-                return await control.broadcast(request)
-            return await control.tell_one(request, target.plainly(), replicas.serving(target.program_id), command)
+                return await engine_control.broadcast(request)
+            return await engine_control.tell_one(
+                request, target.plainly(), replicas.serving(target.program_id), command
+            )
         if target.program_id is None and target.words[:1] and target.words[0] in own_parts | {"p"}:
             raise await _no_route(request)
         return None

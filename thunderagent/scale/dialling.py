@@ -1,11 +1,18 @@
-"""A gateway's socket to the scheduler that it follows: opened, kept, and opened again elsewhere."""
+"""A gateway's sockets to its schedulers: one that it follows, and one to each other that it waits at.
+
+Theory of operation
+===================
+Each address is dialled all the time. A scheduler that stands by answers only once it leads, so what waits there is a
+link as soon as that one leads. The first frame of a link says the epoch. One that is higher than what was heard of so
+far is followed from now on, whatever else there is; one that is lower is told so, and left. Without a store there is no
+epoch to begin with (0): such a scheduler is followed if there is no other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import cycle
 from ssl import SSLContext
 
 import aiohttp
@@ -21,8 +28,19 @@ log = structlog.get_logger("thunderagent.scale")
 HEARTBEAT_S = 2.0
 MAX_FRAME_BYTES = 64 * 2**20
 CONNECT_LIMIT_S = 5.0
+STAND_LIMIT_S = 30.0
+"""A scheduler that stands by lets us wait for less than that."""
+
+EPOCH_LIMIT_S = 0.5
+"""A scheduler that has not said its epoch by then is of a version that does not."""
+
 RETRY_S = 0.1
-"""So long after a link ended, or could not be had, the next address is tried."""
+"""So long after a link ended, or could not be had, an address is tried again; while another is followed, `SEEK_S`."""
+
+SEEK_S = 1.0
+
+CLOSE_LIMIT_S = 1.0
+"""One that hangs is not waited for longer when its link is closed: it may be wanted again."""
 
 LOOK_S = 0.2
 LAST_WORDS_S = 2.0
@@ -30,7 +48,7 @@ LAST_WORDS_S = 2.0
 
 
 class Dialling:
-    """Keeps a link to one of several addresses, the next one if one does not answer."""
+    """Keeps a link to the one of several addresses that leads."""
 
     def __init__(
         self, runtime: RemoteRuntime, urls: Sequence[str], *, headers: dict[str, str], ssl_context: SSLContext | None
@@ -44,45 +62,89 @@ class Dialling:
         """Of the scheduler that is followed, or was last."""
         self.links_count = 0
         """Links that were opened."""
+        self._followed: aiohttp.ClientWebSocketResponse | None = None
+        self._sender: asyncio.Task[None] | None = None
+        self._alone = asyncio.Event()
+        """Set while none is followed."""
+        self._alone.set()
+        self._closing: set[asyncio.Task[bool]] = set()
 
     async def run(self) -> None:
         """Keep a link until cancelled."""
-        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S)
+        async with aiohttp.ClientSession(timeout=limits) as http, asyncio.TaskGroup() as group:
             group.create_task(self._look())
-            for url in cycle(self._urls):
-                try:
-                    await self._follow(http, url)
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    log.debug("scheduler_unreachable", url=url, why=str(error))
-                await asyncio.sleep(RETRY_S)
+            for url in self._urls:
+                group.create_task(self._keep(http, url))
 
-    async def _follow(self, http: aiohttp.ClientSession, url: str) -> None:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
+    async def _keep(self, http: aiohttp.ClientSession, url: str) -> None:
+        while True:
+            stands_by = False
+            try:
+                await self._dial(http, url)
+            except aiohttp.WSServerHandshakeError as error:
+                stands_by = error.status == 503
+                log.debug("scheduler_refuses", url=url, why=str(error))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.debug("scheduler_unreachable", url=url, why=str(error))
+            await asyncio.sleep(RETRY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0 if stands_by else SEEK_S):
+                    await self._alone.wait()
+
+    async def _dial(self, http: aiohttp.ClientSession, url: str) -> None:
+        async with asyncio.timeout(STAND_LIMIT_S):
             socket = await http.ws_connect(
                 url.rstrip("/") + messages.PATH,
                 protocols=(messages.PROTOCOL,),
                 heartbeat=HEARTBEAT_S,
+                timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT_S),
                 max_msg_size=MAX_FRAME_BYTES,
                 headers=self._headers,
                 ssl=self._ssl_context or True,
             )
         async with socket:
-            self.url = url
-            self.links_count += 1
-            self._runtime.linked()
-            sender = asyncio.create_task(self._send(socket))
             try:
-                async for message in socket:
-                    if message.type is not WSMsgType.BINARY:
-                        break
-                    frame, _ = messages.decode(message.data)
-                    self._runtime.take(frame)
+                epoch, known = await _epoch_of(socket), self._runtime.turns.epoch
+                if epoch > known or (self._followed is None and epoch in (0, known)):
+                    await self._follow(socket, url)
+                elif 0 < epoch < known:
+                    log.warning("scheduler_is_over", url=url, epoch=epoch, known_epoch=known)
+                    deposed = messages.Frame(1, 0, known, (messages.Deposed(known),))
+                    await socket.send_bytes(messages.encode(deposed))
             except BadFrameError as error:
                 log.warning("link_given_up", url=url, why=error.message)
-            finally:
-                sender.cancel()
-                self._runtime.unlinked()
-                log.warning("scheduler_left", url=url, leases_count=self._runtime.leases_count)
+
+    async def _follow(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
+        """Speak by a link until it ends, or another one is followed."""
+        self._leave()
+        self.url, self._followed = url, socket
+        self._alone.clear()
+        self.links_count += 1
+        self._runtime.linked()
+        self._sender = asyncio.create_task(self._send(socket))
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.BINARY or self._followed is not socket:
+                    break
+                frame, _ = messages.decode(message.data)
+                self._runtime.take(frame)
+        finally:
+            if self._followed is socket:
+                self._leave()
+            log.warning("scheduler_left", url=url, leases_count=self._runtime.leases_count)
+
+    def _leave(self) -> None:
+        """Follow the one that is followed no longer."""
+        if self._followed is None or self._sender is None:
+            return
+        self._sender.cancel()
+        closing = asyncio.create_task(self._followed.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._followed = None
+        self._alone.set()
+        self._runtime.unlinked()
 
     async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         turns, news = self._runtime.turns, self._runtime.news
@@ -108,3 +170,15 @@ class Dialling:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._runtime.all_told.wait()
+
+
+async def _epoch_of(socket: aiohttp.ClientWebSocketResponse) -> int:
+    """Return the epoch that a scheduler leads in; 0 if it takes that from its gateways. Raises `BadFrameError`."""
+    try:
+        first = await socket.receive(EPOCH_LIMIT_S)
+    except TimeoutError:
+        return 0
+    if first.type is not WSMsgType.BINARY:
+        raise BadFrameError("the link ended before the epoch was said")
+    frame, _ = messages.decode(first.data)
+    return frame.epoch

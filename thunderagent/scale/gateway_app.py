@@ -84,13 +84,15 @@ def build_gateway_app(
     )
     models = Models(runtime.replicas, client, replicas, identity.model_aliases)
     registry.register(GatewayCollector(runtime))
-    guard = Guard(guard_settings, keyring, registry, Logins(), held)
+    scheduler = Scheduler(scheduler_url, ssl_context)
+    guard = Guard(
+        guard_settings, keyring, registry, Logins(), held, forwards=lambda handler: handler == scheduler.forward
+    )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     guard.attach(app)
     app[FRONT] = front_of(flow, guard, held, None, replicas, None, simulated=False, access_log=access_log)
     app[LOOP_LAG] = LoopLag(registry)
-    scheduler = Scheduler(scheduler_url, ssl_context)
     app.cleanup_ctx.append(scheduler.context)
 
     async def close(_: web.Application) -> None:
@@ -98,7 +100,7 @@ def build_gateway_app(
         replicas.breakers.close()
 
     async def elsewhere(request: web.Request, target: Target, use: Use) -> web.StreamResponse | None:
-        is_told = command_of(target.spelt) is not None or use is Use.CONTROL
+        is_told = command_of(target.spelt) is not None or use is Use.ENGINE_CONTROL
         return await scheduler.forward(request) if is_told else None
 
     app.on_shutdown.append(close)
@@ -134,6 +136,8 @@ class Scheduler:
         """Relay a request and its answer, with the caller's own key. Raises `SchedulerUnreachableError`."""
         assert self._http is not None, "the application runs"
         target, headers, body = target_of(request), forwarded_request_headers(request.headers), await request.read()
+        for judged in ("Origin", "Sec-Fetch-Site"):  # by our guard, by the name that the browser knows: ours
+            headers.popall(judged, None)
         asks = request.method in SAFE_METHODS and command_of(target.spelt) is None
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=None)
         asking = self._http.request(
@@ -210,23 +214,31 @@ class GatewayCollector:
         runtime, turns = self._runtime, self._runtime.turns
         yield from carried(runtime, ("finished", "refused", "failed", "abandoned", "rejected"))
         yield GaugeMetricFamily(
-            "thunderagent_gateway_led", "Whether there is a link to a scheduler that leads.", int(turns.is_led)
+            "thunderagent_gateway_led", "1 while there is a link to a leading scheduler: alert at 0.", int(turns.is_led)
         )
-        yield GaugeMetricFamily("thunderagent_gateway_epoch", "The highest epoch that was heard of.", turns.epoch)
-        yield CounterMetricFamily("thunderagent_gateway_links", "Links to schedulers that began.", turns.link_number)
+        yield GaugeMetricFamily(
+            "thunderagent_gateway_epoch", "Highest epoch seen; each new scheduler raises it.", turns.epoch
+        )
         yield CounterMetricFamily(
-            "thunderagent_gateway_stale_frames", "Frames of epochs that were over.", turns.stale_frames_count
+            "thunderagent_gateway_links", "Links to schedulers that were opened.", turns.link_number
+        )
+        yield CounterMetricFamily(
+            "thunderagent_gateway_stale_frames", "Frames of past epochs, which were ignored.", turns.stale_frames_count
         )
         yield GaugeMetricFamily(
             "thunderagent_gateway_turns_told",
-            "Turns that are held, run, or ended and were not acknowledged.",
+            "Turns held, running, or ended and not yet acknowledged.",
             len(turns.rows),
         )
         yield CounterMetricFamily(
-            "thunderagent_gateway_unheard_turns", "Turns that ended and no scheduler will hear of.", turns.unheard_count
+            "thunderagent_gateway_unheard_turns",
+            "Ended turns that no scheduler will hear of: over 100,000 while there was none.",
+            turns.unheard_count,
         )
         yield CounterMetricFamily(
-            "thunderagent_fail_open_turns", "Turns that ran without leave of a scheduler.", runtime.fail_open_count
+            "thunderagent_fail_open_turns",
+            "Turns that ran without a scheduler's lease: alert on any.",
+            runtime.fail_open_count,
         )
 
 

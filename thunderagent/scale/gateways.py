@@ -18,7 +18,9 @@ A turn's end is counted once. Its number is kept until the gateway has heard the
 number of the last frame that it heard, so that an end which is told again is acknowledged again and not counted.
 
 Of two schedulers the one with the higher epoch leads. Without a store a scheduler takes its epoch from its gateways:
-one more than the highest that any of them has seen of another leader.
+one more than the highest that any of them has seen of another leader. With one it has its epoch from there; a gateway
+that has seen a higher one is not let in, and `on_higher` hears of it. A turn is acknowledged once it was written: what
+is counted is told to `on_counted`, and `written` has it acknowledged.
 """
 
 from __future__ import annotations
@@ -69,6 +71,10 @@ class Gateways:
         """By their ids, the last run of each."""
         self.adopted_count = self.again_count = 0
         """Turns that were adopted, and ends that were told again after they had been counted."""
+        self.on_counted: Callable[[Gateway, int], None] | None = None
+        """Hears of each turn that was counted, and says later that it was `written`; None: there is no store."""
+        self.on_higher: Callable[[int], None] | None = None
+        """Hears of a higher epoch than this; None: this scheduler takes its epoch from its gateways."""
         self._grants = grants
         self._on_news = on_news
         self._served: dict[str, set[str]] = {}
@@ -86,7 +92,12 @@ class Gateways:
     # --- links
 
     def linked(self, hello: Hello) -> Gateway:
-        """Begin a link of a gateway. Raises `BadFrameError` if it has a later one already."""
+        """Begin a link of a gateway. Raises `BadFrameError` if it has a later one already, or a higher epoch."""
+        is_ours = hello.leader_id == self.leader_id
+        is_higher = hello.highest_epoch > self.epoch or (hello.highest_epoch == self.epoch and not is_ours)
+        if is_higher and self.on_higher is not None:
+            self.on_higher(hello.highest_epoch)
+            raise BadFrameError(f"{hello.gateway_id} knows of epoch {hello.highest_epoch}, this is {self.epoch}")
         gateway = self.all.get(hello.gateway_id)
         if gateway is not None and gateway.boot_id != hello.boot_id:
             self.lose(gateway)  # its sockets went with its process
@@ -100,14 +111,23 @@ class Gateways:
         gateway.number, gateway.heard = 0, 0
         gateway.told_ids = set()
         gateway.outbox, gateway.uncounted_ids = [], []
-        is_ours = hello.leader_id == self.leader_id
-        if hello.highest_epoch > self.epoch or (hello.highest_epoch == self.epoch and not is_ours):
-            self.epoch = hello.highest_epoch + 1
-            for other in self.all.values():
-                self.say(other, Lead(self.leader_id))
+        if is_higher:
+            self.leads_in(hello.highest_epoch + 1)
         else:
             self.say(gateway, Lead(self.leader_id))
         return gateway
+
+    def leads_in(self, epoch: int) -> None:
+        """Begin an epoch, and tell all gateways."""
+        self.epoch = epoch
+        for gateway in self.all.values():
+            self.say(gateway, Lead(self.leader_id))
+
+    def knows(self, gateway_id: str, boot_id: int, counted_ids: Iterable[int], now_s: float) -> None:
+        """Know a gateway of another scheduler, and which of its turns that one has counted."""
+        gateway = self.all[gateway_id] = Gateway(gateway_id, boot_id)
+        gateway.counted = dict.fromkeys(counted_ids, 0)
+        gateway.lost_since_s = now_s
 
     def unlinked(self, gateway: Gateway, link_number: int, now_s: float) -> None:
         """End a link; the gateway's turns stay until it is lost. One that has a later link is not concerned."""
@@ -274,8 +294,17 @@ class Gateways:
             else:
                 self._grants.ended(own_id, end)
         gateway.counted[turn_id] = 0
-        gateway.uncounted_ids.append(turn_id)
-        self._on_news(gateway)
+        if self.on_counted is not None:
+            self.on_counted(gateway, turn_id)
+        else:
+            self.written(gateway.gateway_id, turn_id)
+
+    def written(self, gateway_id: str, turn_id: int) -> None:
+        """Acknowledge a turn that was counted; nothing happens if its gateway is gone, or knows it."""
+        gateway = self.all.get(gateway_id)
+        if gateway is not None and turn_id in gateway.counted:
+            gateway.uncounted_ids.append(turn_id)
+            self._on_news(gateway)
 
     def _runs(self, gateway: Gateway, running: Running) -> None:
         """Have a turn run where its gateway says that it does."""

@@ -2,37 +2,40 @@
 
 Theory of operation
 ===================
-What gateways say is heard by `Gateways`, which calls the methods here that `Grants` has; a turn that is held is a task
-that waits in `Runtime.lease`, as a handler of HTTP would. What they are to be told is sent by a task for each link, one
-frame at a time: what comes together while a frame goes out is in the next.
+What gateways say is heard by `Gateways`, which has `Granting` do it. What they are to be told is sent by a task for
+each link, one frame at a time: what comes together while a frame goes out is in the next.
 
 A scheduler that starts anew knows nothing. So it lets no gateway in before its replicas were polled once, and grants
 nothing for `RESYNC_S` after the first gateway came, and until those that came have told what runs: that is counted
 first. A gateway that never ran anything may well be the first of several.
+
+With a store it knows which gateways were there, and grants as soon as all of them have told, or `RESYNC_S` after it
+began to lead. While it stands by, whoever wants a link is kept waiting for the answer: so gateways have a link as soon
+as it leads, and need not ask. The first that a gateway hears is an empty frame of number 0, which it knows the epoch by
+before it says anything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import structlog
 from aiohttp import WSMsgType, web
-from msgspec.structs import replace
 
-from thunderagent.errors import BadFrameError, ShuttingDownError, ThunderAgentError
-from thunderagent.leases import ReplicaState, TurnAsk, TurnEnd
+from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByError
 from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event, ProgramOpened
-from thunderagent.programs.model.fleet_events import ResidencyReported
+from thunderagent.programs.model.events import Event
 from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
 from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.gateways import Gateways
-from thunderagent.scale.messages import Card, Digest, Hello, Progress, Released, RemoteReplica, Running
+from thunderagent.scale.granting import Granting
+from thunderagent.scale.messages import Deposed, Frame, Hello
+from thunderagent.scale.replica_news import ReplicaNews
 
 log = structlog.get_logger("thunderagent.scale")
 
@@ -46,34 +49,61 @@ POLLED_LIMIT_S = 3.0
 
 RESYNC_S = 1.0
 TOLD_LIMIT_S = 10.0
-"""Nor is it waited longer than so long for gateways that have come and not told all yet."""
+"""The longest wait for gateways that came and have not yet told all."""
+
+STAND_LIMIT_S = 20.0
+"""A gateway waits so long for a scheduler that stands by to lead, then asks anew: its address may be another's."""
 
 LOOK_S = 0.25
 """So often it is looked for gateways that are lost, and for turns that can be counted by now."""
 
 
+class LinkLog(Protocol):
+    """Who writes down which gateways are there."""
+
+    def linked(self, gateway_id: str, boot_id: int) -> None:
+        """Take in that a gateway is there."""
+
+    def lost(self, gateway_id: str) -> None:
+        """Take in that a gateway is no longer there."""
+
+
 class Links:
     """The gateways of a scheduler. All methods belong to one event loop."""
 
-    def __init__(self, runtime: Runtime, replicas: Replicas, watcher: Watcher, *, gateway_lost_s: float) -> None:
-        """Grant by `runtime`; a gateway without a link for `gateway_lost_s` is lost, and what it had is over."""
-        self.gateways = Gateways(self, secrets.randbits(53), self._has_news)
+    def __init__(
+        self,
+        runtime: Runtime,
+        replicas: Replicas,
+        watcher: Watcher,
+        *,
+        gateway_lost_s: float,
+        log_of: Callable[[], LinkLog | None] = lambda: None,
+    ) -> None:
+        """Grant by `runtime`; a gateway without a link for `gateway_lost_s` is lost, and what it had is over.
+
+        `log_of` returns who writes down which gateways are there.
+        """
+        self.granting = Granting(runtime, watcher)
+        self.gateways = self.granting.gateways = Gateways(self.granting, secrets.randbits(53), self._has_news)
         self._runtime = runtime
         self._replicas = replicas
-        self._watcher = watcher
         self._gateway_lost_s = gateway_lost_s
         self._links: dict[str, _Link] = {}
-        self._waits: dict[int, asyncio.Task[None]] = {}
-        self._uncounted: dict[int, Running] = {}
-        """Turns that run where nothing can be counted now."""
-        self._open = asyncio.Event()
-        self._first_link_s: float | None = None
-        self._told: dict[str, RemoteReplica] = {}
-        self._flags = (False, False)
+        self._left = asyncio.Event()
+        self._leads = asyncio.Event()
+        if not runtime.stands_by:
+            self._leads.set()
+        self._since_s: float | None = None
+        """When it is counted from until grants begin: the first link, or the begin of an epoch."""
+        self._expected_ids: set[str] = set()
+        """Gateways that were there before, and have not told yet what they have."""
+        self._waits_for_all = False
+        self._log_of = log_of
+        self._say_replicas = ReplicaNews(runtime, replicas, self.gateways).say_all
         self._closing = False
         self.dropped_count = 0
         """Messages of kinds that nobody here knows."""
-        runtime.replicas.on_push = self._pushed
         runtime.observe(self._program_ended, Release)
 
     def __repr__(self) -> str:
@@ -99,19 +129,40 @@ class Links:
         now_s = self._runtime.now_s()
         for gateway in self.gateways.lose_silent(now_s, self._gateway_lost_s):
             log.warning("gateway_lost", gateway_id=gateway.gateway_id)
-        for turn_id, running in list(self._uncounted.items()):
-            self.adopted(turn_id, running)
-        if not self._open.is_set() and self._first_link_s is not None and now_s - self._first_link_s >= RESYNC_S:
+            self._writes_lost(gateway)
+        self.granting.count_late()
+        if not self.granting.is_open.is_set() and self._since_s is not None and now_s - self._since_s >= RESYNC_S:
             all_told = all(link.gateway.is_told for link in self._links.values())
-            if all_told or now_s - self._first_link_s >= TOLD_LIMIT_S:
-                self._open.set()
+            if all_told or now_s - self._since_s >= TOLD_LIMIT_S:
+                self.granting.is_open.set()
+
+    def lead(self, epoch: int, gateway_ids: Iterable[str]) -> None:
+        """Let gateways in, and grant once these have told what they have; no gateway is waited for long."""
+        self.gateways.leads_in(epoch)
+        self._expected_ids = set(gateway_ids)
+        self._waits_for_all = bool(self._expected_ids)
+        if self._waits_for_all:
+            self._since_s = self._runtime.now_s()
+        self._runtime.stands_by = False
+        self._leads.set()
+
+    def _has_told(self, gateway: Gateway) -> None:
+        """Begin to grant once all that were there before have told what they have."""
+        self._expected_ids.discard(gateway.gateway_id)
+        if not self._expected_ids:
+            self._waits_for_all = False
+            self.granting.is_open.set()
+
+    def _writes_lost(self, gateway: Gateway) -> None:
+        if (link_log := self._log_of()) is not None:
+            link_log.lost(gateway.gateway_id)
 
     async def close(self) -> None:
         """End all links, and take no more; gateways keep what they have for the next scheduler."""
         self._closing = True
+        self._leads.set()  # whoever waits is told that it is over
         self._runtime.replicas.on_push = None
-        for task in self._waits.values():
-            task.cancel()
+        self.granting.close()
         for link in list(self._links.values()):
             await link.socket.close()
         for gateway in self.gateways.all.values():
@@ -121,7 +172,8 @@ class Links:
 
     async def handle(self, request: web.Request) -> web.WebSocketResponse:
         """Speak with one gateway for as long as its link holds."""
-        await self._until_polled()
+        await self._until_leading()
+        await self.until_polled()
         if self._closing:
             raise ShuttingDownError("this scheduler is shutting down")
         socket = web.WebSocketResponse(
@@ -129,49 +181,88 @@ class Links:
         )
         await socket.prepare(request)
         try:
-            async with asyncio.timeout(HELLO_LIMIT_S):
-                frame, _ = messages.decode(await socket.receive_bytes())
-            hello = frame.messages[0] if frame.messages else None
-            if not isinstance(hello, Hello):
-                raise BadFrameError("a link begins with a hello")  # noqa: TRY301 - told as what cannot be read
-            gateway = self.gateways.linked(hello)
-        except (TypeError, TimeoutError, BadFrameError) as error:
+            link, frame = await self._begin(socket)
+        except (TypeError, TimeoutError, ConnectionError, BadFrameError) as error:
             log.warning("link_refused", why=str(error), peer=request.remote)
             await socket.close(code=1002)
             return socket
+        gateway = link.gateway
+        try:
+            self._take(gateway, frame)
+            async for message in socket:
+                if message.type is not WSMsgType.BINARY or link.number != gateway.link_number:
+                    break
+                frame, dropped_count = messages.decode(message.data)
+                self.dropped_count += dropped_count
+                self._take(gateway, frame)
+                if not gateway.is_told:
+                    await asyncio.sleep(0)  # a frame that has come already is received without giving way to others
+        except BadFrameError as error:
+            log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)
+        finally:
+            self._end(link)
+        await socket.close()
+        return socket
+
+    async def _begin(self, socket: web.WebSocketResponse) -> tuple[_Link, Frame]:
+        """Say the epoch, and hear who it is. Raises `BadFrameError`, and what a socket raises."""
+        epoch = self.gateways.epoch if self.gateways.on_higher is not None else 0
+        await socket.send_bytes(messages.encode(Frame(0, 0, epoch, ())))
+        async with asyncio.timeout(HELLO_LIMIT_S):
+            frame, _ = messages.decode(await socket.receive_bytes())
+        hello = frame.messages[0] if frame.messages else None
+        if isinstance(hello, Deposed) and self.gateways.on_higher is not None:
+            self.gateways.on_higher(hello.epoch)
+        if not isinstance(hello, Hello):
+            raise BadFrameError("a link begins with a hello")
+        gateway = self.gateways.linked(hello)
         link = _Link(socket, gateway)
         before = self._links.get(gateway.gateway_id)
         self._links[gateway.gateway_id] = link
         if before is not None:
             before.sender.cancel()
         log.info("gateway_linked", gateway_id=gateway.gateway_id, epoch=self.gateways.epoch, version=hello.version)
-        if self._first_link_s is None:
-            self._first_link_s = self._runtime.now_s()
+        if self._since_s is None:
+            self._since_s = self._runtime.now_s()
+        if (link_log := self._log_of()) is not None:
+            link_log.linked(gateway.gateway_id, gateway.boot_id)
         link.sender = asyncio.create_task(self._send(link))
         self._say_replicas(gateway)
-        try:
-            self.gateways.take(gateway, frame)
-            async for message in socket:
-                if message.type is not WSMsgType.BINARY or link.number != gateway.link_number:
-                    break
-                frame, dropped_count = messages.decode(message.data)
-                self.dropped_count += dropped_count
-                self.gateways.take(gateway, frame)
-                if not gateway.is_told:
-                    await asyncio.sleep(0)  # a frame that has come already is received without giving way to others
-        except BadFrameError as error:
-            log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)
-        finally:
-            link.sender.cancel()
-            self.gateways.unlinked(gateway, link.number, self._runtime.now_s())
-            if self._links.get(gateway.gateway_id) is link:
-                del self._links[gateway.gateway_id]
-            log.info("gateway_unlinked", gateway_id=gateway.gateway_id, turns_count=len(gateway.turns))
-        await socket.close()
-        return socket
+        return link, frame
 
-    async def _until_polled(self) -> None:
-        """Wait until it is known of every replica whether it is up, so that turns which run there can be counted."""
+    def _take(self, gateway: Gateway, frame: Frame) -> None:
+        self.gateways.take(gateway, frame)
+        if self._waits_for_all and gateway.is_told:
+            self._has_told(gateway)
+
+    def _end(self, link: _Link) -> None:
+        gateway = link.gateway
+        link.sender.cancel()
+        self.gateways.unlinked(gateway, link.number, self._runtime.now_s())
+        if not gateway.is_linked and not gateway.turns:
+            self._writes_lost(gateway)
+        if self._links.get(gateway.gateway_id) is link:
+            del self._links[gateway.gateway_id]
+            if not self._links:
+                self._left.set()
+        log.info("gateway_unlinked", gateway_id=gateway.gateway_id, turns_count=len(gateway.turns))
+
+    async def until_left(self) -> None:
+        """Wait until no gateway has a link."""
+        self._left.clear()
+        if self._links:
+            await self._left.wait()
+
+    async def _until_leading(self) -> None:
+        """Wait until this scheduler leads. Raises `StandingByError` if that takes long: then it is asked again."""
+        try:
+            async with asyncio.timeout(STAND_LIMIT_S):
+                await self._leads.wait()
+        except TimeoutError:
+            raise StandingByError("another scheduler leads") from None
+
+    async def until_polled(self) -> None:
+        """Wait until it is known of every replica whether it is up, so that what is there can be counted."""
         deadline_s = self._runtime.now_s() + POLLED_LIMIT_S
         while any(known.why_down == NOT_POLLED for known in self._replicas.known.values()):
             if self._runtime.now_s() >= deadline_s:
@@ -197,140 +288,12 @@ class Links:
             log.exception("link_sender_failed", gateway_id=link.gateway.gateway_id)
         await link.socket.close()  # a link by which nothing can be said is none
 
-    # --- what gateways say; see `Grants`
-
-    def new_turn_id(self) -> int:
-        """Return the runtime's next number."""
-        return self._runtime.new_turn_id()
-
-    def asked(self, turn_id: int, ask: TurnAsk) -> None:
-        """Wait for a lease, in a task."""
-        self._waits[turn_id] = asyncio.create_task(self._lease(turn_id, ask))
-
-    async def _lease(self, turn_id: int, ask: TurnAsk) -> None:
-        try:
-            if not self._open.is_set():
-                self.gateways.held(turn_id)
-                await self._open.wait()
-            lease = await self._runtime.lease(ask, _Held(self.gateways, turn_id))
-        except ThunderAgentError as error:
-            if not isinstance(error, ShuttingDownError):  # its gateway keeps it for the next scheduler
-                self.gateways.refused(turn_id, error.code, error.message, error.retry_after_s)
-        else:
-            if not self.gateways.granted(turn_id, lease.granted):
-                lease.abandoned()
-        finally:
-            self._waits.pop(turn_id, None)
-
-    def adopted(self, turn_id: int, running: Running) -> None:
-        """Count a turn that runs already, now or as soon as that can be."""
-        ask, replica_id = replace(running.ask, turn_id=turn_id), running.lease.replica_id
-        state = self._runtime.replicas.get(replica_id)
-        grants = state is not None and state.is_open and not state.suspended_for
-        if not grants or not self._runtime.adopt(ask, replica_id):
-            self._uncounted[turn_id] = running
-            return
-        self._uncounted.pop(turn_id, None)
-        if running.unverified:
-            self._runtime.unverified(turn_id)
-        if running.started:
-            self._runtime.started(turn_id)
-        if running.output_tokens:
-            self._runtime.progressed(turn_id, running.output_tokens)
-
-    def progressed(self, turn_id: int, progress: Progress) -> None:
-        """Tell the runtime, now or when the turn is counted."""
-        if (running := self._uncounted.get(turn_id)) is not None:
-            unverified = running.unverified or progress.unverified
-            output_tokens = max(running.output_tokens, progress.output_tokens)
-            started = running.started or not progress.unverified
-            self._uncounted[turn_id] = replace(
-                running, unverified=unverified, started=started, output_tokens=output_tokens
-            )
-        elif progress.unverified:
-            self._runtime.unverified(turn_id)
-        elif progress.output_tokens:
-            self._runtime.progressed(turn_id, progress.output_tokens)
-        else:
-            self._runtime.started(turn_id)
-
-    def ended(self, turn_id: int, end: TurnEnd) -> None:
-        """Give its lease back, or count what it used if it had none here."""
-        if self._uncounted.pop(turn_id, None) is not None:
-            self._runtime.count_end(end)
-        else:
-            self._runtime.ended(replace(end, turn_id=turn_id))
-
-    def left(self, turn_id: int) -> None:
-        """Take a turn out of the queue."""
-        task = self._waits.pop(turn_id, None)
-        if task is not None:
-            task.cancel()
-
-    def released(self, word: Released) -> None:
-        """End a program."""
-        self._runtime.release(word.program_id, word.generation, word.outcome)
-
-    def card(self, card: Card) -> None:
-        """Know a program that another scheduler knew, and where its cache is."""
-        runtime = self._runtime
-        if card.program_id in runtime.programs:
-            return
-        opened = (card.program_id, card.group_id, card.parent_id, card.tenant, card.program_class)
-        runtime.dispatch(ProgramOpened(runtime.now_s(), *opened))
-        if runtime.replicas.is_up(card.replica_id):
-            resident = ((card.program_id, card.tokens),)
-            runtime.dispatch(ResidencyReported(runtime.now_s(), card.replica_id, resident))
-
-    def seen(self, digest: Digest) -> None:
-        """Have a replica looked at."""
-        if digest.seen == "refused":
-            self._watcher.refused(digest.replica_id)
-        elif digest.seen == "failed":
-            self._watcher.suspect(digest.replica_id)
-
-    def tripped(self, replica_id: str, *, tripped: bool) -> None:
-        """Tell the runtime."""
-        if not self._closing:
-            self._runtime.replica_tripped(replica_id, tripped=tripped)
-
     # --- what gateways are told beside that
 
     def _program_ended(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         for decision in decisions:
             if type(decision) is Release:
                 self.gateways.program_ended(decision.program_id)
-
-    def _pushed(self, states: Sequence[ReplicaState], removed_ids: Sequence[str]) -> None:
-        """Tell all gateways what changed of the replicas."""
-        stayed_ids = {each.replica_id for each in states if each.is_up and self._was_up(each.replica_id)}
-        self.gateways.begins_anew([*({each.replica_id for each in states} - stayed_ids), *removed_ids])
-        remote = [self._remote(state) for state in states]
-        changed = tuple(each for each in remote if self._told.get(each.state.replica_id) != each)
-        self._told.update((each.state.replica_id, each) for each in changed)
-        gone = tuple(replica_id for replica_id in removed_ids if self._told.pop(replica_id, None) is not None)
-        flags = self._runtime.replicas.names_models, self._runtime.replicas.has_pools
-        if changed or gone or flags != self._flags:
-            self._flags = flags
-            self.gateways.say_to_all(messages.Replicas(changed, gone, *flags))
-
-    def _was_up(self, replica_id: str) -> bool:
-        told = self._told.get(replica_id)
-        return told is not None and told.state.is_up
-
-    def _say_replicas(self, gateway: Gateway) -> None:
-        runtime = self._runtime
-        everything = [self._remote(state) for state in runtime.replicas.states.values()]
-        self._told.update((each.state.replica_id, each) for each in everything)
-        flags = runtime.replicas.names_models, runtime.replicas.has_pools
-        self.gateways.say(gateway, messages.Replicas(tuple(everything), (), *flags, is_whole=True))
-
-    def _remote(self, state: ReplicaState) -> RemoteReplica:
-        known = self._replicas.known.get(state.replica_id)
-        models = self._runtime.pools.listing_of(state.replica_id) or () if self._runtime.pools.several else ()
-        if known is None:
-            return RemoteReplica(state, models=models)
-        return RemoteReplica(state, known.endpoint.backend.kind, known.endpoint.rank_id, models)
 
 
 class _Link:
@@ -343,19 +306,3 @@ class _Link:
         self.news = asyncio.Event()
         self.news.set()
         self.sender: asyncio.Task[None]
-
-
-class _Held:
-    """Tells a turn's gateway that it is held."""
-
-    def __init__(self, gateways: Gateways, turn_id: int) -> None:
-        self._gateways = gateways
-        self._turn_id = turn_id
-
-    def __enter__(self) -> None:
-        self._gateways.held(self._turn_id)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Say nothing: a grant or a refusal follows, or nobody waits any more."""

@@ -14,14 +14,16 @@ where both sides are one process (`leases.py`). Times are lengths, because two p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, ReplicaState, TurnAsk, TurnEnd
+
+T = TypeVar("T")
 
 VERSION = 1
 PATH = "/internal/lease"
@@ -123,6 +125,12 @@ class Digest(Struct, frozen=True, array_like=True, tag="replica", gc=False):
     seen: str
 
 
+class Deposed(Struct, frozen=True, array_like=True, tag="deposed", gc=False):
+    """The only message of a link to a scheduler of an epoch that is over: another one leads in this one."""
+
+    epoch: Annotated[int, Meta(ge=0, lt=MAX_EPOCH)]
+
+
 # --- from a scheduler
 
 
@@ -183,7 +191,7 @@ class Replicas(Struct, frozen=True, array_like=True, tag="replicas"):
     is_whole: bool = False
 
 
-FromGateway = Hello | Turns | Told | TurnAsk | TurnEnd | Left | Progress | Released | Digest
+FromGateway = Hello | Turns | Told | TurnAsk | TurnEnd | Left | Progress | Released | Digest | Deposed
 FromScheduler = Lead | Lease | Hold | Refusal | Ok | Gone | Replicas
 Message = FromGateway | FromScheduler
 
@@ -234,17 +242,23 @@ def decode(data: bytes) -> tuple[Frame, int]:
         return _decode_known(data)
 
 
+def known_of(raws: Sequence[Raw], decode_one: Callable[[Raw], T], kinds: Collection[str]) -> list[T]:
+    """Return what can be read of some parts, without those of other kinds. Raises `msgspec.DecodeError`."""
+    known: list[T] = []
+    for each in raws:
+        try:
+            known.append(decode_one(each))
+        except msgspec.ValidationError:
+            kind = _decode_any(each)[:1]
+            if not kind or kind[0] in kinds or not isinstance(kind[0], str):
+                raise
+    return known
+
+
 def _decode_known(data: bytes) -> tuple[Frame, int]:
     try:
         raw = _decode_raw(data)
-        known: list[Message] = []
-        for each in raw.messages:
-            try:
-                known.append(_decode_message(each))
-            except msgspec.ValidationError:
-                kind = _decode_any(each)[:1]
-                if not kind or kind[0] in _KINDS or not isinstance(kind[0], str):
-                    raise
+        known: list[Message] = known_of(raw.messages, _decode_message, _KINDS)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadFrameError(f"what came is no frame: {error}") from error
+        raise BadFrameError(f"what came is not a frame: {error}") from error
     return Frame(raw.number, raw.heard, raw.epoch, known), len(raw.messages) - len(known)

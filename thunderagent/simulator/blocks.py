@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from thunderagent.simulator.tier import Tier
+
 ROOT_HASH = 0  # stands before the first block of every context
 
 
@@ -74,8 +76,9 @@ class Holding:
 class BlockPool:
     """Keep the blocks: who references each, what a full one holds, and which free one goes next."""
 
-    def __init__(self, block_count: int) -> None:
+    def __init__(self, block_count: int, tier: Tier | None = None) -> None:
         self._block_count = self.free_count = block_count
+        self._tier = tier  # keeps what is evicted here
         self._run_by_key: dict[int, Run] = {}
         self._ring = Run([])  # the next to go comes after it, the last to go before it
         Run([], block_count).link_before(self._ring)
@@ -125,12 +128,19 @@ class BlockPool:
                 run.blank_count -= taken
             elif count == 1:  # as for most tokens
                 taken = 1
-                del run_by_key[keys.pop()]
+                key = keys.pop()
+                del run_by_key[key]
+                if self._tier is not None:
+                    self._tier.store(key)
             else:
                 taken = min(count, len(keys))
-                for key in keys[-taken:]:
+                lost = keys[-taken:]
+                for key in lost:
                     del run_by_key[key]
                 del keys[-taken:]
+                if self._tier is not None:
+                    for key in reversed(lost):
+                        self._tier.store(key)
             if not (keys or run.blank_count):
                 run.unlink()
             count -= taken

@@ -25,6 +25,9 @@ which has one smallest root X (a quadratic). Holding a context costs H, dropping
 - **L2**: a closed loop of N programs: none is faster than alone on an idle replica, so X <= N · turns / time alone.
 - **L3**: tools: with K processors and the mean tool time t, X <= K/t.
 
+Where the engines have a tier behind their pools, a context that was dropped may come back from there: dropping costs
+what is less, its recomputation or its restoring, as if the tier held everything.
+
 All are upper bounds, in turns a second of the whole system. L0, L2 and L3 hold for every schedule on the engine model,
 but for what is left out on purpose, all of which can only lower the truth: blocks of 16 tokens, the sequence limit,
 prefixes computed once. L1 holds gaps in the order of their length, which is the best order where holding and
@@ -137,13 +140,15 @@ def turn_shapes(program: ProgramPlan) -> Iterator[TurnShape]:
 class Engines:
     """The replicas that a load runs on: equal ones, `capacity_tokens` is the KV pool of each.
 
-    A prompt is computed at most `max_num_batched_tokens` tokens an iteration. Raises ValueError.
+    A prompt is computed at most `max_num_batched_tokens` tokens an iteration. `restore_token_s` is what a token costs
+    that comes from the tier behind the pool; infinite where there is none. Raises ValueError.
     """
 
     timing: TimingProfile
     capacity_tokens: int
     replicas_count: int = 1
     max_num_batched_tokens: int = 2048
+    restore_token_s: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("capacity_tokens", "replicas_count", "max_num_batched_tokens"):
@@ -153,7 +158,10 @@ class Engines:
     @classmethod
     def of(cls, config: EngineConfig, replicas_count: int) -> Self:
         """Return so many engines of that kind."""
-        return cls(config.timing, config.capacity_tokens, replicas_count, config.max_num_batched_tokens)
+        restore_token_s = config.restore_token_s if config.tier_block_count else math.inf
+        return cls(
+            config.timing, config.capacity_tokens, replicas_count, config.max_num_batched_tokens, restore_token_s
+        )
 
     def turn_cost(
         self, *, prompt_tokens: int, computed_tokens: int, output_tokens: int, shared_tokens: int
@@ -187,7 +195,12 @@ class Engines:
 
     def dropped_cost(self, shape: TurnShape) -> TurnCost:
         """Return what a turn costs if only what it shares with other programs is in memory."""
-        return self._cost(shape, shape.prompt_tokens - shape.shared_tokens)
+        recomputed = self._cost(shape, shape.prompt_tokens - shape.shared_tokens)
+        if self.restore_token_s == math.inf:
+            return recomputed
+        least = self.least_cost(shape)
+        restored_s = least.work_s + self.restore_token_s * shape.held_tokens
+        return TurnCost(min(recomputed.work_s, restored_s), least.token_iterations)
 
     def iterations_count(self, shape: TurnShape) -> int:
         """Return how many iterations a turn takes at least; its first token comes with the last one of its prefill."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from thunderagent.errors import ConfigurationError
 from thunderagent.simulator.console import GIBIBYTE, picture, progress_bar
 from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.options import add_tier_arguments, with_tier
 from thunderagent.simulator.plans import Workload
 from thunderagent.simulator.records import EngineConfig
 from thunderagent.simulator.report import RunResult
@@ -93,6 +94,7 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(sorted(load_profiles()))} (default: %(default)s)",
     )
     add("--kv-tokens", type=int, metavar="N", help="KV pool of each engine, in tokens (default: the profile's own)")
+    add_tier_arguments(parser)
     add("--block-size", type=int, metavar="N", help="tokens in a KV block (default: the profile's own, or 16)")
     add(
         "--max-num-batched-tokens",
@@ -169,7 +171,7 @@ def scenario_from(args: argparse.Namespace, *, programs_count: int, seed: int) -
             block_size=args.block_size,
             max_num_batched_tokens=args.max_num_batched_tokens,
         )
-        engine = replace(engine, max_num_seqs=args.max_num_seqs)
+        engine = replace(with_tier(engine, args), max_num_seqs=args.max_num_seqs)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     prepare_min_s, prepare_max_s = args.sandbox_s

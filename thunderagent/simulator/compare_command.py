@@ -269,7 +269,7 @@ def _add_row(shown: Table, row: Row, *, is_best: bool) -> None:
 
 @contextmanager
 def _progress_bar(console: Console) -> Iterator[Callable[[ComparisonProgress], None]]:
-    """Show how far the comparison is on standard error; nothing where that is no terminal."""
+    """Show how far the comparison is on standard error; nothing where that is not a terminal."""
     columns = (
         TextColumn("{task.completed:.0f} of {task.fields[all_count]} runs"),
         BarColumn(),

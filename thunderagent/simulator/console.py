@@ -105,7 +105,7 @@ def table_of_numbers(first: str, *numbers: str) -> Table:
 
 @contextmanager
 def progress_bar(console: Console, scenario: Scenario) -> Iterator[Callable[[Progress], None]]:
-    """Show how far the run is on standard error; nothing where that is no terminal."""
+    """Show how far the run is on standard error; nothing where that is not a terminal."""
     columns = (
         TextColumn("{task.fields[minutes]:.1f} min"),
         BarColumn(),

@@ -26,6 +26,9 @@ computing it again takes the blocks of the next one to return.
 generated, and waits at its rank, which is ahead of everything that arrived later. Re-admitted, it hits what is left
 of its blocks and computes the rest again.
 
+**A tier.** What the pool evicts may be kept behind it (`tier.py`). What follows a prompt's hits in the pool and is
+found there is copied back into blocks of its own, which takes the iteration longer, and counts as cached.
+
 **The last token.** A prompt that is cached as a whole still has one token computed, for the next token comes from it;
 and the last token generated is never computed, as nothing follows it.
 """
@@ -47,6 +50,7 @@ from thunderagent.simulator.records import (
     StepResult,
 )
 from thunderagent.simulator.sequences import EngineSequence, Plan, Retained, rank_of
+from thunderagent.simulator.tier import Tier
 from thunderagent.simulator.timing import IterationWork
 
 
@@ -59,7 +63,8 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._by_level = config.scheduling_policy == "mlfq"
-        self._pool = BlockPool(config.block_count)
+        self._tier = Tier(config.tier_block_count) if config.tier_block_count else None
+        self._pool = BlockPool(config.block_count, self._tier)
         self._retained: dict[str, Retained] = {}
         self._sequences: dict[str, EngineSequence] = {}
         self._running: list[EngineSequence] = []  # in the order of admission; those of the batch are the first
@@ -68,6 +73,7 @@ class Engine:
         self._arrival_count = 0
         self._prompt_tokens = self._generated_tokens = 0
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
+        self._tier_query_tokens = self._tier_hit_tokens = 0
         self._preemption_count = self._aborted_count = 0
 
     def __repr__(self) -> str:
@@ -92,6 +98,10 @@ class Engine:
             prefix_hit_tokens=self._prefix_hit_tokens,
             preemption_count=self._preemption_count,
             aborted_count=self._aborted_count,
+            tier_query_tokens=self._tier_query_tokens,
+            tier_hit_tokens=self._tier_hit_tokens,
+            tier_used_block_count=self._tier.used_count if self._tier is not None else 0,
+            tier_block_count=self.config.tier_block_count,
         )
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
@@ -150,6 +160,8 @@ class Engine:
             self._admit_waiting(plan)
         work = plan.work(batch.count, batch.context_tokens)
         duration_s = self.config.timing.iteration_s(work)
+        if plan.restored_tokens:
+            duration_s += self.config.restore_token_s * plan.restored_tokens
         generated, finished = self._compute(plan, now_s + duration_s)
         self._gather()
         return StepResult(duration_s, work, generated, finished, tuple(plan.admitted), tuple(plan.preempted))
@@ -357,7 +369,9 @@ class Engine:
         pool.acquire(sequence.blocks, hits)
         sequence.published_count = hit_count
         self.drop_retained(sequence.request.retain_id)
-        cached_tokens = sequence.computed_tokens = hit_count * size
+        restored_count = self._restored_count(sequence, hit_count, wanted_count)
+        plan.restored_tokens += restored_count * size
+        cached_tokens = sequence.computed_tokens = (hit_count + restored_count) * size
         tokens = min(sequence.known_tokens - cached_tokens, plan.budget_tokens)
         if self._by_level:
             tokens = self._within_quantum(sequence, tokens, plan.now_s)
@@ -368,9 +382,20 @@ class Engine:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached_tokens
             self._prefix_query_tokens += sequence.known_tokens
-            self._prefix_hit_tokens += cached_tokens
+            self._prefix_hit_tokens += hit_count * size
+            if self._tier is not None:
+                self._tier_query_tokens += sequence.known_tokens - hit_count * size
+                self._tier_hit_tokens += restored_count * size
         plan.admitted.append(Admission(sequence.request_id, sequence.known_tokens, cached_tokens, is_readmission))
         return True
+
+    def _restored_count(self, sequence: EngineSequence, hit_count: int, wanted_count: int) -> int:
+        """Return how many blocks come from the tier, behind those that the pool has."""
+        if self._tier is None:
+            return 0
+        count = self._tier.find(sequence.keys, hit_count, wanted_count)
+        self._tier.use(sequence.keys[hit_count : hit_count + count])
+        return count
 
     def _promised_count(self) -> int:
         """Return how many blocks the prompts that run still need: with quanta several run at a time."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from thunderagent.simulator.realtime import RealtimeEngine
+    from thunderagent.simulator.records import EngineStats
 
 
 class EngineCollector(Collector):
@@ -54,6 +55,8 @@ class EngineCollector(Collector):
             ),
         ):
             yield self._counter(name, text, {(): value})
+        if stats.tier_block_count:
+            yield from self._tier(stats)
         yield self._counter(
             "vllm:request_success",
             "Count of successfully processed requests.",
@@ -61,6 +64,14 @@ class EngineCollector(Collector):
             "finished_reason",
         )
         yield self._gauge("simulator:lag_seconds", "How far the engine's clock is behind.", self._realtime.lag_s)
+
+    def _tier(self, stats: EngineStats) -> Iterator[Metric]:
+        """Yield what is said of the tier behind the pool; without one, vLLM counts nothing under these names."""
+        for name, text, value in (
+            ("queries", "External prefix cache queries from KV connector, in tokens.", stats.tier_query_tokens),
+            ("hits", "External prefix cache hits from KV connector, in tokens.", stats.tier_hit_tokens),
+        ):
+            yield self._counter(f"vllm:external_prefix_cache_{name}", text, {(): value})
 
     def _config_info(self) -> Metric:
         config = self._realtime.engine.config

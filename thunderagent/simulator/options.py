@@ -48,6 +48,31 @@ class ServerConfig:
             raise ValueError(f"grace_s must be a number of seconds, 0 or more, got {self.grace_s}")
 
 
+def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a command that makes engines says of the tier behind their pools."""
+    add = parser.add_argument
+    add(
+        "--tier-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tier behind each KV pool, as a host's memory, in tokens: what the pool evicts goes there (default: none)",
+    )
+    add(
+        "--restore-us",
+        type=float,
+        default=5.0,
+        metavar="US",
+        help="microseconds to copy a token back from the tier: the bytes of its KV by those of the bus a second "
+        "(default: %(default)g)",
+    )
+
+
+def with_tier(engine: EngineConfig, args: argparse.Namespace) -> EngineConfig:
+    """Return an engine with the tier that the options ask for. Raises ValueError."""
+    return replace(engine, tier_tokens=args.tier_tokens, restore_token_s=args.restore_us / 1e6)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the embedded engine to a command's parser."""
     add = parser.add_argument
@@ -70,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "to see thrashing (default: the profile's own, where it is known)",
     )
     add("--block-size", type=int, metavar="N", help="tokens in a KV block (default: the profile's own, or 16)")
+    add_tier_arguments(parser)
     add(
         "--max-model-len",
         type=int,
@@ -133,7 +159,7 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
     )
     return ServerConfig(
         engine=replace(
-            engine,
+            with_tier(engine, args),
             max_num_seqs=args.max_num_seqs,
             max_model_len=args.max_model_len,
             scheduling_policy=args.scheduling_policy,

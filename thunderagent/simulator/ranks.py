@@ -1,7 +1,7 @@
 """Several data-parallel ranks behind one server: which one a request runs on, and their metrics side by side.
 
-As vLLM has it: `X-data-parallel-rank` chooses; without it, or if it is no number, the rank with the least to do, where
-a request that waits weighs as four that run.
+As vLLM has it: `X-data-parallel-rank` chooses; without it, or if it is no number, the rank with the least to do.
+A waiting request weighs as four that run.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
 from thunderagent.simulator.timing import IterationWork, TimingProfile, profile
@@ -18,8 +19,9 @@ class EngineConfig:
     """Fix the size and the rules of an engine, under vLLM's names.
 
     `kv_tokens` is rounded down to whole blocks; `max_model_len` (tokens of a prompt and its output) defaults to all of
-    them and cannot be more, so that every request that is accepted can run alone. `mlfq` is no policy of vLLM: see
-    `mlfq.py`. Raises ValueError.
+    them and cannot be more, so that every request that is accepted can run alone. `mlfq` is not a policy of vLLM: see
+    `mlfq.py`. With `tier_tokens` it has a tier of that size behind its pool, from which a token is restored in
+    `restore_token_s` seconds (`tier.py`). Raises ValueError.
     """
 
     kv_tokens: int
@@ -29,6 +31,8 @@ class EngineConfig:
     max_model_len: int | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
     timing: TimingProfile = field(default_factory=lambda: profile("demo"))
+    tier_tokens: int = 0
+    restore_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "block_size", "max_num_batched_tokens", "max_num_seqs"):
@@ -40,6 +44,10 @@ class EngineConfig:
             raise ValueError(
                 f"max_model_len ({self.max_model_len}) must be at least 2 and at most the KV pool, "
                 f"{self.capacity_tokens} tokens in {self.block_count} blocks"
+            )
+        if self.tier_tokens < 0 or not 0 <= self.restore_token_s < inf:
+            raise ValueError(
+                f"tier_tokens and restore_token_s must be 0 or more, got {self.tier_tokens} and {self.restore_token_s}"
             )
         if self.scheduling_policy not in get_args(SchedulingPolicy):
             raise ValueError(f"scheduling_policy must be fcfs, priority or mlfq, got {self.scheduling_policy!r}")
@@ -68,6 +76,11 @@ class EngineConfig:
     def block_count(self) -> int:
         """Return the number of blocks in the pool."""
         return self.kv_tokens // self.block_size
+
+    @property
+    def tier_block_count(self) -> int:
+        """Return the number of blocks in the tier behind the pool; 0 if there is none."""
+        return self.tier_tokens // self.block_size
 
     @property
     def capacity_tokens(self) -> int:
@@ -99,7 +112,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Report that a request began to run: `cached_tokens` of its `context_tokens` were found in the cache.
+    """Report that a request began to run: `cached_tokens` of its `context_tokens` were found, here or in the tier.
 
     `context_tokens` is the prompt, and after a preemption (`is_readmission`) also what was generated before.
     """
@@ -147,7 +160,8 @@ class StepResult:
 class EngineStats:
     """Show an engine's gauges and its counters since its start, counted as vLLM counts them.
 
-    A prompt counts with its first token. Prefix queries and hits are in tokens and count first admissions only.
+    A prompt counts with its first token. Prefix queries and hits are in tokens and count first admissions only; those
+    of the tier are what the pool had not, and what of that the tier had.
     """
 
     running_count: int
@@ -160,6 +174,10 @@ class EngineStats:
     prefix_hit_tokens: int
     preemption_count: int
     aborted_count: int
+    tier_query_tokens: int = 0
+    tier_hit_tokens: int = 0
+    tier_used_block_count: int = 0
+    tier_block_count: int = 0
 
     @property
     def kv_usage_ratio(self) -> float:

@@ -41,7 +41,8 @@ class ReplicaListener(Protocol):
 class Reading:
     """What a poll says; hits, queries and preemptions since the poll before, or since the engine came up.
 
-    `hit_ratio` is by tokens; None if nothing was looked up. `query_tokens` were looked up.
+    `hit_ratio` is by tokens; None if nothing was looked up. `query_tokens` were looked up. `tier_query_tokens` were not
+    in the pool, and looked up in the tier behind it; `tier_hit_tokens` were found there.
     """
 
     capacity_tokens: int
@@ -50,6 +51,8 @@ class Reading:
     preemption_count: int
     kv_used_ratio: float
     waiting_count: int
+    tier_query_tokens: int = 0
+    tier_hit_tokens: int = 0
 
 
 class SimulatedReplica:
@@ -107,6 +110,8 @@ class SimulatedReplica:
             preemption_count=stats.preemption_count - before.preemption_count,
             kv_used_ratio=stats.used_block_count / stats.block_count,
             waiting_count=stats.waiting_count,
+            tier_query_tokens=stats.tier_query_tokens - before.tier_query_tokens,
+            tier_hit_tokens=stats.tier_hit_tokens - before.tier_hit_tokens,
         )
 
     def drop(self, keys: Sequence[int]) -> None:

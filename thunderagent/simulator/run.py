@@ -39,7 +39,7 @@ from thunderagent.programs.model.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp
+from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
 from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.agenda import Agenda
@@ -426,11 +426,15 @@ class Simulation:
         replica, scenario = self._replicas[replica_id], self._scenario
         self._poll_count += 1
         if replica.up and (not self._agenda.now_s or self._poll_answers()):
-            event = self._polled(replica_id, replica.poll())
+            reading = replica.poll()
+            event = self._polled(replica_id, reading)
             if event.age_s:
                 self._agenda.after(event.age_s, partial(self._poll_comes, event))
             else:
                 self._dispatch(event)
+            if scenario.engine.tier_block_count:
+                told = TierPolled(event.now_s, replica_id, reading.tier_query_tokens, reading.tier_hit_tokens)
+                self._agenda.at(event.now_s, partial(self._poll_comes, told))
         self._agenda.after(scenario.poll_interval_s, partial(self._poll, replica_id))
 
     def _poll_answers(self) -> bool:
@@ -453,7 +457,7 @@ class Simulation:
             age_s,
         )
 
-    def _poll_comes(self, event: ReplicaPolled) -> None:
+    def _poll_comes(self, event: ReplicaPolled | TierPolled) -> None:
         if self._replicas[event.replica_id].up:
             self._dispatch(event)
 

@@ -17,6 +17,9 @@ from thunderagent.simulator.tools import ToolSettings
 
 Loop = Literal["closed", "open", "batch"]
 
+TIER_BLOCK_BYTES = 110
+"""Memory of a block in an engine's tier: its place in the order, of a dictionary that may just have grown."""
+
 BLOCK_BYTES = 250
 """Memory of a block in an engine's pool, its key and its place in the free list: 241 measured on CPython 3.12."""
 
@@ -165,7 +168,7 @@ def estimate_bytes(scenario: Scenario, workload: Workload) -> int:
     of_a_turn = TURN_BYTES + (EVENTS_OF_TURN_BYTES if scenario.keep_events else 0)
     of_a_program = PROGRAM_BYTES + largest_context_tokens // engine.block_size * CONTEXT_BLOCK_BYTES
     return int(
-        scenario.replica_count * engine.block_count * BLOCK_BYTES
+        scenario.replica_count * (engine.block_count * BLOCK_BYTES + engine.tier_block_count * TIER_BLOCK_BYTES)
         + scenario.programs_count * of_a_program
         + turn_count * of_a_turn
     )

@@ -82,10 +82,14 @@ class Retained:
 
 @dataclass(slots=True)
 class Plan:
-    """What an iteration is going to compute: how many tokens of which sequence, besides those of the batch."""
+    """What an iteration is going to compute: how many tokens of which sequence, besides those of the batch.
+
+    `restored_tokens` are copied into the pool from the tier behind it, and not computed.
+    """
 
     budget_tokens: int
     now_s: float = 0.0
+    restored_tokens: int = 0
     chunks: dict[EngineSequence, int] = field(default_factory=dict)
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)

@@ -127,7 +127,7 @@ def profile_from(text: str) -> TimingProfile:
     except OSError as error:
         raise ValueError(f"cannot read the timing profile {text}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the timing profile {text} is no TOML: {error}") from error
+        raise ValueError(f"the timing profile {text} is not TOML: {error}") from error
     except ValueError as error:
         raise ValueError(f"the timing profile {text} is wrong: {error}") from error
 

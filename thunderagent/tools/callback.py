@@ -183,7 +183,7 @@ class CallbackDriver:
     async def adopt(self, name: str, reclaim_url: str) -> Place:
         """Return the place of a sandbox that a client made itself; nobody is asked whether it is there.
 
-        Raises `SandboxRefusedError` for what is no http or https URL, or an empty name.
+        Raises `SandboxRefusedError` for what is not an http or https URL, or an empty name.
         """
         if not name:
             raise SandboxRefusedError("a sandbox that runs elsewhere needs a name there")
@@ -415,5 +415,5 @@ def _read_handle(handle: str) -> tuple[str, httpx2.URL, str]:
     sandbox_id, at, rest = handle.partition("@")
     url, mark, remote_handle = rest.rpartition("#")
     if not at or not mark:
-        raise SandboxRefusedError("that is no handle of a callback sandbox")
+        raise SandboxRefusedError("that is not a handle of a callback sandbox")
     return unquote(sandbox_id), _url_of(url), unquote(remote_handle)

@@ -2,7 +2,7 @@
 
 Theory of operation
 ===================
-The table (`sandbox.py`) decides, this carries out. Everything here runs on one event loop; a driver's work runs in
+The table (`table.py`) decides, this carries out. Everything here runs on one event loop; a driver's work runs in
 threads of its own. `_plan` is called soon after something changed and at least every `plan_interval_s`; each of its
 actions becomes a task of one group, so that nothing outlives `run`.
 
@@ -46,7 +46,8 @@ from thunderagent.tools.base import Command, Driver, Found, Order, Owner, Place,
 from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of
 from thunderagent.tools.requests import SandboxRequest, read_requests
-from thunderagent.tools.sandbox import COMING, Caps, Prepare, Reclaim, Sandbox, SandboxTable, Stage
+from thunderagent.tools.sandbox import COMING, Caps, Sandbox, Stage
+from thunderagent.tools.table import Prepare, Reclaim, SandboxTable
 from thunderagent.tools.template import Template
 
 log = structlog.get_logger("thunderagent.sandboxes")
@@ -402,7 +403,7 @@ class Manager:
 
     def _prepared(self, sandbox: Sandbox, place: Place) -> None:
         now_s = self._clock()
-        if sandbox.stage is not Stage.PREPARING:  # it was let go in the same moment: `_reclaim` removes it
+        if sandbox.stage is not Stage.PREPARING:  # it was reclaimed in the same moment: `_reclaim` removes it
             sandbox.place = place
             return
         self.table.prepared(now_s, sandbox, place)
@@ -501,7 +502,7 @@ class Manager:
         if self.settings.reclaim_on_shutdown:
             for sandbox in list(self.table):
                 if not sandbox.given:
-                    self.table.let_go(sandbox, "shutdown")
+                    self.table.reclaim(sandbox, "shutdown")
         left = [each for each in self.table if each.stage is Stage.RECLAIMING]
         if not left:
             return

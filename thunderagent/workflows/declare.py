@@ -113,7 +113,7 @@ class Agent(BaseModel):
         except (ImportError, AttributeError) as error:
             raise DeclarationError(f"agent {self.name}: {self.class_path} cannot be imported: {error}") from error
         if not isinstance(found, type):
-            raise DeclarationError(f"agent {self.name}: {self.class_path} is no class")
+            raise DeclarationError(f"agent {self.name}: {self.class_path} is not a class")
         return found
 
     def check(self, kind: type) -> None:

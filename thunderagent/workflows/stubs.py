@@ -31,7 +31,7 @@ def write_stubs(agents: Mapping[str, Agent], folder: Path) -> list[Path]:
     """Write a module for each agent, and the package that holds them; return the files. Raises `DeclarationError`."""
     folder.mkdir(parents=True, exist_ok=True)
     if not folder.name.isidentifier():
-        raise DeclarationError(f"{folder.name!r} is no name of a Python package")
+        raise DeclarationError(f"{folder.name!r} is not the name of a Python package")
     texts = {"__init__.py": f'"""Stubs of {", ".join(agents)}, written by `thunderagent workflow stubs`."""\n'}
     texts |= {f"{name}.py": stub_of(agent) for name, agent in agents.items()}
     written = []
@@ -80,4 +80,4 @@ def stub_of(agent: Agent) -> str:
 def _check_names(agent: Agent, *names: str) -> None:
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name) or name in {"configure", "init"} or name[0] == "_":
-            raise DeclarationError(f"agent {agent.name}: {name!r} is no name for a method or a parameter here")
+            raise DeclarationError(f"agent {agent.name}: {name!r} is not a name for a method or a parameter here")

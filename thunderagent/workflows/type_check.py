@@ -39,7 +39,7 @@ def look_up(text: str, names: Mapping[str, Any]) -> Any:
     """Return the type that a text means. Raises `LookupError`, `SyntaxError`, `TypeError`, `AttributeError`."""
     tree = ast.parse(text, mode="eval")
     if not all(isinstance(node, NODES) for node in ast.walk(tree)):
-        raise SyntaxError(f"{text!r} is no type")
+        raise SyntaxError(f"{text!r} is not a type")
     try:
         known = {**vars(collections.abc), **vars(typing), **names}
         return eval(compile(tree, "declaration", "eval"), known)  # noqa: S307 - names and subscripts alone

@@ -280,7 +280,7 @@ def load_policy(name: str) -> Policy:
     except (ImportError, AttributeError) as error:
         raise DeclarationError(f"policy {name!r}: {error}") from error
     if not callable(found):
-        raise DeclarationError(f"policy {name!r} is no function of (view, act)")
+        raise DeclarationError(f"policy {name!r} is not a function of (view, act)")
     policy: Policy = found
     return policy
 

@@ -458,7 +458,7 @@ def test_it_runs_on_the_event_loop_of_the_server() -> None:
 def test_an_address_that_is_none_is_a_configuration_error(address: str, is_replay: bool) -> None:
     """Before anything runs, with the address in the message."""
     addresses = ("tcp://127.0.0.1:5557", address) if is_replay else (address, None)
-    with pytest.raises(ConfigurationError, match="no address to connect to"):
+    with pytest.raises(ConfigurationError, match="not an address to connect to"):
         KvEvents(Recorder(), [KvEventsEndpoint("r", *addresses)])
 
 

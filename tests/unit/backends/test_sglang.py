@@ -76,7 +76,9 @@ def test_ranks_of_a_pool_count_once_and_pools_are_summed() -> None:
         waiting_count=2,
         preemptions_total=8.0,
         cache_query_tokens_total=1500.0,
-        cache_hit_tokens_total=900.0,
+        cache_hit_tokens_total=800.0,
+        tier_query_tokens_total=700.0,
+        tier_hit_tokens_total=100.0,
     )
 
 
@@ -100,6 +102,21 @@ def test_an_absent_or_empty_capacity_is_no_number(samples: tuple[str, ...]) -> N
 def test_an_engine_without_metrics_says_nothing() -> None:
     """Another engine's exposition holds nothing of ours."""
     assert read("vllm:num_requests_running 3.0\n") == NOTHING_READ
+
+
+def test_what_was_loaded_from_a_tier_did_not_lie_in_the_pool() -> None:
+    """HiCache's tiers are the host and a storage of some kind; without them nothing is said of a tier."""
+    cached = 'sglang:cached_tokens_total{{cache_source="{0}"}} {1}.0\n'.format
+    asked = "sglang:prompt_tokens_total 900.0\n"
+    reading = read(asked + cached("device", 400) + cached("host", 100) + cached("storage_HiCacheFile", 50))
+    assert (reading.cache_hit_tokens_total, reading.tier_query_tokens_total, reading.tier_hit_tokens_total) == (
+        400.0,
+        500.0,
+        150.0,
+    )
+    only_loaded = read(asked + cached("host", 100))
+    assert (only_loaded.cache_hit_tokens_total, only_loaded.tier_query_tokens_total) == (0.0, 900.0)
+    assert read(asked + cached("device", 400)).tier_hit_tokens_total is None
 
 
 def test_what_prometheus_client_writes_is_read() -> None:

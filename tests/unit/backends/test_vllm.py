@@ -83,6 +83,16 @@ def test_a_real_engine_is_read() -> None:
     )
 
 
+def test_a_tier_is_known_once_it_was_asked() -> None:
+    """Both counters are there, and zero, without a KV connector; with one they are summed over ranks."""
+    counters = 'vllm:external_prefix_cache_{0}_total{{engine="{1}"}} {2}.0\n'.format
+    assert read(counters("queries", 0, 0) + counters("hits", 0, 0)) == NOTHING_READ
+    asked = (
+        counters("queries", 0, 500) + counters("queries", 1, 100) + counters("hits", 0, 300) + counters("hits", 1, 0)
+    )
+    assert read(asked) == ReplicaReading(tier_query_tokens_total=600.0, tier_hit_tokens_total=300.0)
+
+
 def test_old_names_are_read_where_the_new_are_absent() -> None:
     """An engine from before 0.12 is read by its own names."""
     old = """\

@@ -171,7 +171,7 @@ def test_every_policy_and_every_part_of_the_default_one_is_there() -> None:
     assert known(["breakeven:no_such_part=0", "ttl"], console) == ["ttl"]
     for name in BASELINES:
         assert name == CAP_BEST or Contestant.parse(name)
-    assert len(COMMANDS) == 13
+    assert len(COMMANDS) == 14
     assert Bench(arguments().parse_args(["told"]), console).programs(SMALL).name == "standard"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.test_docs import code_blocks, metric_names, page
+from scripts.docs_metrics import described
+from tests.unit.test_docs import code_blocks, metric_names
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[3]
@@ -25,17 +26,7 @@ OF_SCRAPES = {"job", "instance", "namespace", "le"}
 """Labels that Prometheus adds, and that of a histogram's buckets."""
 
 
-def documented() -> dict[str, tuple[str, set[str]]]:
-    """Return each metric's kind and labels, as their page says them."""
-    rows = [row.split("|") for row in page("reference/metrics.md").splitlines() if row.startswith("| `thunderagent_")]
-    return {
-        cells[1].strip(" `"): (cells[2].strip(), set(re.findall(r"`(\w+)`", cells[3])))
-        for cells in rows
-        if cells[2].strip() in {"gauge", "counter", "histogram"}
-    }
-
-
-METRICS = documented()
+METRICS = {each.name: (each.kind, set(each.labels)) for each in described()}
 EXPOSED = metric_names()
 
 
@@ -62,7 +53,7 @@ def wrong_in(expression: str, legend: str = "") -> list[str]:
 
 
 def test_the_documentation_has_what_is_compared() -> None:
-    """The table that says kinds and labels is read."""
+    """Kinds and labels are told."""
     assert METRICS["thunderagent_programs"] == ("gauge", {"status", "phase"})
     assert METRICS["thunderagent_hold_seconds"] == ("histogram", set())
 

@@ -104,7 +104,7 @@ async def test_a_stop_text_ends_an_answer_and_its_request(stream: bool) -> None:
 REFUSED: dict[str, tuple[int, Any]] = {
     "an image that is to be fetched": (400, chat("a", "http://127.0.0.1:1/a.png")),
     "a file": (400, chat("a", "file:///a.png")),
-    "data that is no base64": (400, chat("a", "data:image/png;base64,%%%")),
+    "data that is not base64": (400, chat("a", "data:image/png;base64,%%%")),
     "data that is no image": (400, chat("a", "data:image/png;base64," + base64.b64encode(b"broken").decode())),
     "data that says it is no image": (400, chat("a", "data:text/html;base64,YQ==")),
     "another model": (404, {**chat(), "model": "other"}),

@@ -57,7 +57,7 @@ class Doing:
 
 def controlled(control: object, **replicas: int) -> Driver:
     base = load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0})
-    return Driver(Composed(base, control=control), replicas=replicas or {"r0": 1000, "r1": 1000})  # type: ignore[arg-type]
+    return Driver(Composed(base, global_policy=control), replicas=replicas or {"r0": 1000, "r1": 1000})  # type: ignore[arg-type]
 
 
 # --- route
@@ -430,6 +430,19 @@ def test_a_move_that_cannot_be_is_refused() -> None:
     assert "not admitted" in outside.scheduler.operations.why_not_migrate("b", "r0")
 
 
+def test_a_program_is_not_moved_off_what_its_held_turn_goes_on_from() -> None:
+    """Elsewhere that turn would fail, so it would run there all the same."""
+    driver = Driver(load_policy("cap", {"n": 1}), replicas={"r0": 1000, "r1": 1000, "r2": 1000})
+    for program_id in ("x", "y", "z"):
+        driver.arrives(program_id, 10)
+    held = driver.arrives("a", 10, wanted="r1")
+    assert driver.held(held)
+    assert "goes on from what r1 alone has" in driver.scheduler.operations.why_not_migrate("a", "r0")
+    assert driver.migrates("a", "r0") == []
+    driver.migrates("a", "r1")
+    assert driver.granted_on[held] == "r1"
+
+
 # --- kill, provision
 
 
@@ -472,7 +485,7 @@ def test_a_global_policy_is_asked_once_in_a_period() -> None:
         driver.ticks(elapsed_s)
     assert [round(at_s - 100.0, 3) for at_s in control.asked_at_s] == [2.01, 4.005, 6.005, 13.005, 14.005]
     assert driver.scheduler.policy.tick_s == 1.0
-    assert Composed(load_policy("ttl", {}), control=Doing(period_s=0.25)).tick_s == 0.25
+    assert Composed(load_policy("ttl", {}), global_policy=Doing(period_s=0.25)).tick_s == 0.25
 
 
 def test_what_a_global_policy_frees_is_used_in_the_same_event() -> None:

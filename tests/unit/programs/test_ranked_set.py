@@ -77,7 +77,7 @@ def test_the_lowest_end_before_the_first_that_is_not_wanted(
     before = list(ranked)
     assert ranked.lowest(count) == before[:count]
     wanted = [member for member in before if ranks[member] <= highest]
-    assert ranked.lowest(count, lambda member: ranks[member] <= highest) == wanted[:count]
+    assert ranked.lowest(count, highest) == wanted[:count]
     assert list(ranked) == before
 
 

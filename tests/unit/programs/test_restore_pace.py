@@ -26,7 +26,7 @@ def test_only_time_in_which_somebody_waits_counts() -> None:
     for begin_s in (0.0, 3600.0):
         pace.accrue(begin_s, waiting=True)
         pace.accrue(begin_s + 10.0, waiting=False)
-        pace.restored()
+        pace.restored(begin_s + 10.0)
     assert pace.interval_s == pytest.approx(10.0, rel=0.1)
 
 
@@ -35,12 +35,12 @@ def test_the_pace_of_long_ago_is_forgotten() -> None:
     pace.accrue(0.0, waiting=True)
     for second in range(1, 101):
         pace.accrue(float(second), waiting=True)
-        pace.restored()
+        pace.restored(float(second))
     now_s = 100.0
     while now_s < 100.0 + 10 * HALF_LIFE_S:
         now_s += 50.0
         pace.accrue(now_s, waiting=True)
-        pace.restored()
+        pace.restored(now_s)
     assert pace.interval_s == pytest.approx(50.0, rel=0.2)
 
 
@@ -64,12 +64,12 @@ def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: floa
     pace = RestorePace()
     pace.accrue(0.0, waiting=True)
     pace.accrue(10.0, waiting=True)
-    pace.restored()
+    pace.restored(10.0)
     for share in range(1, 1001):
         pace.accrue(10.0 + waited_s * share / 1000, waiting=True)
     assert pace.interval_s == LONGEST_INTERVAL_S
     for _ in range(100):
-        pace.restored()
+        pace.restored(10.0 + waited_s)
     assert pace.interval_s < LONGEST_INTERVAL_S / 10
 
 

@@ -101,7 +101,7 @@ def test_what_a_program_claims_itself_is_not_what_others_claim() -> None:
 def test_a_programs_own_tokens_are_what_no_other_shares() -> None:
     """400 without the 100 in common, once both are there."""
     shares, here, comes, account = two_programs()
-    assert shares.own_tokens(here, 400) == 400
+    assert shares.own_tokens(here, 400, "r0") == 400
     activate(shares, comes, "r0", account)
-    assert shares.own_tokens(here, 400) == 300
-    assert shares.own_tokens(here, 40) == 0
+    assert shares.own_tokens(here, 400, "r0") == 300
+    assert shares.own_tokens(here, 40, "r0") == 0

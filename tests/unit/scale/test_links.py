@@ -118,9 +118,11 @@ async def test_a_new_scheduler_first_hears_what_runs_though_the_first_gateway_ne
 async def test_a_turn_that_is_counted_late_is_counted_as_it_runs() -> None:
     """It is not tried where nothing is granted, and what was said of it meanwhile is told then."""
     cell = Cell()
-    cell.links.adopted(cell.runtime.new_turn_id(), Running(TurnAsk(turn_id=9, program_id="p"), LEASE, started=True))
-    cell.links.progressed(1, Progress(1, unverified=True))
-    cell.links.progressed(1, Progress(1, 30))
+    cell.links.granting.adopted(
+        cell.runtime.new_turn_id(), Running(TurnAsk(turn_id=9, program_id="p"), LEASE, started=True)
+    )
+    cell.links.granting.progressed(1, Progress(1, unverified=True))
+    cell.links.granting.progressed(1, Progress(1, 30))
     cell.passes(1.0)
     assert cell.events == []
     cell.up()

@@ -276,8 +276,8 @@ def test_sizes_are_those_given_else_the_profile_s() -> None:
     ("content", "says"),
     [
         (None, r"cannot read the timing profile .*bad\.toml: No such file"),
-        (b"base_us = ", r"bad\.toml is no TOML"),
-        (b"source = '\xff'", r"bad\.toml is no TOML"),
+        (b"base_us = ", r"bad\.toml is not TOML"),
+        (b"source = '\xff'", r"bad\.toml is not TOML"),
         (b"base_us = 1", r"bad\.toml is wrong: source is missing"),
         (b"source = 's'\nbase_us = 1\nprefill_us = 1\ndecode_us = 1\nspeed = 2", "unknown key 'speed'; a profile has:"),
         (b"source = 's'\nbase_us = '1'\nprefill_us = 1\ndecode_us = 1", "base_us must be a number, not '1'"),

@@ -91,7 +91,7 @@ def test_contexts_over_the_limit_are_dropped_and_counted(tmp_path: Path) -> None
 @pytest.mark.parametrize("loader", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"id": 1, "turns": []}', '{"input_length": -1}', "\udcff"])
 def test_a_line_that_does_not_parse_is_named(loader: object, line: str, tmp_path: Path) -> None:
-    """File and line stand in the error, for cut-off lines, wrong fields and bytes that are no text."""
+    """File and line stand in the error, for cut-off lines, wrong fields and bytes that are not text."""
     path = tmp_path / "day.jsonl"
     path.write_bytes(b"\n" + line.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(TraceError, match=r"day\.jsonl: line 2: "):

@@ -20,20 +20,8 @@ from thunderagent.errors import (
     SandboxSetupError,
 )
 from thunderagent.tools.base import Place
-from thunderagent.tools.sandbox import (
-    ALIVE,
-    FAILED_KEPT_COUNT,
-    STEPS,
-    TEMPLATES_LEARNED_COUNT,
-    Action,
-    Caps,
-    Prepare,
-    Reclaim,
-    Sandbox,
-    SandboxTable,
-    Stage,
-    Step,
-)
+from thunderagent.tools.sandbox import ALIVE, STEPS, TEMPLATES_LEARNED_COUNT, Caps, Sandbox, Stage, Step
+from thunderagent.tools.table import FAILED_KEPT_COUNT, Action, Prepare, Reclaim, SandboxTable
 from thunderagent.tools.template import Template
 
 PLAIN = Template(image="plain")
@@ -408,19 +396,19 @@ def test_preparation_times_of_templates_are_not_remembered_for_ever() -> None:
     table = table_with(hands_count=10_000, sandbox_count=10_000)
     for number in range(TEMPLATES_LEARNED_COUNT + 5):
         ready(table, f"p{number}", Template(image="i", environment={"ID": str(number)}))
-        table.expected_prepare_s(Template(image=f"asked about {number}").digest())
-    assert len(table._prepare_times_s) == TEMPLATES_LEARNED_COUNT
+        table.prepare_times.expected_s(Template(image=f"asked about {number}").digest())
+    assert len(table.prepare_times._by_digest_s) == TEMPLATES_LEARNED_COUNT
 
 
 def test_preparation_times_are_learned_for_each_template() -> None:
     table = table_with()
     slow = Template(image="slow")
-    assert table.expected_prepare_s(slow.digest()) == 0.0
+    assert table.prepare_times.expected_s(slow.digest()) == 0.0
     for number in range(20):
         ready(table, f"p{number}", took_s=1.0)
         ready(table, f"q{number}", slow, took_s=30.0)
-    assert table.expected_prepare_s(PLAIN.digest()) == pytest.approx(1.0, rel=0.2)
-    assert table.expected_prepare_s(slow.digest()) == pytest.approx(30.0, rel=0.2)
+    assert table.prepare_times.expected_s(PLAIN.digest()) == pytest.approx(1.0, rel=0.2)
+    assert table.prepare_times.expected_s(slow.digest()) == pytest.approx(30.0, rel=0.2)
 
 
 # --- whatever happens

@@ -90,7 +90,7 @@ def test_what_is_wrong_with_a_declaration_is_said(given: Any, said: str) -> None
     [
         ({"class": f"{HERE}:Nobody"}, "cannot be imported"),
         ({"class": "no.such.module:Echo"}, "cannot be imported"),
-        ({"class": f"{HERE}:AGENTS"}, "is no class"),
+        ({"class": f"{HERE}:AGENTS"}, "is not a class"),
         ({"methods": {"sing": {}}}, "has no method sing"),
         ({"methods": {"say": {}}}, "is not how"),
         ({"methods": {"say": {"word": "str"}}}, "its parameters are"),

@@ -79,9 +79,9 @@ def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
         parts = urlsplit(url)
         has_address = bool(parts.hostname) and parts.port != 0  # a port that is none raises
     except ValueError as error:
-        raise DiscoveryError(f"{shown!r} is no URL") from error  # its words may tell a part of the password
+        raise DiscoveryError(f"{shown!r} is not a URL") from error  # its words may tell a part of the password
     if parts.scheme not in {"http", "https"} or not has_address or any(sign.isspace() for sign in url):
-        raise DiscoveryError(f"{shown!r} is no http or https URL")
+        raise DiscoveryError(f"{shown!r} is not an http or https URL")
     if parts.query:
         raise DiscoveryError(f"{shown!r}: a replica's URL has no query")
     if parts.path.endswith("/v1"):
@@ -96,7 +96,7 @@ def ranks_count_of(text: str) -> RanksCount:
     if text == AUTO:
         return AUTO
     if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MOST_RANKS_COUNT):
-        raise DiscoveryError(f"{text!r} is no number of data-parallel ranks from 1 to {MOST_RANKS_COUNT}, nor auto")
+        raise DiscoveryError(f"{text!r} is not a number of data-parallel ranks from 1 to {MOST_RANKS_COUNT}, nor auto")
     return int(text)
 
 

@@ -217,16 +217,6 @@ class Account:
         """Part of `reasoning_tokens` that is given back when turns in flight end."""
         return self.leaving.tokens
 
-    @property
-    def claimed_tokens(self) -> tuple[float, float]:
-        """Tokens that turns in flight and programs at their tools claim; each bears its part of what is shared."""
-        acting_tokens = self.acting.tokens
-        if not self.shared_tokens:
-            return self.demand_tokens - acting_tokens, acting_tokens
-        whole_tokens = self.demand_tokens + self.shared_tokens
-        own_ratio = max(0.0, self.demand_tokens / whole_tokens) if whole_tokens else 1.0
-        return (whole_tokens - acting_tokens) * own_ratio, acting_tokens * own_ratio
-
     def weighed_tokens(self, now_s: float) -> float:
         """Return the left side of Eq. 7: like `demand_tokens`, acting programs weighed by their time in the tool."""
         acting_tokens = self.acting.tokens if self.decayed is None else self.decayed.at(now_s)
@@ -287,14 +277,24 @@ class Ledger:
         if elapsed_s <= 0:
             return
         account.updated_s = now_s
-        flight_tokens, acting_tokens = account.claimed_tokens
-        capacity_tokens = inf if account.capacity_tokens is None else account.capacity_tokens
-        fitting_tokens = min(flight_tokens, capacity_tokens)
-        account.flight_s += elapsed_s * (fitting_tokens / flight_tokens if flight_tokens else 1.0)
+        acting_tokens = float(account.acting.tokens)
+        flight_tokens = account.demand_tokens - acting_tokens
+        if account.shared_tokens:  # each bears its part of that
+            whole_tokens = account.demand_tokens + account.shared_tokens
+            own_ratio = max(0.0, account.demand_tokens / whole_tokens) if whole_tokens else 1.0
+            flight_tokens, acting_tokens = (whole_tokens - acting_tokens) * own_ratio, acting_tokens * own_ratio
+        capacity_tokens: float = inf if account.capacity_tokens is None else account.capacity_tokens
+        fitting_tokens = flight_tokens
+        if flight_tokens > capacity_tokens:
+            fitting_tokens = capacity_tokens
+            account.flight_s += elapsed_s * (fitting_tokens / flight_tokens)
+        else:
+            account.flight_s += elapsed_s
         account.flight_token_s += elapsed_s * fitting_tokens
-        account.costs.caching_token_s += elapsed_s * min(acting_tokens, capacity_tokens - fitting_tokens)
-        waited_s = self.waited_s(now_s)
-        if account.usable and capacity_tokens < inf and waited_s > account.waited_s:
+        room_tokens = capacity_tokens - fitting_tokens
+        account.costs.caching_token_s += elapsed_s * (min(room_tokens, acting_tokens))
+        waited_s = self._waited_s + now_s - self._waiting_since_s if self.waiting_count else self._waited_s
+        if waited_s > account.waited_s and account.usable and capacity_tokens < inf:
             idle_tokens = max(0.0, capacity_tokens - account.demand_tokens)
             account.costs.unused_token_s += idle_tokens * min(elapsed_s, waited_s - account.waited_s)
             if not account.turn_count:
@@ -312,18 +312,19 @@ class Ledger:
         cached_tokens: int | None,
         known_tokens: int,
         prefill_token_s: float | None = None,
+        loaded_tokens: int = 0,
     ) -> None:
         """Book a turn that ended under decode, prefill, recompute and queued.
 
-        `known_tokens` is the part of the prompt that its program had sent or got before. Where the engine does not
-        say what was cached (`cached_tokens` None), the replica's polled hit rate stands in for it. `prefill_token_s` is
-        the learned speed; without it what a turn waited in the engine's queue is known from claims only.
+        `known_tokens` of the prompt its program had sent or got before. Where the engine does not say what was cached
+        (`cached_tokens` None), the polled hit rate stands in for it. Without the learned `prefill_token_s` what a turn
+        waited in the engine is known from claims only. `loaded_tokens` could be computed while it loaded from a tier.
         """
         self.accrue(account, now_s)
         if cached_tokens is None:
             cached_tokens = int(prompt_tokens * account.hit_ratio)
-        computed_tokens = max(0, prompt_tokens - cached_tokens)
-        recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens))
+        computed_tokens = max(0, prompt_tokens - cached_tokens) + loaded_tokens
+        recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens) + loaded_tokens)
         duration_s = now_s - turn.granted_s
         held_s = min(duration_s, account.flight_s - turn.granted_flight_s)
         first_token_s = turn.first_token_s(now_s)

@@ -12,7 +12,7 @@ from thunderagent.programs.book.prefixes import SharedPrefixes
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.book.rooms import Rooms
 from thunderagent.programs.model.decisions import Decision, Mark, Pause, Reason, Release, Restore, Unmark
-from thunderagent.programs.model.places import ALLOWED, Kind, Place, not_allowed
+from thunderagent.programs.model.places import Kind, Place, not_allowed
 from thunderagent.programs.model.program import Group, Program
 from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.model.views import SandboxSums
@@ -55,6 +55,8 @@ class Book:
         """Those of them on which grants are not suspended: what a policy sees."""
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
+        self.changed_programs: dict[str, Program] | None = None
+        """Those that moved or changed in size, by id, until they are taken to be written down; None if nobody does."""
         self.rooms: Rooms | None = None
         """The replicas that grant by room, once a policy asked for that."""
         self.suspended_for: dict[str, None] = {}
@@ -94,6 +96,8 @@ class Book:
         program.tenant = tenant
         self.programs[program_id] = program
         self.announced.enter(program, self.now_s)
+        if self.changed_programs is not None:
+            self.changed_programs[program_id] = program
         return program
 
     def move(self, program: Program, to: Place, why: Reason | None = None, *, resized: bool = False) -> None:
@@ -103,38 +107,39 @@ class Book:
         `resized` what it claims is measured between the two places.
         """
         place, now_s = program.place, self.now_s
-        if to.kind not in ALLOWED[place.kind]:
+        if to.kind not in place.allowed:
             raise not_allowed(program, to.kind)
-        replica_id = place.replica_id if place.active else to.replica_id if to.active else None
-        account = None
-        if replica_id is not None:
-            account = self.changes(self.replicas[replica_id])
+        replica = place.replica if place.active else to.replica if to.active else None
+        if replica is not None:
+            self.changes(replica)
         place.leave(program, now_s)
         claim_tokens = program.claim_tokens
         if resized:
             self._measure(program)
         program.place = to
-        if place.active is not to.active and account is not None:
-            self._claims(program, account, replica_id or "", why, gets_one=to.active)
-        elif why is not None and Kind.LEAVING in (to.kind, place.kind):
-            decision, what = (Mark, "mark") if to.kind is Kind.LEAVING else (Unmark, "unmark")
-            program.note(now_s, what, why, replica_id)
-            self.decisions.append(decision(program.program_id, replica_id or "", why))
+        if self.changed_programs is not None:
+            self.changed_programs[program.program_id] = program
+        if replica is not None:
+            if place.active is not to.active:
+                self._claims(program, replica, why, to.active)
+            elif why is not None and (to is replica.leaving or place is replica.leaving):
+                decision, what = (Mark, "mark") if to is replica.leaving else (Unmark, "unmark")
+                program.note(now_s, what, why, replica.replica_id)
+                self.decisions.append(decision(program.program_id, replica.replica_id, why))
         if self._shares is not None:
             before_tokens = claim_tokens if place.claims else 0
             self._shares.claims(program.tenant, (program.claim_tokens if to.claims else 0) - before_tokens)
         to.enter(program, now_s)
-        self.queue.tidy(place)
+        if place.replica_id is not None and not place.active:
+            self.queue.tidy(place)
         if to is self.ended and why is not None:
             del self.programs[program.program_id]
             program.note(now_s, "release", why, program.replica_id)
             self.decisions.append(Release(program.program_id, program.generation, why))
 
-    def _claims(
-        self, program: Program, account: Account, replica_id: str, why: Reason | None, *, gets_one: bool
-    ) -> None:
+    def _claims(self, program: Program, replica: Replica, why: Reason | None, gets_one: bool) -> None:
         """Write down that a program got a claim on a replica, or lost it."""
-        replica = self.replicas[replica_id]
+        replica_id, account = replica.replica_id, replica.account
         if gets_one:
             program.replica_id = replica_id
             replica.programs[program.program_id] = program
@@ -169,23 +174,27 @@ class Book:
             del replica.programs[program.program_id]
             if self._shares is not None:
                 self._shares.claims(program.tenant, -program.claim_tokens)
-        self.queue.resting.enter_all(resting, now_s)
-        self.destined.enter_all(destined, now_s)
         self.active_count -= len(gone)
         replica.let_in.difference_update(gone)
+        if self.changed_programs is not None:
+            self.changed_programs.update((program.program_id, program) for program in gone)
+        self.destined.enter_all(destined, now_s)
+        self.queue.resting.enter_all(resting, now_s)
         self.decisions += [Pause(program.program_id, replica.replica_id, why) for program in gone]
         return gone
 
     def resize(self, program: Program) -> None:
         """Measure what a program claims, and book that; one that has no claim is not ranked anew."""
         place, now_s = program.place, self.now_s
-        if place.active and place.replica_id is not None:
-            self.changes(self.replicas[place.replica_id])
+        if place.active:
+            self.changes(place.replica)
         claim_tokens, growth_tokens = program.claim_tokens, program.growth_tokens
         self._measure(program)
-        place.resize(program, claim_tokens, growth_tokens, now_s)
+        if self.changed_programs is not None:
+            self.changed_programs[program.program_id] = program
         if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
             self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
+        place.resize(program, claim_tokens, growth_tokens, now_s)
 
     def enter_anew(self, program: Program) -> None:
         """Put a program at the end of its equals where it stands."""
@@ -196,16 +205,18 @@ class Book:
         """Take in since when a program's tool runs, and until when, by a hint or not, its claim is worth holding."""
         place = program.place
         if place.active:
-            self.changes(self.replicas[place.replica_id or ""])
+            self.changes(place.replica)
         place.leave(program, self.now_s)
         program.acting_since_s, program.hold_until_s, program.hint_keeps = since_s, hold_until_s, hint_keeps
         place.enter(program, self.now_s)
+        if self.changed_programs is not None:
+            self.changed_programs[program.program_id] = program
 
     def rank_anew(self, program: Program) -> None:
         """Ask the policy again where a program stands in the order of its place, or which place that is."""
         place = program.place
         if place.active:
-            self.changes(self.replicas[place.replica_id or ""])
+            self.changes(place.replica)
             place.rank(program)
         elif (to := self.paused_place(program)) is not place:
             self.move(program, to)
@@ -230,7 +241,12 @@ class Book:
     def changes(self, replica: Replica) -> Account:
         """Note that programs come, go or change on a replica; what it spent until now is accrued."""
         self.changed_replicas[replica.replica_id] = replica
-        return self.touch(replica)
+        account = replica.account
+        if account.updated_s < self.now_s:
+            self.ledger.accrue(account, self.now_s)
+        if self.rooms is not None:
+            self.rooms.stale[replica] = None
+        return account
 
     def touch(self, replica: Replica) -> Account:
         """Bring what a replica spent up to date, before one of its sums or its limit changes."""
@@ -238,7 +254,7 @@ class Book:
         if account.updated_s < self.now_s:
             self.ledger.accrue(account, self.now_s)
         if self.rooms is not None:
-            self.rooms.touch(replica)
+            self.rooms.stale[replica] = None
         return account
 
     # --- groups -----------------------------------------------------------------------------------------------------
@@ -280,7 +296,8 @@ class Book:
 
     def note_residency(self, program: Program, replica: Replica) -> None:
         """Note what of a program its turns in flight have in memory; its claim must have been measured with them."""
-        replica.residency.use(program.generation, self.prefixes.own_tokens(program, program.claim_tokens))
+        own_tokens = self.prefixes.own_tokens(program, program.claim_tokens, replica.replica_id)
+        replica.residency.use(program.generation, own_tokens)
 
     def meant(self, replica_id: str | None) -> list[Replica]:
         """Return the replica of that id if it is known, or all for None."""
@@ -292,7 +309,7 @@ class Book:
         """Note from when on a replica's memory can be had, or no longer."""
         self.touch(replica).usable = replica.grants
 
-    def roomiest(self, ratio: float, count: int) -> Sequence[Replica]:
+    def roomiest(self, ratio: float, count: int) -> list[Replica]:
         """Return the `count` replicas that grant with most of `ratio` of their limits left; kept from now on."""
         if self.rooms is None or self.rooms.ratio != ratio:
             self.rooms = Rooms(ratio)

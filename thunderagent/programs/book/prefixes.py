@@ -181,6 +181,6 @@ class SharedPrefixes:
                 tokens += self.tree.shared_tokens(branch.prefix, replica_id, with_count=with_count)
         return tokens
 
-    def own_tokens(self, program: Program, tokens: int) -> int:
-        """Return `tokens` of a program without what it has in common with others on its replica."""
-        return max(0, tokens - self.tokens_on(program, program.replica_id or ""))
+    def own_tokens(self, program: Program, tokens: int, replica_id: str) -> int:
+        """Return `tokens` of a program without what it has in common with others on a replica."""
+        return max(0, tokens - self.tokens_on(program, replica_id)) if self.tree.cuts else tokens

@@ -18,18 +18,17 @@ RankOf = Callable[[Program], Rank]
 class ReplicaPlace(Place):
     """A place where programs claim memory of a replica: its account grows and shrinks with it.
 
-    Who is there is put into an order once the policy asks for it, by the policy's rank; until then none is kept.
+    Who is there is put into an order once the policy asks for it, by the policy's rank; until then none is kept. The
+    policy is asked for that last, when all is booked.
     """
 
-    __slots__ = ("_account", "_programs", "_rank_of", "kept")
+    __slots__ = ("_account", "_rank_of", "kept")
 
-    def __init__(
-        self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
-    ) -> None:
-        """Make an empty one; `programs` are all that are active on the replica."""
-        super().__init__(kind, replica_id)
-        self._account = account
-        self._programs = programs
+    def __init__(self, kind: Kind, replica: Replica, rank_of: RankOf) -> None:
+        """Make an empty one."""
+        super().__init__(kind, replica.replica_id)
+        self.replica = replica
+        self._account = replica.account
         self._rank_of = rank_of
         self.kept: RankedSet[Program] | None = None
         """The order as far as one is kept: who only looks asks for this, and changes nothing."""
@@ -75,7 +74,7 @@ class ReplicaPlace(Place):
         """Who is here by rank, the lowest first; from now on that is kept."""
         if self.kept is None:
             self.kept = RankedSet()
-            self._fill(self.kept, [program for program in self._programs.values() if program.place is self])
+            self._fill(self.kept, [program for program in self.replica.programs.values() if program.place is self])
         return self.kept
 
     def _fill(self, order: RankedSet[Program], programs: Sequence[Program]) -> None:
@@ -107,11 +106,9 @@ class ActingPlace(ReplicaPlace):
 
     __slots__ = ("expiring", "hint_tokens")
 
-    def __init__(
-        self, kind: Kind, replica_id: str, account: Account, programs: Mapping[str, Program], rank_of: RankOf
-    ) -> None:
+    def __init__(self, kind: Kind, replica: Replica, rank_of: RankOf) -> None:
         """Make an empty one."""
-        super().__init__(kind, replica_id, account, programs, rank_of)
+        super().__init__(kind, replica, rank_of)
         self.hint_tokens = 0
         """What hints of clients keep here for longer than the policy would have."""
         self.expiring: RankedSet[Program] = RankedSet()
@@ -119,13 +116,13 @@ class ActingPlace(ReplicaPlace):
 
     def enter(self, program: Program, now_s: float) -> None:
         """Take a program in."""
-        super().enter(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
         if program.hold_until_s < inf:
             self.expiring.add(program, program.hold_until_s)
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens
+        super().enter(program, now_s)
 
     def leave(self, program: Program, now_s: float) -> None:
         """Take a program out that is here."""
@@ -139,12 +136,12 @@ class ActingPlace(ReplicaPlace):
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:
         """Take in that a program that is here has another size than these."""
-        super().resize(program, claim_tokens, growth_tokens, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(claim_tokens, program.acting_since_s, now_s)
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens - claim_tokens
+        super().resize(program, claim_tokens, growth_tokens, now_s)
 
     def pressing_tokens(self, now_s: float) -> float:
         """Return what is claimed on the replica but for programs that leave; acting ones are weighed if that fades."""
@@ -235,12 +232,12 @@ class Replica:
         """Who is active here."""
         self.let_in: set[Program] = set()
         """Of these, those that got their claims whether there was room or not."""
-        told = replica_id, account, self.programs, pause_rank
         self.asking = Place(Kind.ASKING, replica_id)
-        self.working = ReplicaPlace(Kind.WORKING, *told)
-        self.leaving = LeavingPlace(Kind.LEAVING, *told)
-        self.stalled = ReplicaPlace(Kind.STALLED, *told)
-        self.acting = ActingPlace(Kind.ACTING, *told)
+        self.asking.replica = self
+        self.working = ReplicaPlace(Kind.WORKING, self, pause_rank)
+        self.leaving = LeavingPlace(Kind.LEAVING, self, pause_rank)
+        self.stalled = ReplicaPlace(Kind.STALLED, self, pause_rank)
+        self.acting = ActingPlace(Kind.ACTING, self, pause_rank)
         account.working, account.leaving, account.stalled, account.acting = (
             self.working,
             self.leaving,

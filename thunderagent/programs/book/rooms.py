@@ -14,29 +14,26 @@ class Rooms:
     Kept once it was asked for. A change of a replica costs O(1), and O(log replicas) at the next question.
     """
 
-    __slots__ = ("_order", "_stale", "ratio")
+    __slots__ = ("_order", "ratio", "stale")
 
     def __init__(self, ratio: float) -> None:
         """Begin empty."""
         self.ratio = ratio
         self._order: RankedSet[Replica] = RankedSet()
-        self._stale: dict[Replica, None] = {}
+        self.stale: dict[Replica, None] = {}
+        """Whose room changed since somebody asked."""
 
     def set_granting(self, replicas: Sequence[Replica]) -> None:
         """Take in which replicas grant."""
         self._order = RankedSet()
-        self._stale = dict.fromkeys(replicas)
+        self.stale = dict.fromkeys(replicas)
 
-    def touch(self, replica: Replica) -> None:
-        """Note that the room of a replica changes."""
-        self._stale[replica] = None
-
-    def first(self, count: int) -> Sequence[Replica]:
+    def first(self, count: int) -> list[Replica]:
         """Return the `count` with most room."""
         order = self._order
-        for replica in self._stale:
+        for replica in self.stale:
             account = replica.account
             if account.usable:
                 order.add(replica, account.demand_tokens - self.ratio * account.limit_tokens)
-        self._stale.clear()
+        self.stale.clear()
         return order.lowest(count)

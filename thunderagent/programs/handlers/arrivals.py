@@ -135,7 +135,7 @@ class Arrivals:
             self._ask(program, turn, earlier)
             return
         if place.kind is Kind.ACTING and self._stays_home:
-            home = core.book.replicas[place.replica_id or ""]
+            home = place.replica
             if self._goes_on_at(home, program, turn):
                 core.limits.turn_came(program)
                 program.in_flight[turn.turn_id] = turn
@@ -147,7 +147,7 @@ class Arrivals:
         if program.place.kind is Kind.LEAVING:
             self._hold_in_place(program, turn, Reason.LEAVING)
             return
-        suspended = bool(core.book.replicas[place.replica_id or ""].suspended_for)
+        suspended = bool(place.replica.suspended_for)
         if suspended and (program.in_flight or wanted_here or not core.book.granting_replicas):
             self._hold_in_place(program, turn, Reason.SUSPENDED)
         elif program.in_flight:
@@ -178,7 +178,7 @@ class Arrivals:
             self._hold_unadmitted(program, turn)
             return
         place = program.place
-        home = book.replicas[place.replica_id or ""] if place.active else None
+        home = place.replica if place.active else None
         if home is not None:
             book.move(program, home.asking)
         elif place.kind is not Kind.WAITING:
@@ -249,7 +249,7 @@ class Arrivals:
         program.held[turn.turn_id] = turn
         self._core.limits.turn_came(program)
         if program.place.kind in (Kind.ACTING, Kind.WORKING):
-            book.move(program, book.replicas[program.replica_id or ""].stalled)
+            book.move(program, program.place.replica.stalled)
         book.resize(program)
         program.hold_reason = reason
         if reason is Reason.LEAVING:
@@ -259,7 +259,7 @@ class Arrivals:
 
     def _grant_beside(self, program: Program, turn: Turn) -> None:
         """Grant a turn of a program that has one in flight, where that one is."""
-        replica = self._core.book.replicas[program.replica_id or ""]
+        replica = program.place.replica
         self._core.book.changes(replica)
         self._core.leases.begin_flight(program, turn, replica)
         self._core.book.resize(program)
@@ -277,7 +277,7 @@ class Arrivals:
         program = book.programs.get(program_id) if program_id is not None else None
         is_elsewhere = False
         if program is not None:
-            home = book.replicas[program.replica_id or ""] if program.place.active else None
+            home = program.place.replica if program.place.active else None
             is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
         may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
         if program_id is None or is_elsewhere or not may_open:

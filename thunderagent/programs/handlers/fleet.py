@@ -21,6 +21,7 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
+    TierPolled,
 )
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
@@ -58,6 +59,7 @@ class Fleet:
             ReplicaFlushed: self._replica_flushed,
             ReplicaTripped: self._replica_tripped,
             ReplicaPolled: self._replica_polled,
+            TierPolled: self._tier_polled,
             EncodesPolled: self._encodes_polled,
             ResidencyReported: self._residency_reported,
         }
@@ -109,7 +111,7 @@ class Fleet:
         core.balance(Moment.REPLICAS_CHANGED)
         if others:
             for program in book.queue.with_turns():
-                core.explain_hold(program)
+                core.refresh_hold_reason(program)
 
     def _grant_anonymous_held(self) -> None:
         book = self._core.book
@@ -299,13 +301,22 @@ class Fleet:
         correction = self._core.knowledge.correction(replica.replica_id)
         if event.query_tokens is None or (event.query_tokens and event.hit_ratio is None):
             correction.polled(None, asked_s=now_s - event.age_s, now_s=now_s)
-        elif not replica.tells_cached:
+        elif not replica.tells_cached or replica.replica_id in self._core.knowledge.tiers.by_replica:
             hit_tokens = int((event.hit_ratio or 0.0) * event.query_tokens)
             correction.polled(hit_tokens, asked_s=now_s - event.age_s, now_s=now_s)
             correction.computed(event.query_tokens - hit_tokens)
         if event.preemption_count:
             mean_tokens = account.reasoning_tokens // max(1, account.reasoning_count)
             correction.preempted(event.preemption_count * mean_tokens)
+
+    def _tier_polled(self, event: TierPolled) -> None:
+        replica = self._known_or_new(event.replica_id)
+        if replica is None:
+            return
+        knowledge, counts = self._core.knowledge, (event.query_tokens, event.hit_tokens)
+        if knowledge.tiers.polled(replica.replica_id, *counts, tells_cached=replica.tells_cached):
+            # What a turn's usage calls cached may come from the tier from now on: the pool's counters tell its losses.
+            knowledge.correction(replica.replica_id).follow_counters()
 
     def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
         self._core.book.touch(replica).set_limit(capacity_tokens, replica.account.capacity_ratio)

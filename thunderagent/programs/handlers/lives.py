@@ -22,6 +22,7 @@ from thunderagent.programs.model.events import (
     ToolStarted,
     TurnArrived,
 )
+from thunderagent.programs.model.kept import ProgramRecord
 from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
@@ -77,7 +78,7 @@ class Lives:
         self._core.balance(Moment.PROGRAM_ENDED)
         return True
 
-    def open(self, event: TurnArrived | ProgramOpened, program_id: str) -> Program:
+    def open(self, event: TurnArrived | ProgramOpened | ProgramRecord, program_id: str) -> Program:
         """Open a program, of which no turn is placed yet."""
         program = self._core.book.open(program_id, event.tenant)
         self._core.limits.opened(program)

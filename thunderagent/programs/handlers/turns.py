@@ -69,7 +69,7 @@ class Turns:
 
     def _turn_finished(self, event: TurnFinished) -> None:
         core, book = self._core, self._core.book
-        turn = book.turns.pop(event.turn_id, None)
+        turn = book.turns.get(event.turn_id)
         if turn is None:
             return
         prompt_tokens = turn.prompt_tokens if event.prompt_tokens is None else event.prompt_tokens
@@ -86,12 +86,14 @@ class Turns:
                 cached_tokens=event.cached_tokens,
                 known_tokens=min(prompt_tokens, branch.context_tokens) if branch is not None else 0,
                 prefill_token_s=core.knowledge.prefill_speed.learned_token_s,
+                loaded_tokens=core.knowledge.loading_tokens(turn, branch, prompt_tokens, event.cached_tokens),
             )
             if not turn.unrepresentative:
                 self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
         if event.prompt_tokens is not None and turn.prompt_bytes:
             core.knowledge.learn_size(turn, branch, event.prompt_tokens)
         if program is None:
+            del book.turns[turn.turn_id]
             core.turn_ends.end_anonymous(turn)
             core.balance(Moment.TURN_ENDED)
             return
@@ -106,6 +108,7 @@ class Turns:
         program.output_tokens_total += output_tokens
         program.cached_tokens_total += event.cached_tokens or 0
         program.tool, program.tool_named = event.tool, bool(event.tool)
+        del book.turns[turn.turn_id]
         core.turn_ends.end_turn(program, turn)
         if len(program.branches) > 1:
             core.turn_ends.forget_branches(program, turn, finished=True)
@@ -117,12 +120,15 @@ class Turns:
     ) -> None:
         """Learn from a turn in flight that finished, and what of it was lost."""
         core = self._core
+        tells_cached, has_tier = cached_tokens is not None, turn.account_id in core.knowledge.tiers.by_replica
         if cached_tokens is None:
             cached_tokens = max(turn.resident_tokens, turn.kept_tokens)
+        else:
+            core.book.replicas[turn.account_id or ""].tells_cached = True
+        if not tells_cached or has_tier:
             if turn.started_s is None:
                 self._engine_began(turn)
         elif core.claim_rules.adapt_capacity:
-            core.book.replicas[turn.account_id or ""].tells_cached = True
             correction = core.knowledge.correction(turn.account_id or "")
             correction.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens, turn.kept_since_s)
             correction.computed(prompt_tokens - cached_tokens + output_tokens)
@@ -134,6 +140,7 @@ class Turns:
                 prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens,
                 cached_tokens=cached_tokens,
+                tells_cached=tells_cached,
             )
 
     def _turn_lost(self, event: TurnFailed | TurnAbandoned) -> None:

@@ -237,6 +237,11 @@ class CapacityCorrection:
         if not self._tells_cached:
             self._window.read(hit_tokens, asked_s, now_s)
 
+    def follow_counters(self) -> None:
+        """Believe what the pool's counters say: what turns say was cached may have come from a tier behind it."""
+        self._tells_cached = False
+        self._window.clear()
+
     def preempted(self, tokens: int) -> None:
         """Note that running requests lost so many tokens."""
         self._expected_tokens += tokens

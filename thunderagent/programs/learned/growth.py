@@ -167,9 +167,12 @@ class PrefillSpeed:
         """Take in a finished turn; `first_token_s` is None where that was not seen. Cost: O(log bins)."""
         if uncached_tokens >= MANY_TOKENS:
             if first_token_s is None:
-                decode_token_s = self._decode_s.quantile(0.5, 0.0)
-                first_token_s = duration_s - decode_token_s * generated_tokens
+                first_token_s = self.first_token_s(duration_s, generated_tokens)
             self._prefill_s.add(max(0.0, first_token_s) / uncached_tokens)
             self.learned_token_s = self.token_s = self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)
         elif uncached_tokens <= FEW_TOKENS and generated_tokens and first_token_s is None:
             self._decode_s.add(duration_s / generated_tokens)
+
+    def first_token_s(self, duration_s: float, generated_tokens: int) -> float:
+        """Return about when the first token came of a turn that was not seen to begin to answer."""
+        return duration_s - self._decode_s.quantile(0.5, 0.0) * generated_tokens

@@ -18,21 +18,10 @@ MOST_TOKENS = 1e9
 """A mean of more tokens is none."""
 
 
-class _Quantile:
-    """Where a quantile lies: its bin, and how many values are below that. It moves a bin or two as values come."""
-
-    __slots__ = ("below", "index", "ratio")
-
-    def __init__(self, ratio: float) -> None:
-        self.ratio = ratio
-        self.index = 0
-        self.below = 0.0
-
-
 class LogHistogram:
     """Counts of values between edges that grow by a constant factor; values below the first edge are one bin."""
 
-    __slots__ = ("_counts", "_edges", "_quantiles", "total")
+    __slots__ = ("_below", "_counts", "_edges", "_index", "total")
 
     def __init__(self, edges: Sequence[float]) -> None:
         """Begin empty; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""
@@ -40,21 +29,22 @@ class LogHistogram:
         self._counts = [0.0] * (len(edges) + 1)
         self.total = 0.0
         """Values that count."""
-        self._quantiles: list[_Quantile] = []
-        """Those that were asked for."""
+        self._index = 0
+        """The bin in which a quantile was found last: the next one mostly lies there, or in a bin beside it."""
+        self._below = 0.0
+        """How many values are below that."""
 
     def add(self, value: float) -> None:
         """Count a value. Cost: O(log bins)."""
         index = bisect_right(self._edges, value)
         self._counts[index] += 1.0
         self.total += 1.0
-        for each in self._quantiles:
-            if index < each.index:
-                each.below += 1.0
+        if index < self._index:
+            self._below += 1.0
         if self.total > REMEMBERED_COUNT:
             self._counts = [count / 2 for count in self._counts]
             self.total /= 2
-            self._quantiles.clear()
+            self._index, self._below = 0, 0.0
 
     def export(self) -> HistogramRecord:
         """Return what it holds."""
@@ -65,19 +55,13 @@ class LogHistogram:
         check_counts(record.counts, len(self._counts))
         check_range("values", record.total - sum(record.counts), (-SLACK, SLACK))
         self._counts, self.total = list(record.counts), record.total
-        self._quantiles.clear()
+        self._index, self._below = 0, 0.0
 
     def quantile(self, ratio: float, default: float) -> float:
         """Return the value that `ratio` of all are below, between edges in proportion; `default` without values."""
         if not self.total:
             return default
-        for each in self._quantiles:
-            if each.ratio == ratio:
-                break
-        else:
-            each = _Quantile(ratio)
-            self._quantiles.append(each)
-        counts, index, below, wanted = self._counts, each.index, each.below, ratio * self.total
+        counts, index, below, wanted = self._counts, self._index, self._below, ratio * self.total
         while index and wanted <= below:
             index -= 1
             below -= counts[index]
@@ -86,7 +70,7 @@ class LogHistogram:
                 return self._edges[-1]
             below += counts[index]
             index += 1
-        each.index, each.below = index, below
+        self._index, self._below = index, below
         low = self._edges[index - 1] if index else 0.0
         high = self._edges[min(index, len(self._edges) - 1)]
         return low + (high - low) * (wanted - below) / counts[index]

@@ -14,11 +14,13 @@ from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.restore_pace import RestorePace
 from thunderagent.programs.learned.roles import RoleOutputs
+from thunderagent.programs.learned.tier_price import TierPrices
 from thunderagent.programs.learned.tool_times import ToolTimes
 from thunderagent.programs.model.learned import CapacityRecord, LearnedRecord, PriceRecord
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.model.views import ProgramView
 
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage says better."""
@@ -68,6 +70,7 @@ class Knowledge:
         "prefill_speed",
         "restore_pace",
         "role_outputs",
+        "tiers",
         "tokens_per_byte_ratio",
         "tool_times",
         "tools_running_count",
@@ -97,6 +100,7 @@ class Knowledge:
         self._corrections: dict[str, CapacityCorrection] = {}
         self._known_capacities: dict[str, CapacityRecord] = {}
         """Of replicas that were not heard of since they were taken in."""
+        self.tiers = TierPrices()
 
     def correction(self, replica_id: str) -> CapacityCorrection:
         """Return how much of a replica's capacity may be claimed."""
@@ -111,6 +115,7 @@ class Knowledge:
     def replica_removed(self, replica_id: str) -> None:
         """Forget a replica."""
         self._corrections.pop(replica_id, None)
+        self.tiers.replica_removed(replica_id)
 
     def export(self) -> LearnedRecord:
         """Return all that was learned. Cost: O(all of it): half a millisecond where it is most."""
@@ -142,6 +147,7 @@ class Knowledge:
             hints=self.hints.export(),
             restores=self.restore_pace.export(),
             capacities=(*unseen, *capacities),
+            tiers=self.tiers.export(),
         )
 
     def adopt(self, learned: LearnedRecord) -> None:
@@ -167,6 +173,7 @@ class Knowledge:
             else:
                 CapacityCorrection(0.0).adopt(known)  # it can be
                 self._known_capacities[known.replica_id] = known
+        self.tiers.adopt(learned.tiers)
 
     def _measure_reserves(self) -> None:
         """Find out what claims hold beside contexts, if that is learned."""
@@ -195,13 +202,33 @@ class Knowledge:
         if branch is not None:
             branch.tokens_per_byte_ratio = ratio
 
-    def break_even_s(self, capacity_tokens: int) -> float:
-        """Return how long a replica takes to prefill its whole memory.
+    def lost_token_s(self, replica_id: str | None) -> float:
+        """Return what it costs a replica to have a token again that its memory lost: to compute it, or to load it."""
+        prefill_token_s = self.prefill_speed.token_s
+        return self.tiers.lost_token_s(replica_id, prefill_token_s) if self.tiers.by_replica else prefill_token_s
 
-        It pays to hold tokens at most for so long rather than to compute them again: memory of C tokens that takes b·C
-        seconds to fill does nothing else meanwhile.
+    def break_even_s(self, replica_id: str | None, capacity_tokens: int) -> float:
+        """Return how long a replica takes to fill its whole memory: by prefill, or from the tier behind it.
+
+        It pays to hold tokens at most for so long rather than to have them again later: memory of C tokens that takes
+        b·C seconds to fill does nothing else meanwhile.
         """
-        return self.prefill_speed.token_s * capacity_tokens
+        return self.lost_token_s(replica_id) * capacity_tokens
+
+    def loading_tokens(self, turn: Turn, branch: Branch | None, prompt_tokens: int, cached_tokens: int | None) -> int:
+        """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
+        tiers = self.tiers
+        if not tiers.by_replica:
+            return 0
+        return int(tiers.loading_s(turn, branch, prompt_tokens, cached_tokens) / self.prefill_speed.token_s)
+
+    def elsewhere_s(self, program: ProgramView, home_id: str, resident_tokens: int) -> float:
+        """Return how much longer than its home, whose memory has so much of it, another replica computes a context."""
+        recompute_s = resident_tokens * self.prefill_speed.token_s
+        if home_id in self.tiers.by_replica:
+            loaded_tokens = max(0, program.context_tokens - resident_tokens)
+            recompute_s += loaded_tokens * (self.prefill_speed.token_s - self.lost_token_s(home_id))
+        return recompute_s
 
     @property
     def median_residence_s(self) -> float:
@@ -225,8 +252,12 @@ class Knowledge:
         prompt_tokens: int,
         output_tokens: int,
         cached_tokens: int,
+        tells_cached: bool = True,
     ) -> None:
-        """Learn from a turn in flight that finished; its branch is as it was before."""
+        """Learn from a turn in flight that finished; its branch is as it was before.
+
+        `cached_tokens` is an estimate where the engine does not say it (`tells_cached` False).
+        """
         program = turn.program
         assert program is not None
         duration_s = now_s - turn.granted_s
@@ -240,7 +271,16 @@ class Knowledge:
         self.role_outputs.learn(turn.role, output_tokens)
         uncached_tokens = max(0, prompt_tokens - cached_tokens)
         first_token_s = turn.first_token_s(now_s)
-        self.prefill_speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
+        speed = self.prefill_speed
+        if not self.tiers.by_replica or not self.tiers.turn_finished(
+            turn,
+            branch,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens if tells_cached else None,
+            answered_s=speed.first_token_s(duration_s, output_tokens) if first_token_s is None else first_token_s,
+            prefill_token_s=speed.token_s,
+        ):
+            speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
         self.goodput.learn(first_token_s, duration_s, output_tokens)
         new_tokens = min(uncached_tokens, max(0, prompt_tokens - branch.context_tokens))
         ideal_s = self.goodput.ideal_s(new_tokens, output_tokens, self.prefill_speed.token_s)
@@ -305,4 +345,5 @@ class Knowledge:
         whole_tokens = self.growth.whole_tokens
         if whole_tokens == inf:
             whole_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
-        program.growth_tokens = max(0, int(first_tokens + whole_tokens - claim_tokens))
+        growth_tokens = first_tokens + whole_tokens - claim_tokens
+        program.growth_tokens = int(growth_tokens) if growth_tokens > 0 else 0

@@ -48,7 +48,10 @@ class RestorePace:
         self._restore_count, self._waited_s = restores
 
     def accrue(self, now_s: float, *, waiting: bool) -> None:
-        """Count the time since the last call, if somebody waited in it; `waiting` says whether somebody does now."""
+        """Count the time since the last call, if somebody waited in it; `waiting` says whether somebody does now.
+
+        Called when that changes, and now and then, for what was long ago counts less.
+        """
         if self.waiting and now_s > self._accrued_s:
             passed_s = now_s - self._accrued_s
             kept_ratio = 0.5 ** (passed_s / HALF_LIFE_S)
@@ -58,6 +61,7 @@ class RestorePace:
         self._accrued_s = now_s
         self.waiting = waiting
 
-    def restored(self) -> None:
+    def restored(self, now_s: float) -> None:
         """Count a restore of a program that had waited."""
+        self.accrue(now_s, waiting=self.waiting)
         self._restore_count += 1.0

@@ -25,7 +25,9 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    TierPolled,
 )
+from thunderagent.programs.model.kept import ProgramsAdopted
 
 PrefixCut = tuple[int, int]
 """A place in a prompt up to which others may have the same: a digest of all before it, and how many bytes that is."""
@@ -317,6 +319,7 @@ Event = (
     | ProgramsReleased
     | ProgramJudged
     | ProgramHinted
+    | ProgramsAdopted
     | KnowledgeLoaded
     | ReplicaUp
     | ReplicaDown
@@ -328,6 +331,7 @@ Event = (
     | ReplicaTripped
     | ReplicaPolled
     | EncodesPolled
+    | TierPolled
     | ResidencyReported
     | ToolStarted
     | ToolEnded

@@ -119,6 +119,19 @@ class ReplicaPolled:
 
 
 @dataclass(slots=True)
+class TierPolled:
+    """A replica has a tier behind its pool: of so many prompt tokens that the pool had not, it had `hit_tokens`.
+
+    Both are since the poll before.
+    """
+
+    now_s: float
+    replica_id: str
+    query_tokens: int
+    hit_tokens: int
+
+
+@dataclass(slots=True)
 class EncodesPolled:
     """A replica said how many of its requests have images that are not encoded yet: it encodes one after the other."""
 

@@ -67,6 +67,16 @@ class CapacityRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TierRecord:
+    """What a replica's tier costs: the times to load a token, and how much of what its pool lost was found there."""
+
+    replica_id: str
+    restore: HistogramRecord
+    missing_tokens: float
+    found_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class LearnedRecord:
     """All that the scheduler of one pool has learned."""
 
@@ -85,3 +95,4 @@ class LearnedRecord:
     restores: tuple[float, float]
     """How many, and in how many seconds of waiting."""
     capacities: tuple[CapacityRecord, ...]
+    tiers: tuple[TierRecord, ...] = ()

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 from thunderagent.errors import LifecycleError
 
 if TYPE_CHECKING:
+    from thunderagent.programs.book.replica import Replica
     from thunderagent.programs.model.program import Program
 
 
@@ -92,11 +93,27 @@ _WITHOUT_TURNS = frozenset({Kind.AWAY, Kind.RESTING, Kind.ACTING, Kind.ENDED})
 class Place:
     """One place: who is there is counted, and what they claim, or would claim, is summed."""
 
-    __slots__ = ("active", "admitted", "claims", "count", "kind", "phase", "replica_id", "status", "tokens")
+    __slots__ = (
+        "active",
+        "admitted",
+        "allowed",
+        "claims",
+        "count",
+        "kind",
+        "phase",
+        "replica",
+        "replica_id",
+        "status",
+        "tokens",
+    )
+    replica: Replica
+    """That it is of; only where programs are active."""
 
     def __init__(self, kind: Kind, replica_id: str | None = None, *, admitted: bool = True) -> None:
         """Make an empty place: of a replica, or of all."""
         self.kind = kind
+        self.allowed = ALLOWED[kind]
+        """Where who is there may go."""
         self.replica_id = replica_id
         self.active = replica_id is not None and kind in _ON_A_REPLICA
         self.claims = self.active and kind is not Kind.ASKING

@@ -40,13 +40,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.model.signals import Signal
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
+
+SomeReplica = TypeVar("SomeReplica", bound=ReplicaView)
 
 HINT_RATIO = 0.25
 """The `hint_ratio` of a policy that does not say another."""
@@ -184,7 +186,7 @@ class GlobalPolicy(Protocol):
 Observe = Callable[[View, Signal], None]
 
 
-def least_loaded(candidates: Sequence[ReplicaView]) -> ReplicaView:
+def least_loaded(candidates: Sequence[SomeReplica]) -> SomeReplica:
     """Return the replica with the fewest turns in flight, then the smallest demand, then the first.
 
     A turn whose images are yet to be encoded counts twice: it goes through a stage that serves one at a time.

@@ -247,7 +247,9 @@ class Program:
     @property
     def waiting_since_s(self) -> float:
         """When the first of its held turns arrived, or the first attempt at it."""
-        return next(iter(self.held.values())).waiting_since_s
+        for turn in self.held.values():
+            return turn.waiting_since_s
+        raise ValueError(f"{self!r} does not wait")
 
     @property
     def context_tokens(self) -> int:
@@ -288,10 +290,12 @@ class Program:
         output_tokens = 0
         if len(self.branches) == 1:
             context_tokens = self.branches[MAIN_BRANCH].context_tokens
-            for turns in (self.in_flight, self.held):
-                for turn in turns.values():
-                    context_tokens = max(context_tokens, turn.prompt_tokens)
-                    output_tokens += turn.output_tokens
+            for turn in self.in_flight.values():
+                output_tokens += turn.output_tokens
+                context_tokens = max(context_tokens, turn.prompt_tokens)
+            for turn in self.held.values():
+                output_tokens += turn.output_tokens
+                context_tokens = max(context_tokens, turn.prompt_tokens)
             return context_tokens + output_tokens
         longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
         for turn in (*self.in_flight.values(), *self.held.values()):

@@ -1,10 +1,10 @@
-"""A set that yields its lowest-ranked member first: a heap in which what was taken out dies lazily."""
+"""A set that yields its lowest-ranked members first: these stand in order, the others in a heap where the dead stay."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
-from operator import itemgetter
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -21,25 +21,29 @@ COMPACT_ABOVE = 64
 FEW_RATIO = 1 / 4
 """Entries that are put into the heap one by one: of more than so many for each that is there it is made anew."""
 
-DEAD_AHEAD_COUNT = 8
-"""So many of the dead may be passed over each time, before they are taken out of the way."""
+FRONT_COUNT = 16
+"""So many are put in order at a time, when somebody looks; there are never more than four times as many by that."""
 
 
 class RankedSet(Generic[T]):
     """Members in ascending order of rank; equal ranks in order of entry.
 
-    `add` and `discard` cost O(1), for an entry is put into the heap only when somebody looks: many are gone by then.
-    `first` costs O(log members) for each, amortised: one that was discarded or ranked anew stays in the heap until it
-    reaches the top or the dead outnumber the living.
+    The lowest stand in front, in order: who looks mostly finds them there, and costs O(1). All others are ranked no
+    lower than the last of these. Of them `add` and `discard` cost O(1), for an entry is put into the heap only when the
+    front is empty: many are gone by then. That costs O(log members) for each, amortised: one that was discarded or
+    ranked anew stays in the heap until it reaches the top or the dead outnumber the living.
     """
 
-    __slots__ = ("_entry_of", "_heap", "_new", "_next_entry_id")
+    __slots__ = ("_entry_of", "_front", "_heap", "_is_sorted", "_new", "_next_entry_id")
 
     def __init__(self) -> None:
         """Begin empty."""
+        self._front: list[Entry] = []
         self._heap: list[Entry] = []
+        self._is_sorted = True
+        """Whether the heap is in order from its begin to its end, as it is when it was made anew."""
         self._new: list[Entry] = []
-        """Those not in the heap yet."""
+        """Those in neither yet."""
         self._entry_of: dict[T, Entry] = {}
         self._next_entry_id = 0
 
@@ -54,13 +58,23 @@ class RankedSet(Generic[T]):
 
     def add(self, member: T, rank: Order) -> None:
         """Put `member` in, or rank it anew; one that is in and has that rank stays where it is."""
-        entry_of, new = self._entry_of, self._new
+        entry_of, front = self._entry_of, self._front
         before = entry_of.get(member)
-        if before is not None and before[0] == rank:
-            return
+        if before is not None:
+            if before[0] == rank:
+                return
+            if front and before <= front[-1]:
+                del front[bisect_left(front, before)]
         entry: Entry = (rank, self._next_entry_id, member)
         self._next_entry_id += 1
         entry_of[member] = entry
+        if front and rank < front[-1][0]:
+            insort(front, entry)
+            if len(front) > 4 * FRONT_COUNT:
+                self._new += front[FRONT_COUNT:]
+                del front[FRONT_COUNT:]
+            return
+        new = self._new
         new.append(entry)
         if len(new) > len(entry_of) + COMPACT_ABOVE:
             self._make_heap()
@@ -72,91 +86,86 @@ class RankedSet(Generic[T]):
             zip(map(rank_of, members), range(first_id, self._next_entry_id), members, strict=True)
         )
         self._entry_of.update(zip(members, entries, strict=True))
+        self._new += self._front
         self._new += entries
+        self._front.clear()
 
     def _make_heap(self) -> None:
-        """Make the heap anew, of the living alone."""
-        self._heap = list(self._entry_of.values())
-        heapify(self._heap)
+        """Make the heap anew, of the living alone, and of those in front."""
+        self._heap = sorted(self._entry_of.values())
+        self._is_sorted = True
         self._new.clear()
+        self._front.clear()
 
-    def _whole_heap(self) -> list[Entry]:
-        """Return the heap with those that came since somebody looked; most of a large one are alive."""
-        heap, new = self._heap, self._new
-        if len(new) > FEW_RATIO * len(heap) or len(heap) + len(new) > 2 * len(self._entry_of) + COMPACT_ABOVE:
-            self._make_heap()
-            return self._heap
-        for entry in new:
-            heappush(heap, entry)
-        new.clear()
-        return heap
+    def _order(self, count: int) -> None:
+        """Put members in front until there are `count`, if there are so many."""
+        heap, new, front, entry_of = self._heap, self._new, self._front, self._entry_of
+        if new:  # most of a large heap are alive
+            if len(new) > FEW_RATIO * len(heap) or len(heap) + len(new) > 2 * len(entry_of) + COMPACT_ABOVE:
+                self._make_heap()
+                heap = self._heap
+            else:
+                for entry in new:
+                    heappush(heap, entry)
+                self._is_sorted = False
+                new.clear()
+        while heap and len(front) < count:
+            lowest = heap[: count - len(front)] if self._is_sorted else [heappop(heap)]
+            if self._is_sorted:
+                del heap[: len(lowest)]
+            front += [entry for entry in lowest if entry_of.get(entry[2]) is entry]
 
     def discard(self, member: T) -> None:
         """Take `member` out if it is in."""
-        self._entry_of.pop(member, None)
+        entry, front = self._entry_of.pop(member, None), self._front
+        if entry is not None and front and entry <= front[-1]:
+            del front[bisect_left(front, entry)]
 
     def discard_all(self, members: Iterable[T]) -> None:
         """Take those out that are in."""
+        if self._front:
+            self._new += self._front
+            self._front.clear()
         entry_of = self._entry_of
         for member in members:
             entry_of.pop(member, None)
 
     def pop(self) -> T | None:
         """Take out and return the member with the lowest rank, or None."""
-        heap, entry_of = self._whole_heap() if self._new else self._heap, self._entry_of
-        while heap:
-            entry = heappop(heap)
-            member: T = entry[2]
-            if entry_of.get(member) is entry:
-                del entry_of[member]
-                return member
-        return None
+        front, entry_of = self._front, self._entry_of
+        if not front and entry_of:
+            self._order(FRONT_COUNT)
+        if not front:
+            return None
+        member: T = front.pop(0)[2]
+        del entry_of[member]
+        return member
 
     def first(self) -> T | None:
         """Return the member with the lowest rank, or None."""
-        heap, entry_of = self._whole_heap() if self._new else self._heap, self._entry_of
-        while heap:
-            entry = heap[0]
-            member: T = entry[2]
-            if entry_of.get(member) is entry:
-                return member
-            heappop(heap)
-        return None
+        front = self._front
+        if not front:
+            if not self._entry_of:
+                return None
+            self._order(FRONT_COUNT)
+        member: T = front[0][2]
+        return member
 
-    def lowest(self, count: int, wanted: Callable[[T], bool] | None = None) -> list[T]:
-        """Return the `count` members with the lowest ranks, in order: those before the first that is not `wanted`.
-
-        The heap is walked from its root, and stays as it is. Cost: O(k log k) for k = as many as are returned, and a
-        few of the dead among them.
-        """
-        first = self.first()
-        if first is None or (wanted is not None and not wanted(first)):
-            return []
-        heap, entry_of = self._heap, self._entry_of
-        dead_count, size = 0, len(heap)
+    def lowest(self, count: int, highest: Order | None = None) -> list[T]:
+        """Return the `count` members with the lowest ranks, in order; with `highest` none of a higher rank."""
+        front, count = self._front, min(count, len(self._entry_of))
+        while len(front) < count and not (front and highest is not None and front[-1][0] > highest):
+            self._order(max(FRONT_COUNT, count) if highest is None else len(front) + FRONT_COUNT)
+        if highest is None:
+            return [entry[2] for entry in front[:count]]
         found: list[T] = []
-        ahead: list[Any] = [(heap[0], 0)]
-        while ahead and len(found) < count:
-            entry, index = heappop(ahead)
-            member: T = entry[2]
-            if entry_of.get(member) is not entry:
-                dead_count += 1
-            elif wanted is None or wanted(member):
-                found.append(member)
-            else:
+        for entry in front:
+            if len(found) == count or entry[0] > highest:
                 break
-            child: int = 2 * index + 1
-            if child < size:
-                heappush(ahead, (heap[child], child))
-                if child + 1 < size:
-                    heappush(ahead, (heap[child + 1], child + 1))
-        if dead_count > DEAD_AHEAD_COUNT:
-            for entry in [heappop(heap) for _ in range(len(found) + dead_count)]:
-                if entry_of.get(entry[2]) is entry:
-                    heappush(heap, entry)
+            found.append(entry[2])
         return found
 
     def __iter__(self) -> Iterator[T]:
         """Yield members by rank. Costs O(members log members): for reports, not for deciding."""
-        for _, _, member in sorted(self._entry_of.values(), key=itemgetter(0, 1)):
+        for _, _, member in sorted(self._entry_of.values()):
             yield member

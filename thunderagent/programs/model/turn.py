@@ -92,7 +92,7 @@ class Turn:
         """The replica that has what it goes on from: it runs there if its program may get a claim there."""
         self.unrepresentative = False
         self.unverified = False
-        """Its replica was suspended or flushed while it ran: its times and hits tell nothing, nor does its end."""
+        """Its replica was suspended or flushed while it ran: its times, hits and end tell nothing."""
         self.granted_s = 0.0
         self.granted_flight_s = 0.0
         """What its account's `flight_s` was then."""
@@ -125,6 +125,7 @@ class Branch:
         "parent_turns_count",
         "prefix",
         "prompt_tokens",
+        "served_by",
         "side_turn_count",
         "tokens_per_byte_ratio",
     )
@@ -142,6 +143,8 @@ class Branch:
         self.parent_turns_count = 0
         """So many turns of who waits for it may still finish before it is taken for ended, as its tool runs."""
         self.last_turn_id = -1
+        self.served_by: str | None = None
+        """The replica of its last turn, where some have a tier behind their pools."""
         self.parent_id = MAIN_BRANCH
         """The branch that waits for it, as far as its client says."""
 

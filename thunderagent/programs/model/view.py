@@ -105,6 +105,10 @@ class View(Protocol):
     def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> ProgramView | None:
         """Return the first of those that wait for that replica alone, if it comes before `program`; else None."""
 
+    @property
+    def some_share(self) -> bool:
+        """Whether prompts of some that are active begin alike: else `claim_tokens_on` is the claim everywhere."""
+
     def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
         """Return what a paused program would add to the demand there: less than its claim if prefixes are shared."""
 
@@ -119,10 +123,13 @@ class View(Protocol):
         """Seconds to prefill a token, as learned."""
 
     def break_even_s(self, replica_id: str | None) -> float:
-        """Return in how many seconds a replica could prefill its whole memory, as learned.
+        """Return in how many seconds a replica could fill its whole memory, as learned: by prefill, or from its tier.
 
         For one that is not known, or does not say how large it is, the largest of those that are open stands in.
         """
+
+    def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
+        """Return how much longer another replica would compute until it had a program's context, as learned."""
 
     @property
     def growth_tokens_per_s(self) -> float:
@@ -178,7 +185,7 @@ class View(Protocol):
         """Return all routes there are."""
 
     def propose_route(
-        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.CONTROL
+        self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.GLOBAL_POLICY
     ) -> bool:
         """Send the programs of a scope (`routes.Scope`) to replicas, by their weights; to any, if none is named."""
 
@@ -186,25 +193,27 @@ class View(Protocol):
         self,
         program: ProgramView,
         priority: int,
-        reason: Reason = Reason.CONTROL,
+        reason: Reason = Reason.GLOBAL_POLICY,
         *,
         replica: ReplicaView | None = None,
     ) -> bool:
         """Give a program a priority, lower first, before what the policy says; on a `replica`, in its engine alone."""
 
-    def propose_migrate(self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_migrate(
+        self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY
+    ) -> bool:
         """Move a program to a replica, room or not: now, or when its turns in flight have ended."""
 
     def propose_kill(self, program: ProgramView) -> bool:
         """End a program: its held turns are rejected."""
 
-    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """Have a replica drain and end, unless it is the last one, or nobody ends any.
 
         Whether this one can be ended is not known here.
         """
 
-    def propose_provision(self, reason: Reason = Reason.CONTROL) -> bool:
+    def propose_provision(self, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
         """Have one more replica started, unless nobody starts any. Whether there may be more is not known here."""
 
     def propose_pause(self, program: ProgramView, reason: Reason) -> bool:

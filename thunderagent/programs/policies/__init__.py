@@ -75,13 +75,13 @@ PRIORITIES: dict[str, Callable[..., EnginePriority]] = {
     "orbit-step": OrbitStep,
     "plas": Plas,
 }
-CONTROLS: dict[str, Callable[..., GlobalPolicy]] = {"balance": Balance, "migrate": Migrate, "reassign": Reassign}
+GLOBAL_POLICIES: dict[str, Callable[..., GlobalPolicy]] = {"balance": Balance, "migrate": Migrate, "reassign": Reassign}
 
 PARTS: Mapping[str, Mapping[str, Callable[..., object]]] = {
     "admission": ADMISSIONS,
     "order": ORDERS,
     "victims": VICTIMS,
     "priority": PRIORITIES,
-    "control": CONTROLS,
+    "global_policy": GLOBAL_POLICIES,
 }
 """The parts by their kind, which is also the name of the setting that chooses one."""

@@ -33,6 +33,7 @@ class Autellix:
     """Grant every turn at once, one over `short_tokens` at home. The settings of PLAS are those of `priority=plas`."""
 
     short_tokens: int = 2048
+    """A turn up to this size goes to the least busy replica, a longer one to its program's."""
     priority: Plas = field(init=False, repr=False, default_factory=Plas)
     name: ClassVar[str] = "autellix"
     holds_nobody: ClassVar[bool] = True

@@ -33,9 +33,13 @@ class Balance:
     """Move programs while demand is uneven."""
 
     gap_ratio: float = 0.25
+    """Difference in demand, in parts of a capacity, above which programs move."""
     moves_count: int = 8
+    """Moves in a period."""
     rest_s: float = 60.0
+    """Seconds until a program moves again."""
     period_s: float = 1.0
+    """Seconds between two looks."""
     name: ClassVar[str] = "balance"
     _moved_s: dict[str, float] = field(init=False, default_factory=dict, repr=False)
     """When each program was moved, the first to be moved first."""

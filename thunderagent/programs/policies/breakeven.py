@@ -8,17 +8,18 @@ the prompts of several have in common is claimed once (`ClaimRules`). Four rules
 **Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
 memory; pausing costs to compute the history again. Both grow with its size, so that the break-even is a time, the
 same for all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens), times
-`hold_ratio`. How long a tool will run is not known, only how long tools of its name ran so far; so a program is held
-until its tool's rate of return falls under one in that time (`tool_times.py`). After that it is *expired*: its claim
-is taken as soon as the first in the queue needs the room, and not before. What a client says of its next turn takes the
-place of that guess, for the break-even time at most, and for at most `hint_ratio` of a replica (`hints.py`).
+`hold_ratio`; behind a pool with a tier β is what a loss costs there (`tier_price.py`). How long a tool will run is not
+known, only how long tools of its name ran so far; so a program is held until its tool's rate of return falls under one
+in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the queue needs
+the room, and not before. What a client says of its next turn takes the place of that guess, for the break-even time at
+most, and for at most `hint_ratio` of a replica (`hints.py`).
 
 **Admission by age.** Whoever was there first is restored first, on every event that frees room. That bounds waiting
 without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and
 the `pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has
 waited for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in
-until it fits. Who waits for one replica, because a route binds it there, may be passed on that replica as long, by
-whomever; then it takes nobody else in.
+until it fits. A program that a route binds to one replica may be passed there for as
+long; then that replica takes nobody else in.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
@@ -40,20 +41,18 @@ engine's to say. A replica whose capacity is not known has room for everyone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.policy import HINT_RATIO, ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
-from thunderagent.programs.policies.helpers import worth_a_look
 from thunderagent.programs.policies.letting_in import LettingIn
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
-LAST_OF_GROUP_RANK = inf
+Place = Callable[[View, ProgramView, Sequence[ReplicaView]], Placement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +60,57 @@ class BreakEven:
     """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
     hold_ratio: float = 0.75
+    """What holding may cost against computing again, as a part of β·C. Raise it if engines recompute much after
+    `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool; `0`: expire at
+    once.
+    """
     low_ratio: float = 0.95
+    """Admit up to this part of the limit. Lower it if programs are paused and restored in quick succession. `1`: until
+    full.
+    """
     high_ratio: float = 1.0
+    """Pause above this part of the limit. Lower it with `low_ratio` to leave memory to other users of the engines. A
+    large number: pause nobody for memory.
+    """
     growth_quantile: float = 0.75
+    """A claim includes what the next turn adds in this quantile of cases, as learned. Raise it if turns outgrow their
+    claims (preemptions, `thrashing` with few programs). `0`: use `reserve_tokens`.
+    """
     reserve_tokens: int = 256
+    """What a turn adds until that is learned, or where `growth_quantile` is `0`."""
     foresight_ratio: float = 1.5
+    """How far ahead newcomers leave room for growth, in β·C. Raise it if programs are paused soon after they came;
+    lower it if `unused` is large while newcomers wait. `0`: no room for growth.
+    """
     share_prefixes: bool = True
+    """Count once what prompts on a replica have in common. `false` if engines do not cache prefixes across requests."""
     adapt_capacity: bool = True
+    """Correct the capacity by cache losses. `false`: trust what the engine says."""
     pass_count: int = 4
+    """How many programs behind the oldest may pass it where it does not fit. Raise it if sizes differ much and memory
+    stays `unused`. `0`: strictly oldest first.
+    """
     wait_ratio: float = 0.5
+    """How long the oldest waits before a replica is reserved for it, in median residences. Lower it if large programs
+    wait long; raise it if `unused` grows when one comes. `inf`: never; `0`: at once.
+    """
     resident_first: bool = True
+    """Among those that may pass, take first those whose history is in memory. `false`: by age."""
     home_wait_ratio: float = 1.0
+    """How long a program waits for its home although another replica has room, in times to compute its history. Raise
+    it if prefill is dear; lower it if programs wait while replicas idle. `0`: do not wait.
+    """
     hint_ratio: float = HINT_RATIO
-    _letting_in: LettingIn = field(init=False, repr=False, compare=False)
+    """The part of the limit that clients' hints may keep for longer than the policy would. Raise it if all clients are
+    your own and `thunderagent_hints_measured_total` says they are right. `0`: hints can only free memory.
+    """
+    place: Place = field(init=False, repr=False, compare=False)
+    """This and what follows is done by `LettingIn`, which is compiled where the core is."""
+    balance: Callable[[View, Moment], None] = field(init=False, repr=False, compare=False)
+    hold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
+    hold_threshold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
+    pause_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
+    restore_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
     stays_home: ClassVar[bool] = True
@@ -88,7 +125,8 @@ class BreakEven:
             )
         if not 0 <= self.growth_quantile < 1:
             raise ConfigurationError(f"breakeven: growth_quantile is from 0 to under 1, not {self.growth_quantile}")
-        letting_in = LettingIn(
+        rules = LettingIn(
+            hold_ratio=self.hold_ratio,
             low_ratio=self.low_ratio,
             high_ratio=self.high_ratio,
             foresight_ratio=self.foresight_ratio,
@@ -97,7 +135,8 @@ class BreakEven:
             resident_first=self.resident_first,
             home_wait_ratio=self.home_wait_ratio,
         )
-        object.__setattr__(self, "_letting_in", letting_in)
+        for name in ("place", "balance", "hold_s", "hold_threshold_s", "pause_rank", "restore_rank"):
+            object.__setattr__(self, name, getattr(rules, name))
 
     @property
     def claim_rules(self) -> ClaimRules:
@@ -108,30 +147,3 @@ class BreakEven:
             share_prefixes=self.share_prefixes,
             adapt_capacity=self.adapt_capacity,
         )
-
-    def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return until when the program's tool returns more often than once in the break-even time."""
-        return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
-
-    def hold_threshold_s(self, view: View, program: ProgramView) -> float:
-        """Return the break-even time, times `hold_ratio`."""
-        return self.hold_ratio * view.break_even_s(program.replica_id)
-
-    def pause_rank(self, program: ProgramView) -> float:
-        """Rank the youngest first, and the last of a group last."""
-        return LAST_OF_GROUP_RANK if program.is_last_of_group else -program.opened_s
-
-    def restore_rank(self, program: ProgramView) -> float:
-        """Rank the oldest first."""
-        return program.opened_s
-
-    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return the program's own replica while it is active, else one with room, if it is its turn."""
-        return self._letting_in.place(view, program, candidates)
-
-    def balance(self, view: View, moment: Moment) -> None:
-        """Pause where claims are over the capacity, and let in who fits.
-
-        Room comes only where something changed, or by time: all replicas are looked at on a tick.
-        """
-        self._letting_in.balance(view, worth_a_look(view, moment))

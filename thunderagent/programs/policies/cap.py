@@ -25,6 +25,7 @@ class Cap:
     """Let `n` programs be active at once; a program stays on its replica until it ends."""
 
     n: int = 8
+    """Programs that may be active at once, over all replicas."""
     name: ClassVar[str] = "cap"
     claim_rules: ClassVar[ClaimRules] = ClaimRules()
     tick_s: ClassVar[float] = 1.0

@@ -10,7 +10,7 @@ A policy (`model/policy.py`) says who may hold memory where. Some of its questio
   `propose_dismiss` it, which makes it wait unadmitted again from its next turn on.
 - **order**: who of the paused queue is restored first (`restore_rank`).
 - **victims**: who of those on a replica is paused or marked first (`pause_rank`).
-- **control**: once in a period, what of all this should be changed by the operations of `operations.py`: which
+- **global policy**: once in a period, what of all this should be changed by the operations of `operations.py`: which
   programs go where, which come first, which move, which replicas are started and ended. It is asked on a tick, after
   the policy balanced; what it changes holds for every event that follows, and it is off their way.
 - **engine priority**: which number an engine with priorities is given with a turn when it is granted; lower comes
@@ -83,14 +83,20 @@ class Composed:
         order: Order | None = None,
         victims: Victims | None = None,
         priority: EnginePriority | None = None,
-        control: GlobalPolicy | ControlChain | None = None,
+        global_policy: GlobalPolicy | ControlChain | None = None,
     ) -> None:
         """Ask `base` what no part is for."""
         self.base = base
         self.admission: Admission | None = admission or getattr(base, "admission", None)
         self.priority: EnginePriority | None = priority or getattr(base, "priority", None)
-        self.control: GlobalPolicy | ControlChain | None = control or getattr(base, "control", None)
-        given = {"admission": admission, "order": order, "victims": victims, "priority": priority, "control": control}
+        self.global_policy: GlobalPolicy | ControlChain | None = global_policy or getattr(base, "global_policy", None)
+        given = {
+            "admission": admission,
+            "order": order,
+            "victims": victims,
+            "priority": priority,
+            "global_policy": global_policy,
+        }
         self.name = "+".join([base.name, *(f"{kind}={part.name}" for kind, part in given.items() if part is not None)])
         self.restore_rank = base.restore_rank if order is None else order.restore_rank
         self.pause_rank = base.pause_rank if victims is None else victims.pause_rank
@@ -115,7 +121,7 @@ class Composed:
         """Return the shortest of those of the base and its parts."""
         parts = (self.base, self.admission, self.priority)
         tick_s = min(float(getattr(part, "tick_s", self.base.tick_s)) for part in parts if part is not None)
-        return tick_s if self.control is None else min(tick_s, self.control.period_s)
+        return tick_s if self.global_policy is None else min(tick_s, self.global_policy.period_s)
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Place as the base does."""

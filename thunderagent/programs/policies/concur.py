@@ -63,12 +63,19 @@ class Concur:
     """Admit while fewer programs are than the window has places; the paper's constants are the defaults."""
 
     add_count: int = 2
+    """The window grows by this many."""
     cut_ratio: float = 0.5
+    """The window shrinks to this part of it."""
     low_ratio: float = 0.2
+    """It grows while running turns use less than this part of the capacity."""
     high_ratio: float = 0.5
+    """It may shrink while they use more than this."""
     hit_threshold_ratio: float = 0.2
+    """It shrinks if prefix cache hits are below this."""
     interval_s: float = 5.0
+    """Seconds between two looks; 20 to 60 where turns take long."""
     first_count: int = 8
+    """The window at first."""
     window_count: int = field(init=False)
     _readings: Readings = field(init=False, repr=False, default_factory=Readings)
     _updated_s: float = field(init=False, repr=False, default=-inf)

@@ -148,11 +148,19 @@ class Continuum:
     """
 
     dynamic: bool = True
+    """Learn how long to pin for each tool; `false` (`continuum-fixed`): always `ttl_s`."""
     ttl_s: float = 2.0
+    """The fixed time, and that of a cold start."""
     cold_count: int = 100
+    """A tool's own times count from this many on; before that the times of all tools, if they are as many, else
+    `ttl_s`.
+    """
     cold_formula: bool = False
+    """Use the paper's ln B instead of `ttl_s` in a cold start."""
     prefill_token_s: float = 0.0
+    """Seconds to prefill a token; 0: as learned."""
     reserve_tokens: int = 256
+    """Tokens added to each context: room for what the next turn adds."""
     priority: ProgramAge = field(init=False, repr=False, default_factory=ProgramAge)
     _of_all: Durations = field(init=False, repr=False, default_factory=Durations)
     _by_tool: OrderedDict[str, Durations] = field(init=False, repr=False, default_factory=OrderedDict)

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 from math import hypot, inf
+from typing import TYPE_CHECKING
 
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
+if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
+    from thunderagent.programs.book.replica import Replica as ReplicaView
+    from thunderagent.programs.model.program import Program as ProgramView
+    from thunderagent.programs.view import SchedulerView as View
 
 MOST_FIRST_GROWTH_RATIO = 1 / 8
 """But by no more than that part of a replica's memory."""
@@ -19,7 +22,7 @@ FIRST_GROWTH_FACTOR = 2.0
 def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, foresight_ratio: float) -> float:
     """Return for how much growth of each program on a replica there must be room, if `program` is let in there.
 
-    In t seconds it uses c·t + r·t²/2 of memory, and if it is to go then, c + r·t tokens are computed again, each of
+    In t seconds it uses c·t + r·t²/2 of memory, and if it is paused then, c + r·t tokens are computed again, each of
     which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
     """
     rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens

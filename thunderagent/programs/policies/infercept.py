@@ -24,7 +24,7 @@ at its end.
 
 β is learned unless `prefill_token_s` says it; the paper takes it from a table that is measured beforehand. Its third
 way, to swap memory out while the engine computes, only an engine has: with it, what is discarded here would be
-swapped as far as the budget of an iteration goes, the largest waste first. Nor does a proxy choose the chunks in
+swapped as far as the budget of an iteration goes, the largest waste first. A proxy does not choose the chunks in
 which an engine prefills.
 """
 
@@ -51,7 +51,9 @@ class InferCept:
     """Hold by minimal waste, `reserve_tokens` beside each program's context."""
 
     prefill_token_s: float = 0.0
+    """Seconds to prefill a token; 0: as learned."""
     reserve_tokens: int = 256
+    """Tokens added to each context: room for what the next turn adds."""
     name: ClassVar[str] = "infercept"
     tick_s: ClassVar[float] = 0.25
     stays_home: ClassVar[bool] = True

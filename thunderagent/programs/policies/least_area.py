@@ -80,7 +80,9 @@ class LeastArea:
     """Rank by the index, and those first who waited for `bound_ratio` times the median residence; `inf`: nobody."""
 
     bound_ratio: float = 8.0
+    """A program that waited this many median residences comes before all. `inf`: never; `0`: longest wait first."""
     begun_ratio: float = 0.5
+    """What a program counts that lost its claim. Lower it if programs are often paused in the middle."""
     _ended: list[float] = field(init=False, repr=False, default_factory=lambda: [0.0] * len(ENDS_COUNT))
     _passed: list[float] = field(init=False, repr=False, default_factory=lambda: [0.0] * len(ENDS_COUNT))
     _contexts_tokens: dict[str, int] = field(init=False, repr=False, default_factory=dict)

@@ -1,4 +1,4 @@
-"""Who of those that wait is let in where, and who is paused for it: most of `breakeven`, whose theory is told there."""
+"""Who is held, who of those that wait is let in where, and who is paused for it: `breakeven`, without its settings."""
 
 # compiled: most of an event where memory is short
 
@@ -6,14 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import TYPE_CHECKING
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import Placement, least_loaded
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
+from thunderagent.programs.model.policy import Moment, Placement, least_loaded
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
 from thunderagent.programs.policies.helpers import largest_capacity_tokens
+
+if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and makes no object of a number
+    from thunderagent.programs.book.accounts import Account as AccountView
+    from thunderagent.programs.book.replica import Replica as ReplicaView
+    from thunderagent.programs.model.program import Program as ProgramView
+    from thunderagent.programs.view import SchedulerView as View
+
+Found = tuple["ReplicaView | None", Reason]
+"""Where a program could be active, or None, and why."""
 
 RESIDENT_RATIO = 0.1
 """A program is resident if so much of its claim is expected to lie in its replica's memory."""
@@ -23,11 +31,12 @@ MOST_EXPIRED_COUNT = 64
 
 
 class LettingIn:
-    """Places programs, lets them in, and relieves replicas, by the settings of `breakeven`."""
+    """Holds, ranks and places programs, lets them in, and relieves replicas, by the settings of `breakeven`."""
 
     __slots__ = (
         "foresight_ratio",
         "high_ratio",
+        "hold_ratio",
         "home_wait_ratio",
         "low_ratio",
         "pass_count",
@@ -38,6 +47,7 @@ class LettingIn:
     def __init__(
         self,
         *,
+        hold_ratio: float,
         low_ratio: float,
         high_ratio: float,
         foresight_ratio: float,
@@ -47,6 +57,7 @@ class LettingIn:
         home_wait_ratio: float,
     ) -> None:
         """Work by these."""
+        self.hold_ratio = hold_ratio
         self.low_ratio = low_ratio
         self.high_ratio = high_ratio
         self.foresight_ratio = foresight_ratio
@@ -55,22 +66,39 @@ class LettingIn:
         self.resident_first = resident_first
         self.home_wait_ratio = home_wait_ratio
 
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return until when the program's tool returns more often than once in the break-even time."""
+        return view.tool_hold_s(program.tool, self.hold_ratio * view.break_even_s(program.replica_id))
+
+    def hold_threshold_s(self, view: View, program: ProgramView) -> float:
+        """Return the break-even time, times `hold_ratio`."""
+        return self.hold_ratio * view.break_even_s(program.replica_id)
+
+    def pause_rank(self, program: ProgramView) -> float:
+        """Rank the youngest first, and the last of a group last."""
+        return inf if program.is_last_of_group else -program.opened_s
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Rank the oldest first."""
+        return program.opened_s
+
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica while it is active, else one with room, if it is its turn."""
         home = view.replica(program.replica_id)
         if home is not None and candidates is not view.replicas and home not in candidates:
             home = None
-        if program.status is Status.ACTIVE and home is not None:
+        if home is not None and program.status is Status.ACTIVE:
             return Placement(home, Reason.HOME)
-        if view.comes_before_all_waiting(program):
-            return self._find_beside(view, program, candidates, home, None, make_room=True)
-        if not self.pass_count:
+        comes_first = view.comes_before_all_waiting(program)
+        if not comes_first and not self.pass_count:
             return Placement(None, Reason.QUEUE_AHEAD)
-        reserved = self._reserved(view, view.first_waiting())
-        return self._find_beside(view, program, candidates, home, reserved, make_room=False)
+        reserved = None if comes_first else self._reserved(view, view.first_waiting())
+        return Placement(*self._find_beside(view, program, candidates, home, reserved, comes_first))
 
-    def balance(self, view: View, replicas: Sequence[ReplicaView]) -> None:
-        """Pause where claims are over the capacity, and let in who fits, on replicas on which something changed."""
+    def balance(self, view: View, moment: Moment) -> None:
+        """Pause where claims are over the capacity, and let in who fits, where something changed or by time."""
+        everywhere = moment is Moment.TICK or moment is Moment.REPLICAS_CHANGED
+        replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:
             self._relieve(view, replica)
         if replicas and view.first_waiting() is not None:
@@ -81,11 +109,10 @@ class LettingIn:
     def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
         """Let in those who wait, the oldest first, until it does not fit; then a few that do."""
         while (head := view.first_waiting()) is not None:
-            home = view.replica(head.replica_id)
-            placement = self._find_beside(view, head, replicas, home, None, make_room=True)
-            if placement.replica is None:
+            replica, reason = self._find_beside(view, head, replicas, view.replica(head.replica_id), None, True)
+            if replica is None:
                 break
-            view.propose_restore(head, placement.replica, placement.reason)
+            view.propose_restore(head, replica, reason)
         if head is not None and self.pass_count:
             self._let_pass(view, head, replicas)
 
@@ -94,12 +121,7 @@ class LettingIn:
 
         Mostly no room is enough for anybody, which is found out first.
         """
-        rooms = [(replica, *self._room_of(replica)) for replica in replicas]
-        followers = [
-            program
-            for program in view.first_waiting_few(self.pass_count + 1)[1:]
-            if self._may_fit(view, program, rooms)
-        ]
+        followers = self._may_fit(view, view.first_waiting_few(self.pass_count + 1)[1:], replicas)
         if not followers:
             return
         if self.resident_first:
@@ -107,9 +129,9 @@ class LettingIn:
         reserved = self._reserved(view, head)
         for program in followers:
             home = view.replica(program.replica_id)
-            placement = self._find_beside(view, program, replicas, home, reserved, make_room=False)
-            if placement.replica is not None:
-                view.propose_restore(program, placement.replica, placement.reason)
+            replica, reason = self._find_beside(view, program, replicas, home, reserved, False)
+            if replica is not None:
+                view.propose_restore(program, replica, reason)
 
     def _find_beside(
         self,
@@ -118,9 +140,8 @@ class LettingIn:
         candidates: Sequence[ReplicaView],
         home: ReplicaView | None,
         reserved: ReplicaView | None,
-        *,
         make_room: bool,
-    ) -> Placement:
+    ) -> Found:
         """Return where a program could be active: not on the replica reserved for the head of the queue.
 
         Nor on one that is kept for a program that is routed to it.
@@ -129,30 +150,44 @@ class LettingIn:
         if some_routed:
             candidates = [each for each in candidates if each is reserved or not self._is_kept(view, program, each)]
         if not candidates or (len(candidates) == 1 and candidates[0] is reserved):
-            return Placement(None, Reason.QUEUE_AHEAD)
+            return None, Reason.QUEUE_AHEAD
         if home is not None and (home is reserved or (some_routed and self._is_kept(view, program, home))):
             if self._waits_for_home(view, program, home):
-                return Placement(None, Reason.HOME_SOON)
+                return None, Reason.HOME_SOON
             home = None
-        return self._find(view, program, candidates, home, reserved, make_room=make_room)
+        return self._find(view, program, candidates, home, reserved, make_room)
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Say whether one waits for that replica alone, comes before a program, and is not to be passed any more."""
         routed = view.first_routed_before(program, replica)
         return routed is not None and (not self.pass_count or self._has_waited_long(view, routed))
 
-    def _may_fit(self, view: View, program: ProgramView, rooms: Sequence[tuple[ReplicaView, float, float]]) -> bool:
-        """Say whether a program may fit at home or on one of these replicas as it is, or be larger than every one."""
-        claim_tokens, home = program.claim_tokens, view.replica(program.replica_id)
-        for replica, free_tokens, most_tokens in rooms if home is None else ((home, *self._room_of(home)), *rooms):
-            if claim_tokens > most_tokens or view.claim_tokens_on(program, replica) <= free_tokens:
-                return True
-        return False
+    def _may_fit(
+        self, view: View, programs: Sequence[ProgramView], replicas: Sequence[ReplicaView]
+    ) -> list[ProgramView]:
+        """Return who of them may fit at home or on one of these replicas as it is, or is larger than one."""
+        most_free_tokens, smallest_tokens = -inf, inf
+        for replica in replicas:
+            free_tokens, capacity_tokens = self._room_of(replica)
+            most_free_tokens = max(most_free_tokens, free_tokens)
+            smallest_tokens = min(smallest_tokens, capacity_tokens)
+        some_share, found = view.some_share, []
+        for program in programs:
+            claim_tokens = program.claim_tokens
+            may_fit = claim_tokens <= most_free_tokens or claim_tokens > smallest_tokens
+            if not may_fit and (home := view.replica(program.replica_id)) is not None:
+                free_tokens, capacity_tokens = self._room_of(home)
+                may_fit = claim_tokens > capacity_tokens or view.claim_tokens_on(program, home) <= free_tokens
+            if not may_fit and some_share:
+                may_fit = any(view.claim_tokens_on(program, each) <= self._room_of(each)[0] for each in replicas)
+            if may_fit:
+                found.append(program)
+        return found
 
     def _room_of(self, replica: ReplicaView) -> tuple[float, float]:
         """Return how much is free on a replica as it is, infinite if nobody is there, and what is larger than it."""
         account = replica.account
-        free_tokens = self._free_tokens(account, 0) if account.active_count else inf
+        free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens if account.active_count else inf
         return free_tokens, self.low_ratio * (account.capacity_tokens or inf)
 
     def _is_resident(self, view: View, program: ProgramView) -> bool:
@@ -163,7 +198,7 @@ class LettingIn:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
         if head is None or not self._has_waited_long(view, head):
             return None
-        return self._roomiest(view, head, view.replicas, None, foresees=self._foresees(view, head))
+        return self._roomiest(view, head, view.replicas, None, self._foresees(view, head))
 
     def _has_waited_long(self, view: View, program: ProgramView) -> bool:
         return view.now_s - program.waiting_since_s > self.wait_ratio * view.median_residence_s
@@ -177,26 +212,25 @@ class LettingIn:
         candidates: Sequence[ReplicaView],
         home: ReplicaView | None,
         reserved: ReplicaView | None,
-        *,
         make_room: bool,
-    ) -> Placement:
+    ) -> Found:
         """Return where a paused program could be active; with `make_room`, those who expired make room for it.
 
         `home` need not be among the candidates, which may be those only where something changed. `reserved` may be
         one of them, and is left out.
         """
-        foresees = self._foresees(view, program)
-        roomiest = self._roomiest(view, program, candidates, reserved, foresees=foresees)
+        foresees = not program.turn_count and self._foresees(view, program)
+        roomiest = self._roomiest(view, program, candidates, reserved, foresees)
         if self._is_oversize(view, program, roomiest):
-            return Placement(roomiest, Reason.OVERSIZE)
+            return roomiest, Reason.OVERSIZE
         if home is not None:
-            if self._fits(view, program, home, foresees=foresees, make_room=make_room):
-                return Placement(home, Reason.FITS)
+            if self._fits(view, program, home, foresees, make_room):
+                return home, Reason.FITS
             if home is not roomiest and self._waits_for_home(view, program, home):
-                return Placement(None, Reason.HOME_SOON)
-        if roomiest is not home and self._fits(view, program, roomiest, foresees=foresees, make_room=make_room):
-            return Placement(roomiest, Reason.FITS)
-        return Placement(None, Reason.NO_ROOM)
+                return None, Reason.HOME_SOON
+        if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
+            return roomiest, Reason.FITS
+        return None, Reason.NO_ROOM
 
     def _is_oversize(self, view: View, program: ProgramView, roomiest: ReplicaView) -> bool:
         """Say whether a program is larger than every replica; the one with most room, asked first, mostly is not."""
@@ -205,29 +239,25 @@ class LettingIn:
         return program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas)
 
     def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
-        recompute_s = view.resident_tokens(program, home) * view.prefill_token_s
-        return view.now_s - program.waiting_since_s < self.home_wait_ratio * recompute_s
+        return view.now_s - program.waiting_since_s < self.home_wait_ratio * view.elsewhere_s(program, home)
 
-    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, *, foresees: bool, make_room: bool) -> bool:
+    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool, make_room: bool) -> bool:
         """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
         account = replica.account
         if not account.active_count:
             return True
-        needed_tokens = float(view.claim_tokens_on(program, replica))
+        needed_tokens = float(view.claim_tokens_on(program, replica) if view.some_share else program.claim_tokens)
         grown_tokens, free_tokens = 0.0, self.low_ratio * account.limit_tokens - account.demand_tokens
         if foresees:
             grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
             needed_tokens += min(program.growth_tokens, grown_tokens)
             free_tokens = self._free_tokens(account, grown_tokens)
-        missing_tokens = needed_tokens - free_tokens
-        if missing_tokens <= 0:
+        if needed_tokens <= free_tokens:
             return True
-        if not make_room or view.first_routed_before(program, replica) is not None:
+        expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT) if make_room else ()
+        if not expired or view.first_routed_before(program, replica) is not None:
             return False
-        expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
-        if not expired:
-            return False
-        going = _enough(expired, missing_tokens, grown_tokens)
+        going = _enough(expired, needed_tokens - free_tokens, grown_tokens)
         if not going and len(expired) == account.active_count:
             going = expired  # it would be alone
         for each in going:
@@ -244,7 +274,6 @@ class LettingIn:
         program: ProgramView,
         candidates: Sequence[ReplicaView],
         reserved: ReplicaView | None,
-        *,
         foresees: bool,
     ) -> ReplicaView:
         """Return the replica with most room but for the reserved one; among equals that with least on it.
@@ -292,7 +321,7 @@ class LettingIn:
         account = replica.account
         limit_tokens = self.high_ratio * account.limit_tokens
         if account.demand_tokens - account.marked_tokens > limit_tokens:
-            view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, least_count=1)
+            view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, 1)
         while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
             program = view.first_to_mark(replica)
             if program is None or not view.propose_mark(program, Reason.THRASHING):

@@ -71,10 +71,15 @@ class Mars:
     """Admission, order, priority and retention together; more settings have the parts, chosen apart."""
 
     tool_cpu_count: int = 0
+    """Processors that all tools share; 0 is unknown."""
     window_max_count: int = 0
+    """The largest window; 0: as many mean-sized programs as memory holds."""
     warm_ratio: float = 1.0
+    """Higher keeps memory through longer tools."""
     reserve_tokens: int = 256
+    """Tokens added to each context: room for what the next turn adds."""
     growth_quantile: float = 0.75
+    """As for `breakeven`: what the next turn adds."""
     admission: MarsAdmission = field(init=False)
     priority: MarsPriority = field(init=False)
     order: MarsOrder = field(init=False)

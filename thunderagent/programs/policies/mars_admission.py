@@ -2,43 +2,28 @@
 
 Theory of operation
 ===================
-The external control plane of "MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems" (arXiv
-2604.26963, section 4.2, Algorithm 1). A program holds a place from its admission to its end, its tools included, so
-that a window bounds both what programs hold of memory and how many tools they run at a time. Two pressures are read,
-each with hysteresis:
+MARS's external control plane (arXiv 2604.26963, section 4.2, Algorithm 1). A program holds a place from its admission
+to its end, tools included. Two pressures are read, each with hysteresis:
 
 - **tools**: programs at a tool for each of `tool_cpu_count` processors, and an exponential mean of how long tools wait.
   The pressure is on from `backlog_high_ratio` *or* `wait_high_s`, off from `backlog_low_ratio` *and* `wait_low_s`.
-- **memory**: the part of all replicas' KV cache that is claimed, or in use if that is more. On from `kv_high_ratio`,
-  off from `kv_low_ratio`.
+- **memory**: the part of all KV caches that is claimed or in use. On from `kv_high_ratio`, off from `kv_low_ratio`.
 
-Once in each control interval the window W is multiplied by `shrink_ratio` if either is on, and else grows by
-`grow_count` if both are under their *low* marks. Two clamps follow, never under `window_min_count`: W_cpu, the
-processors times the middle of the two marks of the backlog; and W_kv, a soft cap that falls in a line from the largest
-window at the low mark of memory to the smallest at the high one. Nobody who is in is sent away.
+Once in each control interval the window W is multiplied by `shrink_ratio` if either is on, and grows by `grow_count` if
+both are under their *low* marks. Two clamps follow, never under `window_min_count`: W_cpu, the processors times the
+middle of the backlog's marks; W_kv, from the largest window at memory's low mark to the smallest at the high one.
 
-Who of those unadmitted comes first (PackQueue) is one of three orders: while tools are under pressure the largest
-first, because they reach their tools later; else, where all unadmitted are long (over `long_tokens`), first fit: as
-they came, and the first that fits; else the smallest first. In every order a program is passed over, and not waited
-for, that is larger than what is left of memory under `kv_high_ratio`. If nobody is in and nobody may be admitted, the
-one that is there for longest does.
+PackQueue orders those unadmitted: while tools are under pressure the largest comes first, because it reaches its tools
+later; where all are long (over `long_tokens`), the first that fits; else the smallest. A program larger than what is
+left of memory under `kv_high_ratio` is passed over. If nobody is in and nobody may be admitted, the oldest is.
 
-From the paper are the two clamps, the window, both signals, the three orders, first fit and the check against what is
-free. Its defaults, and what its text leaves open, are those of the authors' preview code (Afterglow231/MARS_preview)
-and its launch script: 1, 0.7, 4, 0.2 s, 0.85 and 0.90, 1 and 4, 2 s and 5 s, 50,000 tokens. That first fit begins with
-who came first is ours: the paper does not say in which order it looks.
+All of this is the paper's. Defaults, and what its text leaves open, are those of the authors' preview code
+(Afterglow231/MARS_preview). `mars-few-long` packs differently: in order of arrival while both pressures are low and all
+would get a place; the largest first while tools are under pressure; else the smallest first, and a long program only
+when no shorter one has waited for a moment, memory is not under pressure, and fewer than `long_count` are in.
 
-`mars-few-long` is the same window with a packing of our own (`packing="few-long"`): while both pressures are low and
-all would get a place, the order of coming; the largest first while tools are under pressure; else the smallest first,
-and a long program is admitted only when no shorter one has waited unadmitted for a moment, memory is not under
-pressure, and fewer than `long_count` long programs are in. The authors' code lets its long programs in when no others
-are to come; a proxy cannot know that.
-
-Ours is this. How long a tool waited a proxy knows where clients post its start; else it is taken from how long it took,
-t, of which t·(1 - processors/running) is waiting while more run than there are processors. Where these are not known
-(0) the backlog is not looked at, W_cpu bounds nothing, and the wait is by how much tools took longer lately than they
-usually do. The largest window is 30 in the authors' code, a number for their one replica and load; here 0, the default,
-is as many programs of their mean size as memory holds.
+A tool's wait is known where clients post its start; else it is t·(1 - processors/running) of its time t; where the
+processors are unknown (0), how much longer tools took lately than usual. Then the backlog and W_cpu do not count.
 """
 
 from __future__ import annotations
@@ -93,21 +78,35 @@ class MarsAdmission:
     """Keep the window. Raises ConfigurationError for settings that mean nothing."""
 
     tool_cpu_count: int = 0
+    """Processors that all tools share; 0 is unknown."""
     window_min_count: int = 4
+    """The smallest window."""
     window_max_count: int = 0
+    """The largest window; 0: as many mean-sized programs as memory holds."""
     grow_count: int = 1
+    """The window grows by this many."""
     shrink_ratio: float = 0.7
+    """The window shrinks to this part of it."""
     control_interval_s: float = 0.2
+    """Seconds between two looks."""
     backlog_low_ratio: float = 1.0
+    """Tools per processor at which pressure by tools ends, together with `wait_low_s`."""
     backlog_high_ratio: float = 4.0
+    """Tools per processor at which pressure by tools begins."""
     wait_low_s: float = 2.0
+    """Mean wait of tools at which their pressure ends."""
     wait_high_s: float = 5.0
+    """Mean wait of tools at which their pressure begins."""
     kv_low_ratio: float = 0.85
+    """Memory in use at which pressure by memory ends."""
     kv_high_ratio: float = 0.90
+    """Memory in use at which pressure by memory begins."""
     long_tokens: int = 50_000
+    """Programs above this size are long."""
     long_count: int = 2
-    """Of `few-long` only."""
+    """Long programs at a time, with `few-long` only."""
     packing: str = MARS
+    """`mars`: by size; `few-long`: as they come, few long ones at a time."""
     window_count: float = field(default=0.0, init=False)
     """W_adm; 0 before the first look."""
     tools_overloaded: bool = field(default=False, init=False)

@@ -57,8 +57,11 @@ class MarsOrder:
     """Restore by level, and by the time since when a turn waits."""
 
     first_level_tokens: int = 2048
+    """The first level ends here; each further one is four times as large."""
     level_count: int = 4
+    """Levels."""
     promote_s: float = 30.0
+    """Waiting this long is worth a level."""
     name: ClassVar[str] = "mars"
 
     def __post_init__(self) -> None:
@@ -79,10 +82,15 @@ class MarsPriority:
     """Give each turn its level, less what it waited for."""
 
     first_level_tokens: int = 2048
+    """The first level ends here; each further one is four times as large."""
     level_count: int = 4
+    """Levels."""
     promote_s: float = 30.0
+    """Waiting this long is worth a level."""
     window_s: float = 30.0
+    """Seconds of service that count."""
     served_ratio: float = 4.0
+    """Divides what was computed for the program in that time."""
     _served: deque[tuple[float, str, int]] = field(default_factory=deque, init=False)
     _served_tokens: dict[str, int] = field(default_factory=dict, init=False)
     _returned_s: dict[str, float] = field(default_factory=dict, init=False)

@@ -28,9 +28,13 @@ class Migrate:
     """Move programs from behind long turns."""
 
     long_turn_s: float = 10.0
+    """A turn that runs for longer is long."""
     wait_s: float = 1.0
+    """A program that waited longer may move."""
     looked_at_count: int = 256
+    """Waiting programs looked at in a period."""
     period_s: float = 1.0
+    """Seconds between two looks."""
     name: ClassVar[str] = "migrate"
 
     def __post_init__(self) -> None:

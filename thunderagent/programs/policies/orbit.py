@@ -38,6 +38,7 @@ class OrbitStep:
     """Programs with fewer turns come first, in steps of `window_count`."""
 
     window_count: int = 10
+    """Turns in a step."""
     name: ClassVar[str] = "orbit-step"
 
     def __post_init__(self) -> None:
@@ -61,6 +62,7 @@ class OrbitJudge:
     """Programs that a judge expects to succeed come first; those without a verdict as by `orbit-step`."""
 
     window_count: int = 10
+    """Turns in a step, until there is a verdict."""
     name: ClassVar[str] = "orbit-judge"
 
     def __post_init__(self) -> None:

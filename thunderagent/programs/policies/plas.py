@@ -77,10 +77,15 @@ class Plas:
     """
 
     level_count: int = 4
+    """Levels; 0 is served first."""
     first_tokens: int = 2048
+    """The second level begins here."""
     ratio: float = 4.0
+    """Each later level begins this many times further."""
     starved_ratio: float = 2.0
+    """A program that waited this many times as long as it was served goes to the first level; `inf`: never."""
     critical_path: bool = False
+    """Count the longest chain of turns instead of the sum."""
     _bounds: list[float] = field(init=False, repr=False)
     _attained: dict[str, _Attained] = field(init=False, repr=False, default_factory=dict)
 

@@ -41,10 +41,15 @@ class Reassign:
     """Move replicas between routes, start and end them."""
 
     waiting_count: float = 4.0
+    """Programs that may wait for each replica of a route."""
     spare_ratio: float = 0.3
+    """Demand below which a replica can be spared."""
     patience_s: float = 10.0
+    """Seconds that a need must last."""
     rest_s: float = 60.0
+    """Seconds between two changes."""
     period_s: float = 1.0
+    """Seconds between two looks."""
     name: ClassVar[str] = "reassign"
     _called_for: Change | None = field(init=False, default=None, repr=False)
     _since_s: float = field(init=False, default=0.0, repr=False)

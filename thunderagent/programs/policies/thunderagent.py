@@ -61,12 +61,23 @@ class ThunderAgent:
     """
 
     delta_s: float = 5.0
+    """Seconds between two checks of all replicas. `1` if turns are held although there is room."""
     half_life_s: float = 1.0
+    """Half-life of the weight of a program whose tool runs; `inf` counts it in full. Raise it if engines recompute
+    much; lower it if much memory is unused.
+    """
     lambda_max: float = 1.0
+    """Pause down to this part of the capacity, restore up to it. `0.9` if engines preempt although demand is under
+    capacity.
+    """
     lambda_min: float = 1.0
+    """Restore only on replicas under this part of the capacity. Lower it if programs bounce."""
     thrash_ratio: float = 1.0
+    """A replica thrashes above this part of the capacity (C in Eq. 7). Lower it to pause earlier."""
     restore_ratio: float | None = None
+    """Restore up to this instead of `lambda_max`; higher leaves less memory unused."""
     reserve_tokens: int = 256
+    """Tokens added to each context: room for what the next turn adds."""
     name: ClassVar[str] = "thunderagent"
     stays_home: ClassVar[bool] = True
 

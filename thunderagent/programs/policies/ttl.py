@@ -34,7 +34,9 @@ class Ttl:
     """Hold the claim of an acting program for `ttl_s` seconds, `reserve_tokens` beside each program's context."""
 
     ttl_s: float = 10.0
+    """Seconds that a program keeps its claim after a turn."""
     reserve_tokens: int = 256
+    """Tokens added to each context: room for what the next turn adds."""
     name: ClassVar[str] = "ttl"
     stays_home: ClassVar[bool] = True
 

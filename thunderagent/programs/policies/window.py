@@ -16,6 +16,7 @@ class Window:
     """Admit while fewer than `n` programs are."""
 
     n: int = 16
+    """Programs at once, first come first served."""
     name: ClassVar[str] = "window"
 
     def __post_init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.rules.verbs import Verbs
@@ -18,7 +20,7 @@ def family_of(program: Program) -> Family:
 class Families:
     """Live programs that named a parent, by that parent, whether it lives or not."""
 
-    __slots__ = ("_active_counts", "_children", "_one_each", "_to_settle", "overdrawn")
+    __slots__ = ("_active_counts", "_children", "_one_each", "_to_settle", "due_s", "overdrawn")
 
     def __init__(self, *, one_each: bool = False) -> None:
         """Begin with no family; `one_each` lets in one child of each parent at a time, because its siblings can wait.
@@ -28,6 +30,8 @@ class Families:
         self._one_each = one_each
         self._to_settle: list[Family] = []
         """Whose parent got a claim, or whose child lost one, in this event."""
+        self.due_s = inf
+        """Before all time while there are any of them."""
         self._children: dict[Family, dict[str, Program]] = {}
         self._active_counts: dict[Family, int] = {}
         self.overdrawn: dict[Family, None] = {}
@@ -56,7 +60,7 @@ class Families:
             family = family_of(program)
             self._active_counts[family] = self._active_counts.get(family, 0) + 1
         if self._children:
-            self._to_settle.append((program.tenant, program.program_id))
+            self._look_at((program.tenant, program.program_id))
 
     def lost_claim(self, program: Program) -> None:
         """Note that a program is active no longer; where only one child is at a time, the next may be."""
@@ -69,16 +73,20 @@ class Families:
             return
         del self._active_counts[family]
         if self._one_each:
-            self._to_settle.append(family)
+            self._look_at(family)
+
+    def _look_at(self, *families: Family) -> None:
+        self._to_settle.extend(families)
+        self.due_s = -inf
 
     def look_again(self) -> None:
         """Look at all children that are held because more would be claimed than may be."""
-        self._to_settle.extend(self.overdrawn)
+        self._look_at(*self.overdrawn)
         self.overdrawn.clear()
 
     def look_at_all(self) -> None:
         """Look at all families: replicas changed."""
-        self._to_settle.extend(self._children)
+        self._look_at(*self._children)
 
     def may_enter(self, program: Program) -> bool:
         """Say whether a child may be let in beside its siblings."""
@@ -94,6 +102,7 @@ class Families:
                     continue
                 if not verbs.restore_beyond_limit(child, Reason.PARENT):
                     self.overdrawn[family] = None
+        self.due_s = inf
 
     def _first_held(self, family: Family) -> list[Program]:
         """Return whom to look at of a family's children."""

@@ -234,4 +234,4 @@ class Limits:
     def _is_suspended(self, program: Program) -> bool:
         """Say whether a program is active where nothing is granted now."""
         place = program.place
-        return place.active and bool(self._book.replicas[place.replica_id or ""].suspended_for)
+        return place.active and bool(place.replica.suspended_for)

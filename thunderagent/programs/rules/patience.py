@@ -21,13 +21,15 @@ MOST_LEFT_RATIO = 0.5
 class Deadlines:
     """Held turns that have a deadline. Each method costs O(log turns), and nothing for a turn that has none."""
 
-    __slots__ = ("_margin_s", "_ratio", "_turns")
+    __slots__ = ("_margin_s", "_ratio", "_turns", "due_s")
 
     def __init__(self, margin_s: float, ratio: float) -> None:
         """Begin empty."""
         self._margin_s = margin_s
         self._ratio = ratio
         self._turns: RankedSet[Turn] = RankedSet()
+        self.due_s = inf
+        """When a turn must have its lease, at the soonest."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -38,14 +40,16 @@ class Deadlines:
     def add(self, turn: Turn) -> None:
         """Take in a turn that is held from now on."""
         if turn.deadline_s < inf:
-            self._turns.add(turn, self.due_s(turn))
+            due_s = self.due_s_of(turn)
+            self._turns.add(turn, due_s)
+            self.due_s = min(self.due_s, due_s)
 
     def discard(self, turn: Turn) -> None:
         """Forget a turn that is held no longer."""
         if turn.deadline_s < inf:
             self._turns.discard(turn)
 
-    def due_s(self, turn: Turn) -> float:
+    def due_s_of(self, turn: Turn) -> float:
         """Return when a turn must have its lease; infinite if its client never gives up."""
         patience_s = turn.deadline_s - turn.arrived_s
         if patience_s == inf:
@@ -56,15 +60,14 @@ class Deadlines:
     def first_due(self, now_s: float) -> Turn | None:
         """Return the turn that must have its lease soonest, if it must by now."""
         turn = self._turns.first()
-        return turn if turn is not None and self.due_s(turn) <= now_s else None
+        self.due_s = inf if turn is None else self.due_s_of(turn)
+        return turn if self.due_s <= now_s else None
 
     def settle(self, verbs: Verbs) -> None:
         """Let in who is held and whose client would give up; where too much would be claimed, tell it so at once.
 
         So it is told where its program leaves a replica: the turns in flight there may well outlast its client.
         """
-        if not self._turns:
-            return
         book = verbs.book
         while book.granting_replicas and (turn := self.first_due(book.now_s)) is not None:
             program = turn.program

@@ -142,7 +142,7 @@ class Routing:
         self.send(program)
         if program.routed_to != before and not program.place.active:
             self._book.rank_anew(program)
-            verbs.explain_hold(program)
+            verbs.refresh_hold_reason(program)
             if program.routed_to is not None:
                 self._book.changed_replicas[program.routed_to] = self._book.replicas[program.routed_to]
 

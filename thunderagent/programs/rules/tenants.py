@@ -110,6 +110,7 @@ class Tenants:
     def __init__(self, weight_ratios: Mapping[str, float]) -> None:
         """Weigh the named ones so, every other one 1."""
         self._weight_ratios = weight_ratios
+        self.due_s = 0.0  # always
         self._tenants: dict[str, Tenant] = {}
         self._ahead: RankedSet[str] = RankedSet()
         """Who has and wants nothing, and had more than others, by its level."""
@@ -201,8 +202,8 @@ class Tenants:
         self._left.clear()
         self._waited_before.clear()
         while (lowest := self._ahead.first()) is not None:
-            caught_up = self._tenants[lowest].level_token_s <= self._least_token_s
-            if not caught_up and len(self._ahead) <= REMEMBERED_COUNT:
+            ahead = self._tenants[lowest].level_token_s > self._least_token_s
+            if ahead and len(self._ahead) <= REMEMBERED_COUNT:
                 break
             self._ahead.discard(lowest)
             del self._tenants[lowest]
@@ -310,8 +311,7 @@ class FairSet:
             members = self._by_tenant[name]
             members.discard(program)
             if not members:
-                del self._by_tenant[name]
-                del self._rank_of[name]
+                del self._by_tenant[name], self._rank_of[name]
                 self._order.discard(name)
             self._tenants.waits(name, -1)
             if not self._tenant_of:

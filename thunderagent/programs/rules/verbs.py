@@ -40,12 +40,16 @@ class Verbs(Protocol):
     def parent_claims(self, program: Program, /) -> bool:
         """Say whether a program must be let in because its parent may wait for it."""
 
-    def explain_hold(self, program: Program, /) -> None:
+    def refresh_hold_reason(self, program: Program, /) -> None:
         """Say anew why a program waits that was held because nothing granted."""
 
 
 class Rule(Protocol):
     """What holds under every policy."""
+
+    @property
+    def due_s(self) -> float:
+        """When it has something to settle again: `inf` is not before something changes, 0 is after every event."""
 
     def settle(self, verbs: Verbs, /) -> None:
         """Have done what follows from an event."""

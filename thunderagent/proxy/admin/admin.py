@@ -169,6 +169,8 @@ class Admin:
         up_count = sum(len(scheduler.open_replicas) for scheduler in self._runtime.pools.schedulers)
         if self._runtime.closing:
             return report_response(NotReadyReport(ready=False, why="shutting down"), status=503)
+        if self._runtime.stands_by:
+            return report_response(NotReadyReport(ready=False, why="another scheduler leads"), status=503)
         if not up_count:
             return report_response(NotReadyReport(ready=False, why="no replica is up"), status=503)
         return report_response(ReadyReport(ready=True, replicas_up_count=up_count))

@@ -35,12 +35,12 @@ from thunderagent.proxy.admin.between_turns import HintReport, HintRequest, Tool
 from thunderagent.proxy.admin.configuration import ReloadReport
 from thunderagent.proxy.admin.keys import KeyRequest, KeysReport, NewKeyReport, RevokedKeyReport
 from thunderagent.proxy.admin.live import HistoryReport, SummaryReport
-from thunderagent.proxy.admin.primitives import (
-    ControlReport,
+from thunderagent.proxy.admin.operations import (
     KilledReport,
     KillRequest,
     MigrateReport,
     MigrateRequest,
+    OperationsReport,
     PriorityReport,
     PriorityRequest,
     ProvisionReport,
@@ -111,7 +111,7 @@ class Operation:
     status: int = 200
     answer_type: str = "application/json"
     also: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Answers with other statuses that are no errors of ours."""
+    """Answers with other statuses that are not errors of ours."""
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -183,12 +183,12 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/sandboxes", (SandboxesReport,)),
     Operation("GET", "/sandboxes/events", query={"program_id": PROGRAM_ID}, answer_type=EVENTS_TYPE),
     Operation("GET", "/replicas", (ReplicasReport,)),
-    Operation("GET", "/control", (ControlReport,)),
-    Operation("POST", "/control/route", (RouteReport,), body=(RouteRequest,)),
-    Operation("POST", "/control/set_priority", (PriorityReport,), body=(PriorityRequest,)),
-    Operation("POST", "/control/migrate", (MigrateReport,), body=(MigrateRequest,)),
-    Operation("POST", "/control/kill", (KilledReport,), body=(KillRequest,), also={202: KilledReport}),
-    Operation("POST", "/control/provision", (ProvisionReport,), status=202),
+    Operation("GET", "/operations", (OperationsReport,)),
+    Operation("POST", "/operations/route", (RouteReport,), body=(RouteRequest,)),
+    Operation("POST", "/operations/set_priority", (PriorityReport,), body=(PriorityRequest,)),
+    Operation("POST", "/operations/migrate", (MigrateReport,), body=(MigrateRequest,)),
+    Operation("POST", "/operations/kill", (KilledReport,), body=(KillRequest,), also={202: KilledReport}),
+    Operation("POST", "/operations/provision", (ProvisionReport,), status=202),
     Operation(
         "POST",
         "/replicas",

@@ -155,7 +155,7 @@ class SourceCollector:
         """Yield whether each source fails."""
         failing = GaugeMetricFamily(
             "thunderagent_replica_source_failing",
-            "1 while a source cannot say which replicas there are; those that it named last stay.",
+            "1 while a source of replicas fails; the replicas it named last stay.",
             labels=["source"],
         )
         for source, why in self._discovery.failures.items():

@@ -117,7 +117,7 @@ class QueueReport(Report):
 
     waiting: list[ProgramReport]
     waiting_count: int
-    outside_count: int = Field(description="of these, programs that are not admitted yet; they come last")
+    unadmitted_count: int = Field(description="of these, programs that are not admitted yet; they come last")
     paused_acting_count: int
     anonymous_held_count: int
     turns_held_count: int
@@ -322,7 +322,7 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
     return QueueReport(
         waiting=[program_report(program, now_s, runtime.served.name_of_pool(program)) for program in waiting],
         waiting_count=sum(queue.waiting_count for queue in queues),
-        outside_count=sum(queue.unadmitted.count for queue in queues),
+        unadmitted_count=sum(queue.unadmitted.count for queue in queues),
         paused_acting_count=sum(queue.resting.count for queue in queues),
         anonymous_held_count=sum(len(scheduler.book.anonymous_held) for scheduler in schedulers),
         turns_held_count=runtime.held_count,

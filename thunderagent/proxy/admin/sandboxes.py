@@ -140,13 +140,13 @@ class SandboxCollector:
         self._sandboxes = sandboxes
         prepare = Histogram(
             "thunderagent_sandbox_prepare_seconds",
-            "Time that a preparation took: pull, start, setup, readiness.",
+            "Time to prepare a sandbox: pull, start, setup, readiness.",
             buckets=PREPARE_BUCKETS_S,
             registry=registry,
         )
         wait = Histogram(
             "thunderagent_sandbox_wait_seconds",
-            "Time from a program's admission until its sandbox was usable: what was not hidden of its preparation.",
+            "Time from a program's admission until its sandbox was usable.",
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
@@ -162,20 +162,22 @@ class SandboxCollector:
             stages.add_metric([driver, stage], count)
         yield stages
         failures = CounterMetricFamily(
-            "thunderagent_sandbox_failures", "Failed preparations and sandboxes that died.", labels=["code"]
+            "thunderagent_sandbox_failures", "Failed preparations by error code, and sandbox_died.", labels=["code"]
         )
         for code, count in sandboxes.failure_counts.items():
             failures.add_metric([code], count)
         yield failures
-        yield CounterMetricFamily("thunderagent_sandboxes_reclaimed", "Reclaimed.", sandboxes.reclaimed_count)
+        yield CounterMetricFamily("thunderagent_sandboxes_reclaimed", "Sandboxes reclaimed.", sandboxes.reclaimed_count)
         yield CounterMetricFamily(
-            "thunderagent_sandbox_orphans", "Left by earlier runs and removed.", sandboxes.orphan_count
+            "thunderagent_sandbox_orphans", "Sandboxes left by earlier runs and removed.", sandboxes.orphan_count
         )
         _, disk_bytes, memory_bytes = sandboxes.sums()
         for name, what, value in (("disk", "write", disk_bytes), ("memory", "take in memory", memory_bytes)):
             if value is not None:
                 yield GaugeMetricFamily(f"thunderagent_sandbox_{name}_bytes", f"Bytes that sandboxes {what}.", value)
-        up = GaugeMetricFamily("thunderagent_sandbox_engine_down", "1 if it does not answer.", labels=["driver"])
+        up = GaugeMetricFamily(
+            "thunderagent_sandbox_engine_down", "1 while the sandbox engine does not answer.", labels=["driver"]
+        )
         for driver in sandboxes.engine_errors:
             up.add_metric([driver], 1)
         yield up

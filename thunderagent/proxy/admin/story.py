@@ -203,7 +203,7 @@ def _waiting(scheduler: Scheduler, program: Program, now_s: float) -> WaitingRep
     rooms = _rooms(scheduler, program)
     granting = {replica.replica_id for replica in scheduler.granting_replicas}
     suspended_for = _suspended_for(scheduler, program)
-    due_s = inf if program.status is Status.ACTIVE else min(map(scheduler.deadlines.due_s, program.held.values()))
+    due_s = inf if program.status is Status.ACTIVE else min(map(scheduler.deadlines.due_s_of, program.held.values()))
     return WaitingReport(
         reason=program.hold_reason,
         for_s=round(now_s - program.waiting_since_s, 3),
@@ -278,7 +278,7 @@ def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count
     room = min(at_home or rooms, key=_order_of_need)
     first = ""
     if ahead_count:
-        first = f"{ahead_count:,} {'program goes' if ahead_count == 1 else 'programs go'} first; then "
+        first = f"{ahead_count:,} {'program is' if ahead_count == 1 else 'programs are'} let in first; then "
     return first + _what_is_missing(room, program, is_first=not ahead_count)
 
 

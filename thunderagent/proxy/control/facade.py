@@ -16,7 +16,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from thunderagent.errors import NotFoundError
-from thunderagent.proxy.control.control import Control
+from thunderagent.proxy.control.engine_control import EngineControl
 from thunderagent.proxy.control.loads import load_of, old_load_of
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -39,9 +39,9 @@ def is_of_one_replica(target: Target) -> bool:
 
 
 def turn_on(target: Target, method: str, replicas: Replicas) -> tuple[str, Target] | None:
-    """Return the replica that a turn below its URL is for, and what it asks for there; None if it is no turn.
+    """Return the replica that a turn below its URL is for, and what it asks for there; None if it is not a turn.
 
-    Nor is it one if there is no such replica. Raises `RequestError`.
+    None, too, if there is no such replica. Raises `RequestError`.
     """
     replica_id, below = target.below()
     use = use_of(below, method)
@@ -59,14 +59,14 @@ class Facade:
         self,
         runtime: Runtime,
         replicas: Replicas,
-        control: Control,
+        engine_control: EngineControl,
         turn_on: ForwardTo,
         forward_to: ForwardTo,
     ) -> None:
         """Stand for `replicas`; turns go through `turn_on`, what is neither control nor a turn through `forward_to`."""
         self._runtime = runtime
         self._replicas = replicas
-        self._control = control
+        self._engine_control = engine_control
         self._turn_on = turn_on
         self._forward_to = forward_to
 
@@ -104,7 +104,7 @@ class Facade:
             raise NotFoundError(f"there is no replica {replica_id!r}")
         command = command_of(target.spelt)
         if command is not None:
-            return await self._control.tell_one(request, target.plainly(), replica_id, command)
+            return await self._engine_control.tell_one(request, target.plainly(), replica_id, command)
         if (found := turn_on(target_of(request), request.method, self._replicas)) is not None:
             return await self._turn_on(request, *found)
         if request.method == "GET" and target.spelt == "/v1/loads":
@@ -124,7 +124,7 @@ class Facade:
     async def _loads_of(self, request: web.Request, replica_id: str, target: Target) -> web.Response:
         """Answer with what the engine counts and the turns held for it; with our own count if it has none."""
         own = load_of(self._runtime, [replica_id])
-        reply = await self._control.call(replica_id, request, target, b"")
+        reply = await self._engine_control.call(replica_id, request, target, b"")
         loads = reply.value.get("loads") if reply.ok and isinstance(reply.value, dict) else None
         if not (isinstance(loads, list) and loads and isinstance(loads[0], dict)):
             return web.json_response(own)

@@ -18,7 +18,7 @@ from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.runtime import Runtime
 
-log = structlog.get_logger("thunderagent.control")
+log = structlog.get_logger("thunderagent.engine_control")
 
 
 class WeightSyncRequest(BaseModel):

@@ -52,7 +52,7 @@ class Asked:
     __slots__ = ("_fields", "_query")
 
     def __init__(self, query: MultiMapping[str], body: bytes) -> None:
-        """Read a call; a body that is no JSON object says nothing. Cost: one pass over the body."""
+        """Read a call; a body that is not a JSON object says nothing. Cost: one pass over the body."""
         self._query = query
         try:
             self._fields = _decode_fields(body) if body else _Fields()

@@ -20,7 +20,7 @@ from thunderagent.proxy.fleet.commands import OBSERVED, PAUSED
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
-log = structlog.get_logger("thunderagent.control")
+log = structlog.get_logger("thunderagent.engine_control")
 
 
 _SAYS_PAUSED = {200: False, 503: True}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import structlog
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.programs.model.fleet_events import EncodesPolled
-from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of
+from thunderagent.programs.model.fleet_events import EncodesPolled, TierPolled
+from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of, tier_since_of
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
@@ -29,8 +29,9 @@ class Polls:
             refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
             self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
-        since, began_anew = NOTHING_SINCE, False
+        since, tier, began_anew = NOTHING_SINCE, None, False
         if has_totals(reading):
+            tier = tier_since_of(known.counted, reading)
             since = since_of(known.counted, reading)
             began_anew = since == NOTHING_SINCE and has_totals(known.counted)
             known.counted = reading
@@ -41,6 +42,8 @@ class Polls:
         news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
         if since.query_tokens or since.preemption_count or news or began_anew:
             self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
+        if tier is not None:
+            self._runtime.dispatch(TierPolled(self._runtime.now_s(), replica_id, *tier))
         encodes_count = reading.pending_encode_count
         if encodes_count is not None and encodes_count != self._runtime.pending_encode_count(replica_id):
             self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))

@@ -15,6 +15,13 @@ class Since(NamedTuple):
     preemption_count: int | None
 
 
+class TierSince(NamedTuple):
+    """What a replica looked up in the tier behind its pool between two readings, and what of that it found."""
+
+    query_tokens: int
+    hit_tokens: int
+
+
 NOTHING_SINCE = Since(None, None, None)
 
 
@@ -32,6 +39,15 @@ def since_of(before: ReplicaReading, now: ReplicaReading) -> Since:
         return NOTHING_SINCE
     hit_ratio = min(1.0, hits / queries) if queries and hits is not None else None
     return Since(hit_ratio, _rounded(queries), _rounded(preemptions))
+
+
+def tier_since_of(before: ReplicaReading, now: ReplicaReading) -> TierSince | None:
+    """Compare what two readings say of the tier; None if nothing was looked up there, or totals began anew."""
+    if now.tier_query_tokens_total is None or now.tier_hit_tokens_total is None:
+        return None
+    queries = now.tier_query_tokens_total - (before.tier_query_tokens_total or 0.0)
+    hits = now.tier_hit_tokens_total - (before.tier_hit_tokens_total or 0.0)
+    return TierSince(round(queries), round(min(hits, queries))) if queries > 0 and hits >= 0 else None
 
 
 def _growth(before: float | None, now: float | None) -> float | None:

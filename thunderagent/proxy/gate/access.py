@@ -37,7 +37,7 @@ class Use(StrEnum):
     """Perhaps an answer, on one that we do not: it takes a lease, too."""
     SIDE_CALL = "side call"
     """Something small that keeps nothing in the engine's memory."""
-    CONTROL = "control"
+    ENGINE_CONTROL = "engine_control"
     """To change the engine, or to look into it."""
 
 
@@ -90,9 +90,11 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "*", "/replicas**"),
     (ADMIN, "*", "/keys**"),
     (ADMIN, "*", "/config**"),
-    (ADMIN, "*", "/control**"),
+    (ADMIN, "*", "/operations**"),
     (ADMIN, "*", "/weight_sync/**"),
     (ADMIN, "GET", "/internal/lease"),  # gateways of ours
+    (ADMIN, "GET", "/internal/leader"),
+    (ADMIN, "POST", "/internal/handover"),
     # In the words of other gateways.
     (ADMIN, "*", "/workers**"),
     (ADMIN, "*", "/add_worker"),
@@ -215,7 +217,7 @@ def is_engines(method: str, route_path: str) -> bool:
 
 def _is_controls(route_path: str) -> bool:
     """Say whether a route of ours is one of engine control."""
-    return is_control(Target.parse(_NAMED_PART.sub("{}", route_path)))
+    return is_engine_control(Target.parse(_NAMED_PART.sub("{}", route_path)))
 
 
 def _row_of(method: str, route_path: str) -> Access | None:
@@ -228,12 +230,12 @@ def _row_of(method: str, route_path: str) -> Access | None:
     return None
 
 
-def is_control(target: Target) -> bool:
+def is_engine_control(target: Target) -> bool:
     """Say whether a target controls an engine; what hides where it leads to counts as such."""
     words = target.words
     while words and words[0] in _BEFORE_CONTROL:
         words = words[1:]
-    return target.climbs or (bool(words) and _is_control(words[0]))
+    return target.climbs or (bool(words) and _is_engine_word(words[0]))
 
 
 def is_known(target: Target, method: str) -> bool:
@@ -247,8 +249,8 @@ def use_of(target: Target, method: str) -> Use:
     may_generate = method not in _NEVER_GENERATE
     if may_generate and target.words in _TURN_WORDS:
         return Use.TURN
-    if is_control(target):
-        return Use.CONTROL
+    if is_engine_control(target):
+        return Use.ENGINE_CONTROL
     if not may_generate or any(_matches(target.words, pattern) for pattern in _KEEP_NOTHING):
         return Use.SIDE_CALL
     return Use.GENERATE
@@ -258,12 +260,12 @@ def engine_access(target: Target, method: str, forward_unknown: ForwardUnknown) 
     """Say what a request to an engine needs; None if it is not forwarded at all."""
     if target.words in _TURN_WORDS:
         return DATA
-    if is_control(target):
+    if is_engine_control(target):
         return ADMIN
     if forward_unknown is ForwardUnknown.DATA or is_known(target, method):
         return DATA
     return ADMIN if forward_unknown is ForwardUnknown.ADMIN else None
 
 
-def _is_control(word: str) -> bool:
+def _is_engine_word(word: str) -> bool:
     return word in ENGINE_CONTROL or word.startswith(_CONTROL_PREFIXES)

@@ -36,7 +36,7 @@ from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
 from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
-from thunderagent.proxy.gate.login import Logins
+from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
 from thunderagent.proxy.wire.http11.asked import CONTINUE, Asked
@@ -91,10 +91,13 @@ class Guard:
         logins: Logins,
         held: HeldTurns,
         quotas: Quotas | None = None,
+        *,
+        forwards: Callable[[Handler], bool] = lambda _handler: False,
     ) -> None:
         """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`.
 
-        `quotas` has turns wait whose key has had its share.
+        `quotas` has turns wait whose key has had its share. `forwards` says whether a handler asks another process,
+        which knows its own logins: a request with no more than a login is let through to that.
         """
         self._settings = settings
         self._held = held
@@ -104,6 +107,7 @@ class Guard:
         default = ForwardUnknown.ADMIN if keyring else ForwardUnknown.DATA
         self._forward_unknown = settings.forward_unknown or default
         self._quotas = quotas
+        self._forwards = forwards
         self._limits = None
         if settings.rate_limit_per_s is not None:
             self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
@@ -131,6 +135,7 @@ class Guard:
         """Wrap the handler of a route; errors are raised to whoever wraps it again."""
         access = self._access_of(method, route_path)
         checks_keys_or_rate = access is not Access.OPEN and self._checks_keys_or_rate
+        forwards = self._forwards(handler)
 
         may_be_turn = access is Access.ENGINE or (method == "POST" and route_path == "/leases")
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
@@ -141,6 +146,7 @@ class Guard:
             is_operators = tells_all or needs is Access.ADMIN
             if self._hosts is not None and self._is_judged_by_name(request.headers, is_operators=is_operators):
                 self._hosts.check(request.headers)
+            has_only_login = forwards and self._has_only_login(request.headers)
             if needs is Access.ADMIN:
                 self._check_site(request)
             if "Origin" in request.headers:
@@ -149,11 +155,15 @@ class Guard:
                 self._check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
             if checks_keys_or_rate:
                 is_turn = may_be_turn and self._quotas is not None and _is_turn(request)
-                await self._check_key_and_rate(request, for_admin=needs is Access.ADMIN, is_turn=is_turn)
+                for_admin = needs is Access.ADMIN
+                await self._check_key_and_rate(
+                    request, for_admin=for_admin, is_turn=is_turn, has_only_login=has_only_login
+                )
             if request.content.is_eof():  # most bodies come with their head
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
-            max_bytes = MAX_OPEN_BODY_BYTES if access is Access.OPEN else self._settings.max_body_bytes
+            is_small = access is Access.OPEN or has_only_login
+            max_bytes = MAX_OPEN_BODY_BYTES if is_small else self._settings.max_body_bytes
             try:
                 await self._read_body(request, kept, max_bytes)
                 return await handler(request)
@@ -227,11 +237,14 @@ class Guard:
             return Access.ADMIN
         return access_of_route(method, route_path) or Access.ADMIN
 
-    async def _check_key_and_rate(self, request: Visitor, *, for_admin: bool, is_turn: bool) -> None:
+    async def _check_key_and_rate(
+        self, request: Visitor, *, for_admin: bool, is_turn: bool, has_only_login: bool = False
+    ) -> None:
         caller = f"address {request.remote}"
         if self._keyring:
             key = self._keyring.key_of(request.headers) or self._keyring.still(self._logins.key_of(request.headers))
-            check_key(key, self._keyring, for_admin=for_admin)
+            if not has_only_login:
+                check_key(key, self._keyring, for_admin=for_admin)
             if key is not None:
                 caller = f"key {key.name}"
                 if key.limits != NO_LIMITS and self._quotas is not None and is_turn:
@@ -241,6 +254,9 @@ class Guard:
                 self._limits.check(caller)
             else:
                 await self._limits.wait(caller)
+
+    def _has_only_login(self, headers: CIMultiDictProxy[str]) -> bool:
+        return bool(self._keyring) and has_login(headers) and self._keyring.key_of(headers) is None
 
     async def _read_body(self, request: web.Request, kept: KeptBody, max_bytes: int) -> None:
         """Read a body that did not come with its head; what a handler reads later is what was read here."""

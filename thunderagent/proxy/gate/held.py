@@ -83,7 +83,7 @@ class HeldTurns:
         self.set(limits)
         self._refused = CounterMetric(
             "thunderagent_held_refused",
-            "Turns that were refused instead of held, by the bound that was reached.",
+            "Turns and websockets that were refused, by the limit that was reached.",
             ["bound"],
             registry=registry,
         )
@@ -151,14 +151,14 @@ class HeldTurns:
         """Yield what is kept now; turns are counted by the scheduler."""
         yield GaugeMetricFamily(
             "thunderagent_held_body_bytes",
-            "Bodies of held turns, and those that are on their way.",
+            "Bytes of bodies of held turns, and of bodies that are being received.",
             self._all.body_bytes,
         )
         yield GaugeMetricFamily(
-            "thunderagent_turn_body_bytes", "Bodies of turns that are held or run.", self._running_bytes
+            "thunderagent_turn_body_bytes", "Bytes of bodies of turns held or running.", self._running_bytes
         )
         yield GaugeMetricFamily(
-            "thunderagent_websockets", "Websockets that are open, or about to be.", self._websockets_by_key.total()
+            "thunderagent_websockets", "Websockets that are open or opening.", self._websockets_by_key.total()
         )
 
     def take(self, key: Key | None, turns_count: int, body_bytes: int) -> None:

@@ -64,6 +64,11 @@ class Logins:
         return None
 
 
+def has_login(headers: CIMultiDictProxy[str]) -> bool:
+    """Say whether a request has the cookie of a login, of whatever process, and no key of its own."""
+    return KEY_HEADER not in headers and any(name == COOKIE for name, _ in cookies_of(headers))
+
+
 def _digest(token: str) -> bytes:
     return sha256(token.encode("utf-8", "surrogateescape")).digest()
 

@@ -66,7 +66,7 @@ class RateLimits:
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._limited = Counter(
             "thunderagent_rate_limited",
-            "Requests over a caller's rate limit, by what became of them: waited, refused.",
+            "Requests over a caller's rate limit: waited, or refused on the admin API.",
             labelnames=["outcome"],
             registry=registry,
         )

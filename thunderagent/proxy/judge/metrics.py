@@ -20,32 +20,32 @@ class JudgeCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
         judge = self._judge
-        yield GaugeMetricFamily(
-            "thunderagent_judge_waiting", "Programs about which the judge is yet to be asked.", judge.waiting_count
+        yield GaugeMetricFamily("thunderagent_judge_waiting", "Programs waiting for the judge.", judge.waiting_count)
+        yield GaugeMetricFamily("thunderagent_judge_asking", "Open questions to the judge.", judge.asking_count)
+        verdicts = CounterMetricFamily(
+            "thunderagent_judge_verdicts", "Verdicts of the judge by prediction.", labels=["prediction"]
         )
-        yield GaugeMetricFamily(
-            "thunderagent_judge_asking", "Questions to the judge that were not answered yet.", judge.asking_count
-        )
-        verdicts = CounterMetricFamily("thunderagent_judge_verdicts", "Verdicts of the judge.", labels=["prediction"])
         for prediction in ("success", "failure"):
             verdicts.add_metric([prediction], judge.verdict_counts[prediction])
         yield verdicts
         failures = CounterMetricFamily(
-            "thunderagent_judge_failures", "Questions to the judge that brought no verdict.", labels=["why"]
+            "thunderagent_judge_failures", "Questions without a verdict, by why.", labels=["why"]
         )
         for why in Failure:
             failures.add_metric([why.value], judge.failure_counts[why])
         yield failures
         dropped = CounterMetricFamily(
-            "thunderagent_judge_dropped", "Programs that the judge was not asked about in the end.", labels=["why"]
+            "thunderagent_judge_dropped", "Questions that were never asked: full, newer, ended.", labels=["why"]
         )
         for reason in ("full", "newer", "ended"):
             dropped.add_metric([reason], judge.dropped_counts[reason])
         yield dropped
-        tokens = CounterMetricFamily("thunderagent_judge_tokens", "Tokens that the judge took.", labels=["kind"])
+        tokens = CounterMetricFamily(
+            "thunderagent_judge_tokens", "Tokens that the judge used: prompt, output.", labels=["kind"]
+        )
         tokens.add_metric(["prompt"], judge.prompt_tokens_total)
         tokens.add_metric(["output"], judge.output_tokens_total)
         yield tokens
         yield CounterMetricFamily(
-            "thunderagent_judge_seconds", "Time that questions to the judge took, in sum.", judge.asked_s_total
+            "thunderagent_judge_seconds", "Total time that questions to the judge took.", judge.asked_s_total
         )

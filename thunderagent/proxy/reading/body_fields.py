@@ -127,7 +127,7 @@ def in_utf8(body: bytes) -> bytes:
 
 
 def read_fields(body: bytes) -> BodyFields | None:
-    """Read the fields; None if the body is no JSON object.
+    """Read the fields; None if the body is not a JSON object.
 
     Engines read JSON with Python's own module or one like it, which takes `NaN` and halves of surrogate pairs
     (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly, and without the
@@ -220,7 +220,7 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 # meant, what is something else is passed over and no error, and the body goes on as it is: an engine may know more.
 
 MAX_TEXT_CHARS = 4096
-"""A longer text is no hint."""
+"""A longer text is not a hint."""
 
 MAX_EDITS_COUNT = 16
 """So many edits are looked at."""

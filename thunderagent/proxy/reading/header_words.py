@@ -161,7 +161,7 @@ def _check_id(value: object, what: str) -> str:
         raise InvalidProgramIdError(f"a {what} is a text that is not empty")
     try:
         size_bytes = len(value.encode())
-    except UnicodeEncodeError:  # bytes of a header that are no UTF-8
+    except UnicodeEncodeError:  # bytes of a header that are not UTF-8
         raise InvalidProgramIdError(f"a {what} is UTF-8") from None
     if size_bytes > MAX_PROGRAM_ID_BYTES:
         raise InvalidProgramIdError(f"a {what} has at most {MAX_PROGRAM_ID_BYTES} bytes")

@@ -92,7 +92,7 @@ class TurnRequest(NamedTuple):
 
 
 class SideCallRequest(NamedTuple):
-    """Whose a request is that is no turn, and the bytes to forward."""
+    """Whose a request is that is not a turn, and the bytes to forward."""
 
     program_id: str | None
     source: str
@@ -139,7 +139,7 @@ def identify(
     rules: IdentityRules = NO_RULES,
     dialect: Dialect = _OPENAI,
 ) -> TurnRequest | None:
-    """Find whose turn a request is; None if its body is no JSON object, which the engine shall judge.
+    """Find whose turn a request is; None if its body is not a JSON object, which the engine shall judge.
 
     Cost: one pass over the body that builds only the fields above and goes around large lists of token ids, one that
     hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
@@ -196,7 +196,7 @@ def identify(
 def identify_side_call(
     path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules = NO_RULES
 ) -> SideCallRequest:
-    """Find whose side call a request is; a body that is no JSON object says nothing, and stays as it is.
+    """Find whose side call a request is; a body that is not a JSON object says nothing, and stays as it is.
 
     Cost: one pass over the body, which goes around a large list of token ids. Raises `InvalidProgramIdError`.
     """

@@ -242,7 +242,7 @@ _SERVERS_OWN = frozenset({"id", "status", "cache_control"})
 
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-"""Some clients send them back, others do not; nor do all items of the type `reasoning` come back."""
+"""Some clients send them back, others do not; items of the type `reasoning` come back in part."""
 
 
 def _canonical(message: dict[str, Any]) -> bytes:

@@ -49,7 +49,7 @@ MAX_MODEL_CHARS = 64
 
 
 class MediaFound(NamedTuple):
-    """The bytes of a body that are no text, and of what kinds they are."""
+    """The bytes of a body that are not text, and of what kinds they are."""
 
     size_bytes: int
     media: Media

@@ -20,7 +20,7 @@ def read_turn(
 ) -> tuple[TurnRequest, Prompt | None]:
     """Return whose turn a request is, and its prompt where that must be inferred from it.
 
-    What is no JSON object, or is on an API that we do not speak, is nobody's; so is what goes to a replica that its
+    What is not a JSON object, or is on an API that we do not speak, is nobody's; so is what goes to a replica that its
     client chose.
     """
     turn, prompt = _read(exchange.target, exchange.headers, exchange.body, rules, tenancy)

@@ -134,8 +134,8 @@ class Turns:
     async def answer(self, exchange: Exchange, chosen_id: str | None = None) -> None:
         """Answer one turn; on the replica `chosen_id`, which its client chose, it is nobody's, whatever it says.
 
-        A body that is no JSON object goes to an engine as it is, for its own words on it. Raises `ThunderAgentError` if
-        there is no answer, and none was begun.
+        A body that is not a JSON object goes to an engine as it is. Raises `ThunderAgentError` if there is no answer,
+        and none was begun.
         """
         arrived_s, target = monotonic(), exchange.target
         tenancy = self._tenancy if self._tenancy.applies else None

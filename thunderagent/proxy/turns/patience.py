@@ -3,7 +3,7 @@
 `openai` and `anthropic` for Python send `x-stainless-read-timeout` with every request: the seconds that they wait for
 the next byte (600.0 unless told otherwise, nothing if their timeout is None), and `x-stainless-retry-count`: 0, 1, 2.
 Their TypeScript twins send `x-stainless-timeout`, seconds too. A client of any other kind may send
-`X-Program-Patience`. What is no number in other people's headers is no error.
+`X-Program-Patience`. What is not a number in other people's headers is no error.
 
 `X-Program-Hint: next_turn_in_s=12.5, confidence=0.8` says when the program's next turn comes, counted from the end of
 this one; `keep=retain` or `keep=offload` what may become of its memory until then. It is a dictionary of RFC 8941.

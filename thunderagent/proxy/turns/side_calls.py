@@ -1,4 +1,4 @@
-"""Requests that are no turns: relayed without a lease, to a program's replica or the least busy one.
+"""Requests that are not turns: relayed without a lease, to a program's replica or the least busy one.
 
 A side call computes little and keeps nothing, so it waits for nobody. It is tried on another replica only before the
 first byte of an answer, and only where that cannot do anything twice: nothing was sent, or the request asks without
@@ -59,7 +59,7 @@ _SIZED_OR_ENCODED = ("Content-Length", "Content-Encoding")
 
 
 class SideCalls:
-    """Relay what is no turn."""
+    """Relay what is not a turn."""
 
     def __init__(
         self,

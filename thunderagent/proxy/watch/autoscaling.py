@@ -53,28 +53,30 @@ class AutoscalingCollector:
         pools, now_s = self._runtime.pools, self._runtime.now_s()
         ratio = GaugeMetricFamily(
             "thunderagent_demand_ratio",
-            "Memory that programs claim or wait for, as a part of what usable replicas may give; absent if unknown.",
+            "Memory that programs claim or wait for, divided by what usable replicas have; absent if unknown.",
         )
         if (value := demand_ratio(pools.schedulers)) is not None:
             ratio.add_metric([], value)
         yield ratio
         yield GaugeMetricFamily(
             "thunderagent_oldest_hold_seconds",
-            "How long the turn has waited that has waited longest; 0 if none waits.",
+            "How long the longest-waiting turn has waited; 0 if none waits.",
             oldest_hold_s(pools.schedulers, now_s) or 0.0,
         )
         by_pool = GaugeMetricFamily(
-            "thunderagent_pool_demand_ratio", "The same ratio for each of several pools.", labels=["pool"]
+            "thunderagent_pool_demand_ratio",
+            "The demand ratio of a pool; only where there are several.",
+            labels=["pool"],
         )
         oldest = GaugeMetricFamily(
-            "thunderagent_pool_oldest_hold_seconds", "The same time for each of several pools.", labels=["pool"]
+            "thunderagent_pool_oldest_hold_seconds",
+            "How long the longest-waiting turn of a pool has waited.",
+            labels=["pool"],
         )
-        waiting = GaugeMetricFamily(
-            "thunderagent_pool_waiting", "Programs that wait, for each of several pools.", labels=["pool"]
-        )
+        waiting = GaugeMetricFamily("thunderagent_pool_waiting", "Programs of a pool that wait.", labels=["pool"])
         replicas = GaugeMetricFamily(
             "thunderagent_pool_replica",
-            "1 for each replica, with its pool, where there are several.",
+            "1 for each replica, with its pool; only where there are several.",
             labels=["pool", "replica"],
         )
         for pool in pools.all if pools.several else ():

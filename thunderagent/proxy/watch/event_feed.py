@@ -37,7 +37,7 @@ from thunderagent.programs.model.events import (
     TurnFinished,
     TurnProgressed,
 )
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, ResidencyReported
+from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, ResidencyReported, TierPolled
 from thunderagent.programs.model.signals import GpuFirstToken, Signal
 from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
@@ -55,10 +55,12 @@ MAX_BATCH_COUNT = 256
 COALESCE_S = 0.05
 """A listener that waited gets what comes within this time at once."""
 
-QUIET = frozenset({Tick, TurnDue, TurnProgressed, ReplicaPolled, EncodesPolled, ResidencyReported, SandboxesMeasured})
+QUIET = frozenset(
+    {Tick, TurnDue, TurnProgressed, ReplicaPolled, TierPolled, EncodesPolled, ResidencyReported, SandboxesMeasured}
+)
 """Events that come all the time and say little; what is decided on them is in the feed."""
 
-LEFT_OUT = frozenset({"now_s", "prefix", "learned"})
+LEFT_OUT = frozenset({"now_s", "prefix", "learned", "programs"})
 
 
 def _kind_of(cls: type[Any]) -> str:

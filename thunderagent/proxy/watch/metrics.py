@@ -46,11 +46,12 @@ def carried(runtime: Carrier, outcomes: Sequence[str]) -> Iterator[Metric]:
     """Yield what is counted wherever turns are carried: those held and running, how they ended, and their tokens."""
     yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
     yield GaugeMetricFamily(
-        "thunderagent_leases_active", "Turns that hold a lease and were not ended.", runtime.leases_count
+        "thunderagent_leases_active", "Turns in flight: those that hold a lease.", runtime.leases_count
     )
     turns = CounterMetricFamily(
         "thunderagent_turns",
-        "Leases and refusals of them by how they ended; a retried turn counts once for each try.",
+        "Turns by how they ended: finished; refused by the engine (4xx, 5xx); failed by the replica (each try counts); "
+        "abandoned by the client; superseded by its new attempt; rejected without a lease; aborted by a trainer.",
         labels=["outcome"],
     )
     for outcome in outcomes:
@@ -62,7 +63,9 @@ def carried(runtime: Carrier, outcomes: Sequence[str]) -> Iterator[Metric]:
         ("cached", runtime.cached_tokens_total),
     ):
         yield CounterMetricFamily(
-            f"thunderagent_{name}_tokens", f"The {name} tokens of finished turns, where usage was said.", tokens
+            f"thunderagent_{name}_tokens",
+            f"{name.capitalize()} tokens of finished turns, where the engine reports usage.",
+            tokens,
         )
 
 
@@ -104,16 +107,16 @@ class StateCollector:
         learned = [scheduler.knowledge for scheduler in runtime.pools.schedulers]
         yield GaugeMetricFamily(
             "thunderagent_tools_running",
-            "Programs whose tool runs.",
+            "Programs whose tool is running.",
             sum(knowledge.tools_running_count for knowledge in learned),
         )
         yield from self._by_pool(
             "thunderagent_tool_mean_seconds",
-            "How long tools took lately, in the mean.",
+            "Mean time that tools took; the newest weighs 5 %.",
             lambda scheduler: scheduler.knowledge.mean_tool_s,
         )
         decisions = CounterMetricFamily(
-            "thunderagent_decisions", "Decisions of the scheduler.", labels=["decision", "reason"]
+            "thunderagent_decisions", "Decisions of the scheduler, by kind and reason.", labels=["decision", "reason"]
         )
         for (decision, reason), number in runtime.decision_counts.items():
             decisions.add_metric([KIND_OF[decision], reason.value], number)
@@ -136,7 +139,7 @@ class StateCollector:
             "up": GaugeMetricFamily("thunderagent_replica_up", "1 if the replica may be used.", labels=["replica"]),
             "suspended": GaugeMetricFamily(
                 "thunderagent_replica_suspended",
-                "1 if nothing is granted on the replica, because it is paused, sleeps, or gets new weights.",
+                "1 while the replica gets no turns because it is paused, sleeps, or gets new weights.",
                 labels=["replica"],
             ),
             "demand": GaugeMetricFamily(
@@ -147,7 +150,7 @@ class StateCollector:
             ),
             "limit": GaugeMetricFamily(
                 "thunderagent_replica_limit_tokens",
-                "Tokens that may be claimed on a replica: its capacity, corrected by what was lost; absent if unknown.",
+                "Tokens that may be claimed on a replica: its capacity, corrected by cache losses; absent if unknown.",
                 labels=["replica"],
             ),
             "shared": GaugeMetricFamily(
@@ -156,14 +159,16 @@ class StateCollector:
                 labels=["replica"],
             ),
             "unknown": GaugeMetricFamily(
-                "thunderagent_capacity_unknown", "1 if a replica's capacity is not known: an alarm.", labels=["replica"]
+                "thunderagent_capacity_unknown",
+                "1 if a replica's capacity is unknown, so nothing is held there: alert on it.",
+                labels=["replica"],
             ),
             "draining": GaugeMetricFamily(
-                "thunderagent_replica_draining", "1 if the replica gets nothing new.", labels=["replica"]
+                "thunderagent_replica_draining", "1 while the replica drains: it gets no new turns.", labels=["replica"]
             ),
             "tripped": GaugeMetricFamily(
                 "thunderagent_replica_tripped",
-                "1 while a replica fails so often that it gets no turns.",
+                "1 while the replica's circuit breaker is open.",
                 labels=["replica"],
             ),
             "turns": GaugeMetricFamily(
@@ -172,12 +177,12 @@ class StateCollector:
         }
         costs = CounterMetricFamily(
             "thunderagent_cost_token_seconds",
-            "What a replica's memory was spent on, in token-seconds.",
+            "What a replica's memory was spent on: decode, prefill, recompute, caching, unused.",
             labels=["replica", "term"],
         )
         queued = CounterMetricFamily(
             "thunderagent_queued_token_seconds",
-            "Prompts of turns over the time that they waited in a replica's own queue, in token-seconds: no memory.",
+            "Prompt tokens of turns times the seconds that they waited in the engine's own queue.",
             labels=["replica"],
         )
         for replica_id, known in self._replicas.known.items():
@@ -220,14 +225,14 @@ class StateCollector:
         for kind, (name, judged, in_time, judged_count) in counts.items():
             family = CounterMetricFamily(
                 f"thunderagent_goodput_{kind}s",
-                f"{name} that took no longer than alpha times what they would take alone on an idle engine.",
+                f"{name} that took at most alpha times what they would take alone on an idle engine.",
                 labels=["alpha"],
             )
             for alpha_ratio, number in in_time.items():
                 family.add_metric([f"{alpha_ratio:g}"], number)
             yield family
             yield CounterMetricFamily(
-                f"thunderagent_judged_{kind}s", f"Those {judged} of which that could be said.", judged_count
+                f"thunderagent_judged_{kind}s", f"All {judged} for which goodput could be judged.", judged_count
             )
 
     def _tenants(self) -> Iterator[Metric]:
@@ -239,10 +244,10 @@ class StateCollector:
             sums[each.name] = token_s + each.service_token_s, count + each.waiting_count
         service = CounterMetricFamily(
             "thunderagent_tenant_service_token_seconds",
-            "What each tenant's programs claimed of memory over time.",
+            "Memory that a tenant's programs claimed over time; the 100 largest, then (others).",
             labels=["tenant"],
         )
-        waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs that wait.", labels=["tenant"])
+        waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs of a tenant that wait.", labels=["tenant"])
         by_service = sorted(sums.items(), key=lambda tenant: -tenant[1][0])
         for name, (service_token_s, waiting_count) in by_service[:NAMED_TENANTS_COUNT]:
             service.add_metric([name], service_token_s)
@@ -254,14 +259,14 @@ class StateCollector:
         yield waiting
         yield from self._by_pool(
             "thunderagent_tenants_jain_ratio",
-            "Jain's index of what tenants that had to wait got by weight; absent until two had to.",
+            "Jain's fairness index of tenants that had to wait, by weight; absent until two had to.",
             lambda scheduler: scheduler.tenants.jain_ratio() if scheduler.tenants is not None else None,
         )
 
     def _learned(self) -> Iterator[Metric]:
         break_even = GaugeMetricFamily(
             "thunderagent_break_even_seconds",
-            "Time in which a replica could prefill its whole memory, as learned; absent if its size is not known.",
+            "Time to prefill a replica's whole memory, as learned; absent if its capacity is unknown.",
             labels=["replica"],
         )
         for scheduler in self._runtime.pools.schedulers:
@@ -271,12 +276,12 @@ class StateCollector:
         yield break_even
         yield from self._by_pool(
             "thunderagent_prefill_seconds_per_token",
-            "Time to prefill a token of a prompt that is not cached, as learned.",
+            "Time to prefill one uncached prompt token, as learned.",
             lambda scheduler: scheduler.knowledge.prefill_speed.token_s,
         )
         yield from self._by_pool(
             "thunderagent_median_residence_seconds",
-            "Median time between a program's first turn and the end of its last; absent until one ended.",
+            "Median time from a program's first turn to the end of its last; absent until one ended.",
             _residence_s,
         )
 
@@ -284,14 +289,14 @@ class StateCollector:
         schedulers = self._runtime.pools.schedulers
         record = schedulers[0].knowledge.judge_record  # where a program is told to have ended first
         programs = GaugeMetricFamily(
-            "thunderagent_programs_by_level", "Live programs by the level that verdicts gave them.", labels=["level"]
+            "thunderagent_programs_by_level", "Live programs by the level of their verdicts.", labels=["level"]
         )
         counts = Counter(program.level for scheduler in schedulers for program in scheduler.programs.values())
         for level in Level:
             programs.add_metric([level.name.lower()], counts[level])
         yield programs
         outcomes = CounterMetricFamily(
-            "thunderagent_program_outcomes", "Programs of which it was said what became of them.", labels=["outcome"]
+            "thunderagent_program_outcomes", "Released programs whose outcome the client reported.", labels=["outcome"]
         )
         for outcome in OUTCOMES:
             outcomes.add_metric([outcome], record.program_counts[outcome])
@@ -302,8 +307,7 @@ class StateCollector:
         ):
             ratios = GaugeMetricFamily(
                 f"thunderagent_judge_{name}_ratio",
-                f"Part of the {what} that was predicted to fail within so many turns; absent before the first, and "
-                "before a judge's first verdict.",
+                f"Part of the {what} that the judge had predicted to fail within so many turns; absent until known.",
                 labels=["turns"],
             )
             for turn_count in TURN_EDGES_COUNT if any(record.level_counts.values()) else ():
@@ -314,14 +318,14 @@ class StateCollector:
     def _hinted(self) -> Iterator[Metric]:
         records = [scheduler.knowledge.hints for scheduler in self._runtime.pools.schedulers]
         taken = CounterMetricFamily(
-            "thunderagent_hints", "Hints of clients by what they said of the memory.", labels=["keep"]
+            "thunderagent_hints", "Hints of clients by keep: retain, offload, drop, or unsaid.", labels=["keep"]
         )
         for keep in ("", *KEEPS):
             taken.add_metric([keep or "unsaid"], sum(record.taken_counts[keep] for record in records))
         yield taken
         measured = CounterMetricFamily(
             "thunderagent_hints_measured",
-            "First hints between two turns, by when the turn came that they were about.",
+            "First hints between two turns by when the turn came: right, early, late.",
             labels=["outcome"],
         )
         for outcome in records[0].outcome_counts:
@@ -329,7 +333,7 @@ class StateCollector:
         yield measured
         yield CounterMetricFamily(
             "thunderagent_hint_error_seconds",
-            "By how much turns came sooner or later than within half to twice the time that hints said.",
+            "By how much turns came earlier than half, or later than twice, the hinted time.",
             sum(record.error_s_total for record in records),
         )
 

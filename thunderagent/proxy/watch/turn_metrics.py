@@ -112,40 +112,40 @@ class TurnMetrics:
         of_turns: Labels = ("replica", "status")
         hold = Histogram(
             "thunderagent_hold_seconds",
-            "Time that a turn waited for its lease.",
+            "Time that a turn waited for its lease, counted when it is granted.",
             HOLD_BUCKETS_S,
             registry,
         )
         added = Histogram(
             "thunderagent_added_latency_seconds",
-            "Time from a turn's arrival to its forwarding, without its hold: reading, identifying, deciding.",
+            "Time from a turn's arrival to its forwarding, without the hold.",
             ADDED_BUCKETS_S,
             registry,
         )
         self._first_token = Histogram(
             "thunderagent_time_to_first_token_seconds",
-            "Time from a turn's arrival to the first bytes of its streamed answer.",
+            "TTFT: time from a turn's arrival, its hold included, to the first bytes of its stream.",
             FIRST_TOKEN_BUCKETS_S,
             registry,
             of_turns,
         )
         self._between_tokens = Histogram(
             "thunderagent_time_between_tokens_seconds",
-            "Mean time between two events of a stream, from its first to its last; one value for each stream.",
+            "Mean time between two events of a stream; one value for each stream.",
             BETWEEN_TOKENS_BUCKETS_S,
             registry,
             of_turns,
         )
         self._duration = Histogram(
             "thunderagent_turn_duration_seconds",
-            "Time from a turn's arrival until its answer was whole, or there was none.",
+            "Time from a turn's arrival to the end of its answer; status none: the client left.",
             DURATION_BUCKETS_S,
             registry,
             of_turns,
         )
         self._retries = CounterMetric(
             "thunderagent_retries",
-            "Turns that were tried on another replica, or were not because too many others were.",
+            "Retries on another replica: made, or over_budget.",
             ["outcome"],
             registry=registry,
         )
@@ -190,7 +190,7 @@ class LoopLag:
         """Register it."""
         self._lag = Histogram(
             "thunderagent_event_loop_lag_seconds",
-            f"How much later than asked for the event loop came back, asked every {LAG_PERIOD_S:g} s.",
+            "How late the event loop runs; everything the proxy carries waits this long.",
             LAG_BUCKETS_S,
             registry,
         ).of()

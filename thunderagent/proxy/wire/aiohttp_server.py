@@ -1,6 +1,6 @@
 """The HTTP server under us: which connections it makes, what of them is aiohttp's, and what that logs.
 
-A connection is ours, and lent to aiohttp for each request that is no turn. There aiohttp reads the target as we do.
+A connection is ours, and lent to aiohttp for each request that is not a turn. There aiohttp reads the target as we do.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Exchange(Protocol):
 
     @property
     def headers(self) -> CIMultiDictProxy[str]:
-        """Return the request's headers as they came, hop-by-hop ones too. Bytes that are no UTF-8 are surrogates."""
+        """Return the request's headers as they came, hop-by-hop ones too. Bytes that are not UTF-8 are surrogates."""
 
     @property
     def body(self) -> bytes:

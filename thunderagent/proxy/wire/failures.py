@@ -6,7 +6,7 @@ from __future__ import annotations
 
 
 class NotHttpError(ValueError):
-    """What came is no HTTP/1.1 that all servers read the same way; says why, in words of ours."""
+    """What came is not HTTP/1.1 that all servers read the same way; says why, in words of ours."""
 
 
 class LeftError(ConnectionResetError):
@@ -14,7 +14,7 @@ class LeftError(ConnectionResetError):
 
 
 class ClosedError(ConnectionError):
-    """The server closed the connection, or sent what is no HTTP."""
+    """The server closed the connection, or sent what is not HTTP."""
 
 
 class StaleError(ClosedError):

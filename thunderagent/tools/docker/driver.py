@@ -142,7 +142,7 @@ class DockerDriver:
             raise
         self._made[place.handle] = _Made(preparation.network, preparation.image)
         self._preparing.discard(preparation.name)
-        preparation.let_go()
+        preparation.unclaim()
         return place
 
     async def _undo(self, preparation: Preparation) -> None:
@@ -174,7 +174,7 @@ class DockerDriver:
         """Remove a container with its anonymous volumes, then its network and its image if nobody else needs them.
 
         One of ours gets its template's time to end by itself. Raises `SandboxError`; `SandboxRefusedError` for one
-        that is neither ours nor was given to us.
+        that we neither made nor were given.
         """
         info = await self._engine.inspect(handle)
         made = self._made.get(handle, _Made())

@@ -36,7 +36,7 @@ class Images:
         """Keep an image from being removed."""
         self._users[name] += 1
 
-    def let_go(self, name: str) -> None:
+    def unclaim(self, name: str) -> None:
         """Take one claim back."""
         self._users -= Counter([name])
 

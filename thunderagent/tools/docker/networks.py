@@ -34,7 +34,7 @@ class Networks:
         self._users[name] += 1
         return name
 
-    def let_go(self, name: str) -> None:
+    def unclaim(self, name: str) -> None:
         """Take one claim back."""
         self._users -= Counter([name])
 

@@ -90,17 +90,17 @@ class Preparation:
             await self.check()
         return place
 
-    def let_go(self) -> None:
+    def unclaim(self) -> None:
         """Stop listening, and need network and image no longer: the engine knows of them, or nobody does."""
         if self._stream is not None:
             self._stream.close()
         if self.network:
-            self._networks.let_go(self.network)
+            self._networks.unclaim(self.network)
         if self.image:
-            self._images.let_go(self.image)
+            self._images.unclaim(self.image)
 
     async def undo(self) -> None:
-        """Remove the container, as far as the engine can be reached, and let go."""
+        """Remove the container, as far as the engine can be reached, and take back what it claimed."""
         if self._launching is not None:
             await asyncio.wait([self._launching])
         try:
@@ -110,7 +110,7 @@ class Preparation:
         except SandboxError as error:
             _log.warning("sandbox_not_undone", container=self.name, why=error.message)
         finally:
-            self.let_go()
+            self.unclaim()
 
     async def _ours_by_name(self) -> str:
         info = await self._engine.inspect(self.name)

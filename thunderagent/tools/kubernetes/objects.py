@@ -59,14 +59,14 @@ class Ref:
     def __post_init__(self) -> None:
         # They become parts of a path, in which `..` would mean something quite different from a sandbox.
         if not (_NAME.fullmatch(self.namespace) and _OBJECT_NAME.fullmatch(self.name)):
-            raise SandboxRefusedError(f"{self.namespace!r} and {self.name!r} are no names in Kubernetes")
+            raise SandboxRefusedError(f"{self.namespace!r} and {self.name!r} are not names in Kubernetes")
 
     @classmethod
     def parse(cls, handle: str) -> Ref:
         """Read a handle; raise `SandboxRefusedError` if it is none."""
         parts = handle.split("/")
         if len(parts) != 3 or parts[0] not in RESOURCES:
-            raise SandboxRefusedError(f"{handle!r} is no handle of a sandbox in Kubernetes, as job/default/NAME is")
+            raise SandboxRefusedError(f"{handle!r} is not a handle of a sandbox in Kubernetes, as job/default/NAME is")
         return cls(*parts)
 
     @property
@@ -89,7 +89,7 @@ def digest(text: str) -> str:
 
 
 def label_value(key: str, value: str) -> str:
-    """Return what a label of ours holds: a hash, save for what is ours to choose."""
+    """Return the value of a label of ours: a hash, except for what we choose."""
     if not value or (key in _PLAIN_LABELS and _LABEL_VALUE.fullmatch(value)):
         return value
     return digest(value)

@@ -96,7 +96,7 @@ class Moves:
         if self.of.rules.is_stateful:
             return "a stateful session stays where it is"
         if to == self.of.location or to in self.of.gone or agent_of(to) != self.of.agent:
-            return f"{to} is no other instance of {self.of.agent}"
+            return f"{to} is not another instance of {self.of.agent}"
         if session in self.under_way:
             return "it is on the move already"
         if session not in self.of.homes and not self.of.queue.count_of(session):

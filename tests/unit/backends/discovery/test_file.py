@@ -47,7 +47,7 @@ def test_a_file_can_say_that_there_is_no_replica(suffix: str, text: str) -> None
         (".json", b"", "empty"),
         (".toml", b"\n", "empty"),
         (".txt", b"http://a:1\nhttp://b", None),
-        (".txt", b"http://a:1\nhello\n", "'hello' is no http or https URL"),
+        (".txt", b"http://a:1\nhello\n", "'hello' is not an http or https URL"),
         (".txt", b"http://a:1\nhttp://a:1/\n", "http://a:1 is named twice"),
         (".txt", b"\xff\xfe", "cannot be read"),
         (".json", b'["http://a:1"', "cannot be read"),
@@ -94,7 +94,7 @@ async def test_what_is_wrong_is_told_and_no_set(tmp_path: Path) -> None:
         path.write_text("http://a:1\n")
         await heard.until(lambda: heard.sets)
         for spoil, message in (
-            (lambda: path.write_text("rubbish"), "'rubbish' is no http"),
+            (lambda: path.write_text("rubbish"), "'rubbish' is not an http"),
             (lambda: path.write_bytes(b"#" * (file_source.MOST_BYTES + 1)), "larger than"),
             (lambda: (path.unlink(), path.mkdir()), "directory"),
         ):

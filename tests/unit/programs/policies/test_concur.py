@@ -80,7 +80,7 @@ def test_it_grows_by_two_while_it_is_full_and_memory_is_not() -> None:
 
 
 def test_who_is_over_the_window_is_paused_between_two_turns_and_comes_back_before_new_ones() -> None:
-    """Turns in flight are never disturbed; the youngest goes first."""
+    """Turns in flight are never disturbed; the youngest is dismissed first."""
     world = Congested(first_count=4)
     driver = world.driver
     turns = [driver.arrives(f"p{number}", 10) for number in range(4)]

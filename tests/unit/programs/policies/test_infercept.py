@@ -78,7 +78,7 @@ def test_programs_are_served_as_they_came_and_the_large_ones_are_held_longer() -
 
 
 def test_what_grows_over_the_capacity_is_mended_by_waste() -> None:
-    """Who is nearest to its t* goes first: the small one that is away for as long as the large one."""
+    """Who is nearest to its t* is paused first: the small one that is away for as long as the large one."""
     driver = driver_with()
     driver.takes_turn("large", 900)
     driver.takes_turn("small", 300)

@@ -210,7 +210,7 @@ def test_of_two_alike_the_one_goes_first_that_began() -> None:
 
 @pytest.mark.parametrize("name", ["bound_ratio", "begun_ratio"])
 def test_a_negative_ratio_is_refused(name: str) -> None:
-    """And one that is no number."""
+    """And one that is not a number."""
     for ratio in (-1.0, float("nan")):
         with pytest.raises(ConfigurationError, match=f"{name} must not be negative"):
             LeastArea(**{name: ratio})

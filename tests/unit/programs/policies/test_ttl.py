@@ -63,7 +63,7 @@ def test_the_end_of_a_claim_lets_in_who_waits_the_oldest_first() -> None:
 
 
 def test_what_grows_over_the_capacity_is_mended_at_once() -> None:
-    """The longest idle goes first; then the youngest with a turn is marked."""
+    """The longest idle is paused first; then the youngest with a turn is marked."""
     driver = driver_with(ttl_s=100.0)
     driver.takes_turn("idle", 100)
     driver.passes(1.0)

@@ -19,12 +19,12 @@ from thunderagent.proxy.admin.dashboard import Dashboard
 from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OPERATIONS, UNDESCRIBED, OpenApi, Operation, documented_path
-from thunderagent.proxy.admin.primitives import Primitives
+from thunderagent.proxy.admin.operations import Operations
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers
 from thunderagent.proxy.admin.sandboxes import SandboxHandlers
 from thunderagent.proxy.app import build_app
 from thunderagent.proxy.control.concurrency import ConcurrencySignal
-from thunderagent.proxy.control.control import ControlSettings
+from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.control.weight_sync import WeightSync
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
@@ -61,7 +61,7 @@ def app() -> web.Application:
         Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings()),
         turn_settings=TurnSettings(),
         guard_settings=GuardSettings(),
-        control_settings=ControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0),
+        engine_control_settings=EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0),
     )
 
 
@@ -114,7 +114,7 @@ def handlers() -> dict[tuple[str, str], object]:
         *Live(runtime, replicas, history, sandboxes_on=True, simulated=False).routes(),
         *Login(Keyring(), Logins()).routes(),
         *OpenApi([]).routes(),
-        *Primitives(runtime, None).routes(),
+        *Operations(runtime, None).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *SandboxHandlers(None, tenancy).routes(),
         *WeightSync(runtime, replicas, limit_s=1.0).routes(),

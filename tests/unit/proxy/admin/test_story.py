@@ -69,8 +69,10 @@ def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
     for name, tokens in (("a", 500), ("b", 600), ("c", 700)):
         driver.arrives(name, tokens)
         driver.passes(1.0)
-    assert waiting_of(driver, "b").what_must_happen == "1 program goes first; then 400 tokens must become free on r0"
-    assert waiting_of(driver, "c").what_must_happen == "2 programs go first; then 500 tokens must become free on r0"
+    must = waiting_of(driver, "b").what_must_happen
+    assert must == "1 program is let in first; then 400 tokens must become free on r0"
+    must = waiting_of(driver, "c").what_must_happen
+    assert must == "2 programs are let in first; then 500 tokens must become free on r0"
     driver = full(Ttl(reserve_tokens=0))
     driver.arrives("a", 500)
     driver.passes(1.0)
@@ -78,7 +80,7 @@ def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
     waiting = waiting_of(driver, "b")
     assert (waiting.reason, waiting.what_must_happen) == (
         "queue_ahead",
-        "1 program goes first; then it fits on r0 as far as those leave room",
+        "1 program is let in first; then it fits on r0 as far as those leave room",
     )
 
 

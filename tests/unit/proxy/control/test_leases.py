@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.proxy.control.control import ControlSettings
+from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.control.leases import Leases
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
@@ -22,7 +22,7 @@ from thunderagent.runtime import Runtime
 
 def test_what_is_usual_for_control_stands_in_the_configuration_alone() -> None:
     """A second default would be another one some day."""
-    assert [field.name for field in fields(ControlSettings) if field.default is not MISSING] == []
+    assert [field.name for field in fields(EngineControlSettings) if field.default is not MISSING] == []
 
 
 async def test_a_lease_on_a_replica_that_was_removed_just_now_is_given_back() -> None:

@@ -8,7 +8,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled
+from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
@@ -113,6 +113,22 @@ async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> 
         assert replicas.priorities.for_engine("r0", 7) is not None
         await replicas.remove("r0")
     assert not replicas.priorities._learned
+
+
+def test_a_tier_is_told_of_by_what_was_asked_of_it_since() -> None:
+    """Totals may begin anew; an engine that has none, or asks nothing of it, is told of nothing."""
+    runtime, events = overheard()
+    polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
+    for asked, found in ((None, None), (100, 40), (100, 40), (250, 190), (30, 10), (60, 40)):
+        told = ReplicaReading(
+            capacity_tokens=1000,
+            preemptions_total=0,
+            tier_query_tokens_total=asked,
+            tier_hit_tokens_total=found,
+        )
+        polls.replica_polled("r0", told)
+    told_of = [(event.query_tokens, event.hit_tokens) for event in events if isinstance(event, TierPolled)]
+    assert told_of == [(100, 40), (150, 150), (30, 30)]
 
 
 def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:

@@ -11,7 +11,7 @@ from thunderagent.proxy.gate.access import (
     Use,
     access_of_route,
     engine_access,
-    is_control,
+    is_engine_control,
     use_of,
 )
 from thunderagent.proxy.reading.target import Target
@@ -77,7 +77,7 @@ def test_what_a_route_needs(method: str, route_path: str, access: Access | None)
 )
 def test_no_spelling_hides_that_an_engine_is_controlled(path: str) -> None:
     """An engine decodes a path before it looks for what it means."""
-    assert is_control(Target.parse(path))
+    assert is_engine_control(Target.parse(path))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_no_spelling_hides_that_an_engine_is_controlled(path: str) -> None:
 )
 def test_what_engines_do_for_programs_controls_nothing(path: str) -> None:
     """A program may be called as it likes."""
-    assert not is_control(Target.parse(path))
+    assert not is_engine_control(Target.parse(path))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_what_engines_do_for_programs_takes_a_data_key(method: str, path: str) -
         ("PUT", "/tokenize", Use.SIDE_CALL),
         ("GET", "/v1/chat/completions", Use.SIDE_CALL),
         ("DELETE", "/v1/responses/resp_1", Use.SIDE_CALL),
-        ("POST", "/v1/pause", Use.CONTROL),
+        ("POST", "/v1/pause", Use.ENGINE_CONTROL),
     ],
 )
 def test_every_request_that_can_generate_takes_a_lease(method: str, path: str, use: Use) -> None:

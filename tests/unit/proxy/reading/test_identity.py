@@ -434,7 +434,7 @@ def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: by
     ],
 )
 def test_a_side_call_is_whose_its_body_says(body: bytes, named: tuple[str | None, str], forwarded: bytes) -> None:
-    """And our own field is cut out, as of a turn's; what is no JSON object stays as it is."""
+    """And our own field is cut out, as of a turn's; what is not a JSON object stays as it is."""
     call = identify_side_call(None, CIMultiDictProxy(CIMultiDict()), body)
     assert (call.program_id, call.source, call.body) == (*named, forwarded)
     by_path = identify_side_call("p", CIMultiDictProxy(CIMultiDict()), body)

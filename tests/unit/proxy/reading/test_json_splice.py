@@ -116,7 +116,7 @@ def test_a_nested_member_is_removed_and_nothing_else(
     ],
 )
 def test_odd_bodies_are_spliced_to_the_byte(body: bytes, expected: bytes) -> None:
-    """Only members, numbers with a tail, repeated keys, keys that are spelt with escapes, keys that are no text."""
+    """Only members, numbers with a tail, repeated keys, keys that are spelt with escapes, keys that are not text."""
     assert remove_member(body, ("program_id",)) == expected
 
 

@@ -32,7 +32,7 @@ from thunderagent.proxy.turns.retry_budget import RetryBudget, RetrySettings
     ],
 )
 def test_what_a_client_says_of_its_waiting(headers: dict[str, str], expected: Patience) -> None:
-    """Ours comes first; what is no number in other people's headers is no error."""
+    """Ours comes first; what is not a number in other people's headers is no error."""
     assert patience_of(CIMultiDict(headers), 40.0) == expected
     assert patience_of(CIMultiDict({})).patience_s is None
 

@@ -541,7 +541,7 @@ CHANGES = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: 
 
 
 async def test_a_protocol_changes_only_for_who_asked_for_it() -> None:
-    """For others it is no HTTP; and what both sides say then goes as fast as it is taken."""
+    """For others it is not HTTP; and what both sides say then goes as fast as it is taken."""
     reads = asyncio.Event()
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

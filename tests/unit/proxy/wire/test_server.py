@@ -403,7 +403,7 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes) -> None:
 
 
 def test_a_head_is_read_as_it_came() -> None:
-    """Bytes that are no UTF-8 come out as they went in, and blanks around a value are none of it."""
+    """Bytes that are not UTF-8 come out as they went in, and blanks around a value are none of it."""
     head = read_request(
         b"POST /\xc3\xa9?a=b HTTP/1.1\r\nHost: h\r\nX:\t y\xff z \r\ntransfer-encoding: Chunked\r\n\r\n"
     )

@@ -195,5 +195,5 @@ def expires_of(text: str, now: datetime | None = None) -> datetime:
     try:
         expires = datetime.fromisoformat(text)
     except ValueError as error:
-        raise ConfigurationError(f"{text!r} is no time, such as 30d, 12h or 2027-01-01T00:00:00Z") from error
+        raise ConfigurationError(f"{text!r} is not a time, such as 30d, 12h or 2027-01-01T00:00:00Z") from error
     return expires if expires.tzinfo is not None else expires.replace(tzinfo=UTC)

@@ -58,7 +58,7 @@ class Quotas:
         """Names of the keys of turns that have not ended, where tokens are limited."""
         self._limited = Counter(
             "thunderagent_key_limited",
-            "Turns that waited, or programs that were refused, for a limit of their key: turns, tokens, programs.",
+            "Turns that waited (turns, tokens) or programs refused (programs) by a limit of their key.",
             labelnames=["limit"],
             registry=registry,
         )

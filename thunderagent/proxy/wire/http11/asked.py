@@ -43,7 +43,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def refusal(why: str) -> bytes:
-    """Return the answer to what is no HTTP."""
+    """Return the answer to what is not HTTP."""
     body = f"400: {why}\n".encode()
     fields = f"Content-Type: text/plain\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body

@@ -233,7 +233,7 @@ class Connection:
             else:
                 self._take_body(self._answer, data)
         except NotHttpError as error:
-            self._fail((ClosedError, f"what it answered is no HTTP: {error}"))
+            self._fail((ClosedError, f"what it answered is not HTTP: {error}"))
 
     def late(self, now_s: float) -> None:
         """Close it if it was idle for too long, and fail a request that it carries and that is late."""

@@ -97,7 +97,7 @@ def read_request(head: bytes) -> RequestHead:
     """Read the head of a request, from its first byte to its empty line. Raises `NotHttpError`."""
     line = _REQUEST_LINE.match(head)
     if line is None:
-        raise NotHttpError("the request line is no `METHOD /path HTTP/1.1`")
+        raise NotHttpError("the request line is not `METHOD /path HTTP/1.1`")
     method, target, minor = line.groups()
     if method == b"CONNECT":
         raise NotHttpError("nobody makes a tunnel here")
@@ -132,7 +132,7 @@ def read_answer(head: bytes, method: str) -> AnswerHead:
     """Read the head of an answer to a request of this method. Raises `NotHttpError`."""
     line = _STATUS_LINE.match(head)
     if line is None:
-        raise NotHttpError("the first line of the answer is no `HTTP/1.1 200 OK`")
+        raise NotHttpError("the first line of the answer is not `HTTP/1.1 200 OK`")
     minor, status, reason = line.groups()
     is_http_11 = minor == b"1"
     headers = _headers(httptools.HttpResponseParser, head, head, line.end())
@@ -159,13 +159,13 @@ def _headers(
     except httptools.HttpParserUpgrade:
         pass
     except httptools.HttpParserError as error:
-        raise NotHttpError(str(error) or "it is no HTTP") from None
+        raise NotHttpError(str(error) or "it is not HTTP") from None
     pairs = _HEADER.findall(head[start:].decode("utf-8", "surrogateescape"))
     count = len(pairs)
     if count > MAX_HEADERS_COUNT:
         raise NotHttpError(f"a head has more than {MAX_HEADERS_COUNT} headers")
     if head.count(b"\n") != count + 2:
-        raise NotHttpError("a line of a head is no header")
+        raise NotHttpError("a line of a head is not a header")
     if b" \r\n" in head or b"\t\r\n" in head:
         pairs = [(name, value.rstrip(" \t")) for name, value in pairs]
     return CIMultiDict(pairs)
@@ -185,7 +185,7 @@ def _length(headers: CIMultiDict[str], *, is_http_11: bool) -> int | None:
         return None
     lengths = headers.getall("Content-Length")
     if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
-        raise NotHttpError("the length of a body is told twice, or is no number")
+        raise NotHttpError("the length of a body is told twice, or is not a number")
     return int(lengths[0])
 
 

@@ -1,4 +1,4 @@
-"""A connection lent to another protocol for one request: what is no turn is aiohttp's to answer, on the same port.
+"""A connection lent to another protocol for one request: what is not a turn is aiohttp's to answer, on the same port.
 
 The borrower sees a transport of its own, and the bytes of one request as they came. When it has answered, the
 connection goes on as if nothing had been; so a client that asks for its models, or releases its program, pays the price

@@ -9,7 +9,7 @@ than that waits, and nothing is read of it, so that it left cannot be read eithe
 now and then, as one that ended its requests is (`waiting.py`); after that, what it is sent would be refused. A client
 that ended its requests is answered all those that came whole, in their order, and no other.
 
-What is no HTTP that all servers read the same way is answered 400, and the connection closes. So it does after an
+What is not HTTP that all servers read the same way is answered 400, and the connection closes. So it does after an
 answer to a request whose body has not come: what still comes would be read as the next request. Such a client is let
 finish for a moment, because to close on it at once would take the answer away from it.
 """
@@ -299,7 +299,7 @@ class Connection:
         self._waiting.for_sign(due)
 
     def _refuse(self, error: NotHttpError) -> None:
-        """Answer what is no HTTP, or cut an answer that has begun, and end."""
+        """Answer what is not HTTP, or cut an answer that has begun, and end."""
         log.info("request_is_not_http", why=str(error))
         asked, task, transport = self._asked, self._task, self.transport
         self._asked = self._task = None

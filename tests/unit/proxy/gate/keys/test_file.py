@@ -146,5 +146,5 @@ def test_an_expiry_is_a_time_or_how_long_from_now(text: str, expires: str) -> No
 
 @pytest.mark.parametrize("text", ["", "d", "soon", "-3d", "1.5h", "2027-13-01"])
 def test_what_is_no_expiry_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no time, such as"):
+    with pytest.raises(ConfigurationError, match="is not a time, such as"):
         expires_of(text)

@@ -25,8 +25,8 @@ def driven(
     control: str, settings: dict[str, float] | None = None, *, provisions: bool = True, **replicas: int | None
 ) -> Driver:
     """A policy that lets in what fits, under a global one."""
-    given = {f"control.{name}": value for name, value in (settings or {}).items()}
-    policy = load_policy("ttl", {"ttl_s": 10_000.0, "reserve_tokens": 0, "control": control, **given})
+    given = {f"global_policy.{name}": value for name, value in (settings or {}).items()}
+    policy = load_policy("ttl", {"ttl_s": 10_000.0, "reserve_tokens": 0, "global_policy": control, **given})
     scheduler_settings = SchedulerSettings(provisions_replicas=provisions)
     return Driver(policy, settings=scheduler_settings, replicas=replicas or {"r0": 1000, "r1": 1000})
 
@@ -65,7 +65,7 @@ def test_balance_lets_nobody_go_back_and_forth() -> None:
     crowd(driver, "r1", c=390)
     assert moved not in restored_on(driver.ticks(1.0))
     driver.ticks(6.0)
-    assert driver.scheduler.policy.control._moved_s.keys() <= {"c"}  # type: ignore[attr-defined]
+    assert driver.scheduler.policy.global_policy._moved_s.keys() <= {"c"}  # type: ignore[attr-defined]
 
 
 def test_balance_needs_two_replicas_and_somebody_to_move() -> None:
@@ -113,7 +113,8 @@ def test_migrate_leaves_who_fits_nowhere_and_who_waits_for_nothing_long() -> Non
 def test_migrate_moves_who_waits_for_its_history() -> None:
     """The default policy holds it for its own replica, for as long as to compute it again would take."""
     policy = load_policy(
-        "breakeven", {"reserve_tokens": 0, "home_wait_ratio": 1e9, "control": "migrate", "control.wait_s": 0.0}
+        "breakeven",
+        {"reserve_tokens": 0, "home_wait_ratio": 1e9, "global_policy": "migrate", "global_policy.wait_s": 0.0},
     )
     driver = Driver(policy, replicas={"r0": 10_000, "r1": 8_000})
     driver.takes_turn("a", 5_000)
@@ -215,24 +216,30 @@ def test_reassign_ends_nothing_that_is_used_where_no_capacity_is_known() -> None
 def test_several_are_asked_each_in_its_own_period() -> None:
     """With the settings that each has."""
     policy = load_policy(
-        "ttl", {"control": "balance+migrate", "control.rest_s": 5.0, "control.wait_s": 0.0, "control.period_s": 3.0}
+        "ttl",
+        {
+            "global_policy": "balance+migrate",
+            "global_policy.rest_s": 5.0,
+            "global_policy.wait_s": 0.0,
+            "global_policy.period_s": 3.0,
+        },
     )
-    assert policy.control.name == "balance+migrate"  # type: ignore[attr-defined]
-    assert policy.control.period_s == 3.0  # type: ignore[attr-defined]
-    assert repr(policy.control) == "<ControlChain balance+migrate>"  # type: ignore[attr-defined]
-    assert policy.name == "ttl+control=balance+migrate"
+    assert policy.global_policy.name == "balance+migrate"  # type: ignore[attr-defined]
+    assert policy.global_policy.period_s == 3.0  # type: ignore[attr-defined]
+    assert repr(policy.global_policy) == "<ControlChain balance+migrate>"  # type: ignore[attr-defined]
+    assert policy.name == "ttl+global_policy=balance+migrate"
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"control": "nobody"}, r"no control 'nobody'; there are balance, migrate, reassign"),
-        ({"control": "balance+nobody"}, r"no control 'nobody'"),
-        ({"control": "balance", "control.x": 1}, r"control balance has no setting 'x'"),
-        ({"control": "balance+migrate", "control.x": 1}, r"none of balance\+migrate has a setting 'x'"),
-        ({"control": "balance", "control.gap_ratio": 0}, r"gap_ratio"),
-        ({"control": "migrate", "control.wait_s": -1}, r"wait_s"),
-        ({"control": "reassign", "control.spare_ratio": 1}, r"spare_ratio"),
+        ({"global_policy": "nobody"}, r"no global_policy 'nobody'; there are balance, migrate, reassign"),
+        ({"global_policy": "balance+nobody"}, r"no global_policy 'nobody'"),
+        ({"global_policy": "balance", "global_policy.x": 1}, r"global_policy balance has no setting 'x'"),
+        ({"global_policy": "balance+migrate", "global_policy.x": 1}, r"none of balance\+migrate has a setting 'x'"),
+        ({"global_policy": "balance", "global_policy.gap_ratio": 0}, r"gap_ratio"),
+        ({"global_policy": "migrate", "global_policy.wait_s": -1}, r"wait_s"),
+        ({"global_policy": "reassign", "global_policy.spare_ratio": 1}, r"spare_ratio"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, str | float], complaint: str) -> None:

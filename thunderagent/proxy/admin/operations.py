@@ -1,4 +1,4 @@
-"""The primitives of control as routes: route, set_priority, migrate, kill, provision.
+"""The operations as routes: route, set_priority, migrate, kill, provision.
 
 Each is an event of the core (`programs/operations.py`), so that a replay shows it. Replicas are started and ended by
 who is configured for that.
@@ -170,7 +170,7 @@ class ProvisionReport(BaseModel):
     failure: str
 
 
-class ControlReport(BaseModel):
+class OperationsReport(BaseModel):
     """What is said by now."""
 
     policy: str | None
@@ -178,8 +178,8 @@ class ControlReport(BaseModel):
     provision: ProvisionReport | None
 
 
-class Primitives:
-    """Handlers of `/control`."""
+class Operations:
+    """Handlers of `/operations`."""
 
     def __init__(self, runtime: Runtime, provisioner: Provisioner | None) -> None:
         """Control `runtime`."""
@@ -189,12 +189,12 @@ class Primitives:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
         return [
-            web.get("/control", self.report),
-            web.post("/control/route", self.route),
-            web.post("/control/set_priority", self.set_priority),
-            web.post("/control/migrate", self.migrate),
-            web.post("/control/kill", self.kill),
-            web.post("/control/provision", self.provision),
+            web.get("/operations", self.report),
+            web.post("/operations/route", self.route),
+            web.post("/operations/set_priority", self.set_priority),
+            web.post("/operations/migrate", self.migrate),
+            web.post("/operations/kill", self.kill),
+            web.post("/operations/provision", self.provision),
         ]
 
     async def report(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
@@ -205,7 +205,7 @@ class Primitives:
                 targets.setdefault((scope.value, name), {}).update(route.targets)
         routes = [RouteReport(scope=scope, name=name, replicas=to) for (scope, name), to in targets.items()]
         policy = self._runtime.scheduler.global_policies.name
-        return report_response(ControlReport(policy=policy, routes=routes, provision=self._provision_report()))
+        return report_response(OperationsReport(policy=policy, routes=routes, provision=self._provision_report()))
 
     async def route(self, request: web.Request) -> web.Response:
         """Send programs to replicas: those that wait now, the others with their next turn."""

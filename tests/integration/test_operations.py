@@ -1,4 +1,4 @@
-"""The primitives of control over HTTP, and replicas that are started and ended as real processes."""
+"""The operations over HTTP, and replicas that are started and ended as real processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def id_of(url: str) -> str:
 
 
 async def say(proxy: RunningProxy, primitive: str, **body: Any) -> Answer:
-    return await post(proxy.url, f"/control/{primitive}", body)
+    return await post(proxy.url, f"/operations/{primitive}", body)
 
 
 def home(proxy: RunningProxy, program_id: str) -> str | None:
@@ -70,10 +70,10 @@ async def test_a_route_sends_programs_of_a_class_to_a_replica() -> None:
             body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
             assert (await post(proxy.url, "/v1/chat/completions", body, *headers)).status == 200
         assert {home(proxy, f"p{number}") for number in range(4)} == {id_of(two.url)}
-        report = (await get(proxy.url, "/control")).json()
+        report = (await get(proxy.url, "/operations")).json()
         assert report == {"policy": None, "routes": [answer.json()], "provision": None}
         await say(proxy, "route", program_class="coder", replicas=[])
-        assert (await get(proxy.url, "/control")).json()["routes"] == []
+        assert (await get(proxy.url, "/operations")).json()["routes"] == []
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ async def test_a_route_sends_programs_of_a_class_to_a_replica() -> None:
 async def test_a_route_that_cannot_be_is_refused_in_one_sentence(replicas: object, message: str) -> None:
     """What is wrong with it, and not with all that it might have been."""
     async with running_proxy(up=0) as proxy:
-        answer = await post(proxy.url, "/control/route", {"all": True, "replicas": replicas})
+        answer = await post(proxy.url, "/operations/route", {"all": True, "replicas": replicas})
         assert (answer.status, answer.error["code"], answer.error["message"]) == (400, "invalid_request", message)
-        answer = await post(proxy.url, "/control/route", {"replicas": []})
+        answer = await post(proxy.url, "/operations/route", {"replicas": []})
         assert answer.error["message"] == "name one of program_id, group_id, program_class, tenant, or all"
 
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/control/route", "POST"),
-        ("PUT", "/control/route?x=1", "POST"),
-        ("POST", "/control", "GET, HEAD"),
+        ("GET", "/operations/route", "POST"),
+        ("PUT", "/operations/route?x=1", "POST"),
+        ("POST", "/operations", "GET, HEAD"),
         ("PUT", "/programs", "GET, HEAD, POST"),
     ],
 )
@@ -108,7 +108,7 @@ async def test_a_path_with_another_method_says_which_it_takes(method: str, path:
         answer = await exchange(proxy.url, method, path)
         assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
         assert answer.header("Allow") == allowed
-        assert (await exchange(proxy.url, method, "/control/routes")).status == 404
+        assert (await exchange(proxy.url, method, "/operations/routes")).status == 404
 
 
 async def test_who_waits_for_the_replica_of_its_route_is_told_of() -> None:
@@ -182,8 +182,8 @@ async def test_what_was_said_of_a_program_can_be_read_back() -> None:
 
 async def test_replicas_that_nobody_ends_are_not_said_to_end() -> None:
     """Two replicas with nothing to do under `reassign`, and no `--provision`."""
-    quick = {"control.patience_s": "0", "control.period_s": "0.01"}
-    settings = {"control": "reassign", "policy_args": quick, "tick_s": 0.01}
+    quick = {"global_policy.patience_s": "0", "global_policy.period_s": "0.01"}
+    settings = {"global_policy": "reassign", "policy_args": quick, "tick_s": 0.01}
     async with fake_replica() as one, fake_replica() as two, running_proxy(one.url, two.url, **settings) as proxy:
         asked: Counter[str] = Counter()
         proxy.runtime.observe(lambda event, _: asked.update([type(event).__name__]))
@@ -328,7 +328,7 @@ async def test_replicas_are_started_and_ended_by_command() -> None:
         last = engines_of(proxy)[0]
         refused = await say(proxy, "kill", replica_id=last)
         assert (refused.status, refused.error["code"]) == (409, "provision_limit")
-        report = (await get(proxy.url, "/control")).json()["provision"]
+        report = (await get(proxy.url, "/operations")).json()["provision"]
         assert report == {"by": "command", "started_count": 1, "starting_count": 0, "failure": ""}
         (pid,) = process_ids(last)
     await until(lambda: not Path(f"/proc/{pid}").exists())
@@ -339,7 +339,7 @@ async def test_a_started_replica_is_known_by_its_url_however_that_is_written() -
     config = by_command(provision_min=1, provision_max=2, provision_url="http://127.0.0.1:{port}/")
     async with running_proxy(up=1, **config) as proxy:
         async with asyncio.timeout(5):
-            while (await get(proxy.url, "/control")).json()["provision"]["starting_count"]:
+            while (await get(proxy.url, "/operations")).json()["provision"]["starting_count"]:
                 await asyncio.sleep(0.02)
         (replica_id,) = engines_of(proxy)
         await say(proxy, "provision")
@@ -358,7 +358,7 @@ async def test_a_started_replica_that_is_removed_ends(query: str) -> None:
         assert (await exchange(proxy.url, "DELETE", f"/replicas/{replica_id}{query}")).status in (200, 202)
         await until(lambda: not process_ids(replica_id), within_s=10)
         async with asyncio.timeout(5):
-            while (await get(proxy.url, "/control")).json()["provision"]["started_count"]:
+            while (await get(proxy.url, "/operations")).json()["provision"]["started_count"]:
                 await asyncio.sleep(0.02)
         assert (await say(proxy, "provision")).status == 202
         await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
@@ -395,9 +395,9 @@ async def test_a_command_that_cannot_be_started_is_told() -> None:
     async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
         assert (await say(proxy, "provision")).status == 202
         async with asyncio.timeout(10):
-            while "nowhere" not in (await get(proxy.url, "/control")).json()["provision"]["failure"]:
+            while "nowhere" not in (await get(proxy.url, "/operations")).json()["provision"]["failure"]:
                 await asyncio.sleep(0.02)
-        assert (await get(proxy.url, "/control")).json()["provision"]["started_count"] == 0
+        assert (await get(proxy.url, "/operations")).json()["provision"]["started_count"] == 0
         assert (await ask(proxy.url, "a")).status == 200
 
 
@@ -408,7 +408,7 @@ async def test_a_replica_that_never_answers_is_ended() -> None:
     async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
         await say(proxy, "provision")
         async with asyncio.timeout(10):
-            while "did not answer" not in (await get(proxy.url, "/control")).json()["provision"]["failure"]:
+            while "did not answer" not in (await get(proxy.url, "/operations")).json()["provision"]["failure"]:
                 await asyncio.sleep(0.02)
         await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=10)
 
@@ -417,12 +417,12 @@ async def test_a_policy_starts_a_replica_when_turns_wait_and_ends_it_when_they_a
     """`reassign`, over real sockets and processes."""
     policy_args = {
         "n": "1",
-        "control.waiting_count": "1",
-        "control.patience_s": "0.2",
-        "control.rest_s": "0.5",
-        "control.period_s": "0.1",
+        "global_policy.waiting_count": "1",
+        "global_policy.patience_s": "0.2",
+        "global_policy.rest_s": "0.5",
+        "global_policy.period_s": "0.1",
     }
-    config = by_command(provision_max=1, policy="cap", policy_args=policy_args, control="reassign")
+    config = by_command(provision_max=1, policy="cap", policy_args=policy_args, global_policy="reassign")
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **config) as proxy:
 
@@ -460,7 +460,7 @@ async def test_a_server_that_is_told_to_end_leaves_no_process() -> None:
         ("engine", "http://127.0.0.1:{port}", r"need \{port\}"),
         ("engine {port}", "http://127.0.0.1:8000", r"need \{port\}"),
         ("engine '{port}", "http://127.0.0.1:{port}", "No closing quotation"),
-        ("engine {port}", "127.0.0.1:{port}", "provision_url: .* is no http or https URL"),
+        ("engine {port}", "127.0.0.1:{port}", "provision_url: .* is not an http or https URL"),
         ("engine {port}", "http://127.0.0.1:{port}/v1", "provision_url: .* without /v1"),
         ("engine {port}", "http://127.0.0.1:{port}#dp=2", "provision_url: .* data_parallel_ranks"),
     ],
@@ -644,8 +644,8 @@ async def test_a_pod_that_ends_is_not_ended_twice() -> None:
                 assert (await say(proxy, "kill", replica_id=id_of(one.url))).status == 202
                 await until(lambda: proxy.runtime.scheduler.replicas[id_of(one.url)].draining)
                 again = await say(proxy, "kill", replica_id=id_of(one.url))
-                assert (again.status, again.error["code"]) == (409, "control_refused")
-                assert (await get(proxy.url, "/control")).json()["provision"]["started_count"] == 1
+                assert (again.status, again.error["code"]) == (409, "operation_refused")
+                assert (await get(proxy.url, "/operations")).json()["provision"]["started_count"] == 1
                 gate.open()
                 assert (await turn).status == 200
                 await until(lambda: id_of(one.url) not in proxy.runtime.scheduler.replicas)
@@ -741,9 +741,9 @@ async def test_a_replica_that_cannot_be_ended_stays() -> None:
                 await until(lambda: api.requests["apps", "statefulsets/scale", "get"] > 0)
                 await say(proxy, "kill", replica_id=id_of(one.url))
                 async with asyncio.timeout(10):
-                    while "only the last" not in (await get(proxy.url, "/control")).json()["provision"]["failure"]:
+                    while "only the last" not in (await get(proxy.url, "/operations")).json()["provision"]["failure"]:
                         await asyncio.sleep(0.02)
                 assert len(engines_of(proxy)) == 2
-                assert (await get(proxy.url, "/control")).json()["provision"]["started_count"] == 2
+                assert (await get(proxy.url, "/operations")).json()["provision"]["started_count"] == 2
     finally:
         await api.stop()

@@ -50,7 +50,7 @@ from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers
 from thunderagent.runtime import Runtime
 
-log = structlog.get_logger("thunderagent.control")
+log = structlog.get_logger("thunderagent.engine_control")
 
 SHOWN_BYTES = 2000
 """So much of what a replica said is repeated in an answer that is not its own."""
@@ -61,7 +61,7 @@ OVERTAKING_S = 1.0
 ABORT_AGAIN_AFTER_S = (0.02, 0.05, 0.1, 0.2, 0.4)
 """As long as such a turn is there, its engine is told again, after each of these times."""
 
-REPLIES_HEADER = "X-Control-Replies"
+REPLIES_HEADER = "X-Engine-Control-Replies"
 
 
 class Reply(NamedTuple):
@@ -90,7 +90,7 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ControlSettings:
+class EngineControlSettings:
     """How engines are controlled. What is usual stands in the configuration, and nowhere else."""
 
     timeout_s: float
@@ -101,10 +101,12 @@ class ControlSettings:
     """For a lease of which its caller says nothing."""
 
 
-class Control:
+class EngineControl:
     """Tell replicas what trainers want of them."""
 
-    def __init__(self, runtime: Runtime, client: ReplicaClient, replicas: Replicas, settings: ControlSettings) -> None:
+    def __init__(
+        self, runtime: Runtime, client: ReplicaClient, replicas: Replicas, settings: EngineControlSettings
+    ) -> None:
         """Tell `replicas` with `client`, and have `runtime` grant accordingly."""
         self._runtime = runtime
         self._client = client

@@ -1,4 +1,4 @@
-"""The control loop alone: a period of the global policies, and one turn on its way, with 131,072 turns that wait.
+"""The global policies alone: a period of the global policies, and one turn on its way, with 131,072 turns that wait.
 
 No HTTP and no engines, one core. `routed`: the programs of 48 tenants wait for the replica of their tenant, and 16
 further replicas are in their routes, where there is now and then room. `anywhere`: all wait in the one paused queue.
@@ -44,7 +44,7 @@ class Shortest:
     def decide(self, view: View) -> None:
         """Prioritise who waits since the last period."""
         for program in view.newly_waiting():
-            view.propose_priority(program, program.claim_tokens // 1000, Reason.CONTROL)
+            view.propose_priority(program, program.claim_tokens // 1000, Reason.GLOBAL_POLICY)
 
 
 @dataclass
@@ -102,10 +102,10 @@ class Fleet:
         return self.scheduler.ledger.waiting_count
 
 
-def build(waiting_count: int, replicas_count: int, *, routed: bool, policy: str, control: str) -> Fleet:
+def build(waiting_count: int, replicas_count: int, *, routed: bool, policy: str, global_policy: str) -> Fleet:
     """Return a fleet whose replicas are full, and on which so many turns wait."""
     tenants_count = int(ROUTED_PART * replicas_count) if routed else 0
-    fleet = Fleet(Scheduler(load_policy(policy, {"control": control})), tenants_count)
+    fleet = Fleet(Scheduler(load_policy(policy, {"global_policy": global_policy})), tenants_count)
     for number in range(replicas_count):
         fleet.send(ReplicaPolled(fleet.now_s, f"r{number}", CAPACITY_TOKENS))
         fleet.send(ReplicaUp(fleet.now_s, f"r{number}"))
@@ -226,18 +226,20 @@ def main() -> None:
     parser.add_argument("--periods", type=int, default=100)
     parser.add_argument("--turns", type=int, default=10_000)
     parser.add_argument("--policy", default="breakeven")
-    parser.add_argument("--control", default="balance+migrate+reassign+benchmarks.control:Shortest")
+    parser.add_argument("--global-policy", default="balance+migrate+reassign+benchmarks.global_policy:Shortest")
     args = parser.parse_args()
     os.sched_setaffinity(0, {0})
     figures = {}
     for case in ("routed", "anywhere"):
-        fleet = build(args.waiting, args.replicas, routed=case == "routed", policy=args.policy, control=args.control)
+        fleet = build(
+            args.waiting, args.replicas, routed=case == "routed", policy=args.policy, global_policy=args.global_policy
+        )
         figures[case] = periods(fleet, args.periods, args.waiting) | route_one(fleet, args.turns)
         print(case)
         for name, value in figures[case].items():
             print(f"  {name:24} {value:.4f}" if isinstance(value, float) else f"  {name:24} {value}")
         del fleet
-    save_results("control", {"arguments": vars(args), "figures": figures})
+    save_results("global_policy", {"arguments": vars(args), "figures": figures})
 
 
 if __name__ == "__main__":

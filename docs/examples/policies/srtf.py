@@ -1,0 +1,12 @@
+# srtf.py
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Srtf:
+    period_s: float = 1.0
+    name: str = "srtf"
+
+    def decide(self, view):
+        for program in view.newly_waiting():
+            view.propose_priority(program, -program.turn_count)

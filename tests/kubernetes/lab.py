@@ -1,0 +1,64 @@
+"""Run tests beside a Kubernetes of their own: `python -m tests.kubernetes.lab PYTEST-ARGUMENTS`.
+
+Where KUBECONFIG is set, they run against that cluster. Otherwise all of it, pytest too, runs in network, mount and
+process namespaces that end with it: no process, no mount and no route is left, even if this one is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.environments import RealEngineError
+from tests.kubernetes.cluster import remove_cgroups
+from tests.kubernetes.parts import PartsError, kubectl, programs, write_images
+
+FOLDER_VARIABLE = "THUNDERAGENT_TEST_LAB"
+PROGRAMS_VARIABLE = "THUNDERAGENT_TEST_PROGRAMS"
+"""Where a cluster is to be, and what it is made of: set only within the namespaces."""
+
+
+def main(arguments: list[str]) -> int:
+    """Return pytest's exit status."""
+    pytest = [sys.executable, "-m", "pytest", *arguments]
+    if os.environ.get("KUBECONFIG"):
+        return subprocess.run(pytest, check=False).returncode
+    if os.geteuid() != 0:
+        print("a Kubernetes of the tests' own needs root; or name a cluster with KUBECONFIG", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clean up then, too
+    folder = Path(tempfile.mkdtemp(prefix="thunderagent-kubernetes-"))
+    try:
+        made = programs()
+        write_images(folder)
+        environment = {**os.environ, FOLDER_VARIABLE: str(folder), "PATH": f"{kubectl().parent}:{os.environ['PATH']}"}
+        environment[PROGRAMS_VARIABLE] = str(made)
+        status = subprocess.run(in_namespaces(pytest), env=environment, check=False).returncode
+    except (PartsError, RealEngineError) as error:
+        print(f"no Kubernetes: {error}", file=sys.stderr)
+        return 1
+    finally:
+        left = remove_cgroups(folder.name)
+        shutil.rmtree(folder, ignore_errors=True)
+    if left:
+        print(f"left behind: {left}", file=sys.stderr)
+    return status or bool(left)
+
+
+def in_namespaces(command: list[str]) -> list[str]:
+    """Return a command that runs another in namespaces of its own, and ends with us and all that it started."""
+    return [
+        *("setpriv", "--pdeathsig", "KILL"),
+        *("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"),
+        *("bash", "-c", '"$@"; exit $?', "lab"),  # the first process there: it gets what loses its parent
+        *command,
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""A program passes from one scheduler to another: it stands where it stood, and has what it had."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.handlers.adoption import record_of
+from thunderagent.programs.model.kept import ProgramRecord, ProgramsAdopted
+from thunderagent.programs.model.places import Kind
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.policies.cap import Cap
+
+
+def records(driver: Driver) -> dict[str, ProgramRecord]:
+    book = driver.scheduler.book
+    return {program_id: record_of(program, book) for program_id, program in book.programs.items()}
+
+
+def adopts(driver: Driver, kept: dict[str, ProgramRecord]) -> None:
+    driver.send(ProgramsAdopted(driver.now_s, "r0", tuple(kept.values())))
+
+
+def busy() -> Driver:
+    """One program of each standing, where two programs at a time may be active."""
+    driver = Driver(Cap(n=2), replicas={"r0": 100_000, "r1": 100_000}, settings=SchedulerSettings(idle_limit_s=20.0))
+    driver.takes_turn("idle", 500)
+    driver.passes(21.0)
+    driver.ticks()
+    driver.takes_turn("acting", 1000)
+    driver.tool_starts("acting", "make")
+    driver.arrives("working", 2000, branch="side")
+    driver.arrives("waits", 3000)
+    driver.opens("announced", group="g", parent="acting")
+    driver.passes(2.0)
+    return driver
+
+
+def test_programs_stand_with_the_next_scheduler_where_they_stood() -> None:
+    """What is written down of them there is the same, but for turns, which their gateways tell."""
+    driver = busy()
+    kept = records(driver)
+    places = {program_id: program.place.kind for program_id, program in driver.scheduler.programs.items()}
+    assert places == {
+        "idle": Kind.AWAY,
+        "acting": Kind.ACTING,
+        "working": Kind.WORKING,
+        "waits": Kind.WAITING,
+        "announced": Kind.AWAY,
+    }
+    other = Driver(Cap(n=2), replicas={"r0": 100_000, "r1": 100_000})
+    adopts(other, kept)
+    after = records(other)
+    assert after.keys() == kept.keys()
+    for program_id, record in kept.items():
+        turned = record if program_id != "working" else record._replace(resident_tokens=0)  # its turn is told later
+        now = after[program_id] if program_id != "working" else after[program_id]._replace(resident_tokens=0)
+        if program_id == "waits":
+            assert (record.standing, now.standing) == ("paused", "idle"), "it has no memory to be restored to"
+            continue
+        assert now == turned
+    assert other.demand("r0") + other.demand("r1") > 0
+    assert other.scheduler.book.active_count == 2
+
+
+def test_a_program_whose_replica_is_not_open_is_paused() -> None:
+    """It has what it used, and waits for room with its next turn."""
+    kept = records(busy())
+    other = Driver(Cap(n=1), replicas={})
+    adopts(other, kept)
+    assert other.scheduler.book.active_count == 0
+    assert other.program("acting").prompt_tokens_total == kept["acting"].prompt_tokens_total
+    assert other.program("acting").place.kind is Kind.RESTING
+
+
+def test_a_program_that_lives_is_not_adopted_and_a_tenant_has_no_more_than_it_may() -> None:
+    """What the next scheduler knows is newer."""
+    other = Driver(Cap(n=1), settings=SchedulerSettings(max_programs_count=1))
+    other.takes_turn("a", 700)
+    adopts(other, {"a": ProgramRecord("a", standing="active", replica_id="r0")})
+    assert other.program("a").context_tokens > 0
+    turn = other.arrives("a", 900)
+    adopts(other, {"b": ProgramRecord("b"), "a": ProgramRecord("a")})
+    assert list(other.scheduler.programs) == ["a"]
+    other.finishes(turn)
+
+
+@pytest.mark.parametrize("ages", [(0.0, 5.0, 50.0)])
+def test_ages_grow_with_the_time_that_passed(ages: tuple[float, ...]) -> None:
+    """The next scheduler counts them on its own clock."""
+    driver = busy()
+    kept = records(driver)["acting"]
+    olds = [kept.older(elapsed_s) for elapsed_s in ages]
+    for (first_s, first), (second_s, second) in pairwise(zip(ages, olds, strict=True)):
+        assert second.age_s - first.age_s == pytest.approx(second_s - first_s)
+    other = Driver(Cap(n=1))
+    adopts(other, {"acting": olds[-1]})
+    program = other.program("acting")
+    assert other.now_s - program.acting_since_s == pytest.approx(kept.acting_s + ages[-1])
+    assert program.tool_runs
+    assert program.tool == "make"
+
+
+def test_who_writes_down_programs_hears_of_each_that_changed() -> None:
+    """Once, however often; of one that ended, that it did."""
+    driver = Driver(Cap(n=1))
+    book = driver.scheduler.book
+    assert book.changed_programs is None
+    book.changed_programs = {}
+    driver.takes_turn("a", 100)
+    driver.takes_turn("a", 300)
+    driver.arrives("b", 100)
+    assert list(book.changed_programs) == ["a", "b"]
+    book.changed_programs = {}
+    driver.tool_starts("a", "x")
+    driver.releases("b")
+    assert list(book.changed_programs) == ["a", "b"]
+    assert book.changed_programs["b"].place is book.ended

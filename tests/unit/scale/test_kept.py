@@ -1,0 +1,225 @@
+"""What a scheduler leaves for the next one: written once, read as often as it comes, by another version too."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from thunderagent.errors import BadFrameError
+from thunderagent.programs.model.kept import BranchRecord, ProgramRecord
+from thunderagent.scale import kept as kept_module
+from thunderagent.scale.candidacy import GIVEN_UP, Candidacy
+from thunderagent.scale.journal import SLICE_COUNT, TELL_AFTER_COUNT, WAITING_COUNT, Journal
+from thunderagent.scale.kept import (
+    At,
+    Begins,
+    Counted,
+    Ended,
+    Entry,
+    Kept,
+    Learned,
+    Linked,
+    Lost,
+    Record,
+    Sums,
+    Whole,
+    decode,
+    encode,
+    program_of,
+)
+
+PROGRAM = ProgramRecord("p", "t", standing="active", replica_id="r0", branches=(BranchRecord("", 70),), age_s=3.0)
+
+
+def read(*entries: Entry, now_s: float = 0.0) -> Kept:
+    kept = Kept()
+    for entry in entries:
+        kept.take(decode(encode(entry)), now_s)
+    return kept
+
+
+def programs(kept: Kept, now_s: float = 0.0) -> dict[str, ProgramRecord]:
+    return {record.program_id: record for _, record in kept.programs(now_s)}
+
+
+# --- what entries add up to
+
+
+def test_the_last_word_on_a_program_counts_and_an_entry_may_come_twice() -> None:
+    first = Entry(1, 10.0, [At("", PROGRAM), At("other", PROGRAM), At("", ProgramRecord("q"))])
+    second = Entry(1, 11.0, [At("", PROGRAM._replace(turn_count=9)), Ended("", "q"), Ended("", "never-was")])
+    for entries in ((first, second), (first, first, second, second)):
+        kept = read(*entries, now_s=11.0)
+        assert kept.programs_count == 2
+        found = dict(kept.programs(11.0))
+        assert found[""].turn_count == 9
+        assert found["other"] == PROGRAM.older(1.0)
+
+
+def test_programs_age_by_the_own_clock_from_the_entry_that_came_with_the_least_delay() -> None:
+    """The writer's clock is 1,000 s behind; the second entry took half a second, the first one four."""
+    kept = Kept()
+    kept.take(Entry(1, 10.0, [At("", PROGRAM)]), 1014.0)
+    kept.take(Entry(1, 20.0, []), 1020.5)
+    assert programs(kept, 1030.5)["p"].age_s == pytest.approx(3.0 + 20.0)
+
+
+def test_programs_that_are_not_told_again_are_gone() -> None:
+    kept = read(Entry(1, 1.0, [At("", ProgramRecord("gone")), At("", PROGRAM)]))
+    kept.take(Entry(2, 2.0, [Begins(), At("", PROGRAM)]), 2.0)
+    assert kept.programs_count == 2
+    kept.take(Entry(2, 3.0, [At("", ProgramRecord("new")), Whole()]), 3.0)
+    assert set(programs(kept)) == {"p", "new"}
+
+
+def test_counted_turns_are_of_a_run_of_a_gateway_and_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_module, "COUNTED_COUNT", 3)
+    kept = read(Entry(1, 1.0, [Linked("g", 7), Counted("g", (1, 2)), Linked("g", 7), Counted("g", (3, 4))]))
+    assert list(kept.gateways["g"].counted) == [2, 3, 4]
+    kept.take(Entry(1, 2.0, [Linked("g", 8), Counted("unknown", (1,))]), 2.0)
+    assert not kept.gateways["g"].counted
+    kept.take(Entry(1, 2.0, [Lost("g"), Sums({"finished": 3}, 5, 6, 7), Learned(b"x")]), 2.0)
+    assert (kept.gateways["g"].is_there, kept.sums.output_tokens, kept.learned) == (False, 6, b"x")
+    kept.take(Entry(1, 3.0, [Begins(), Linked("h", 1), Whole()]), 3.0)
+    assert list(kept.gateways) == ["h"]
+
+
+# --- versions
+
+
+def test_fields_and_kinds_of_a_later_version_are_not_read() -> None:
+    """And what an earlier one did not write is the default."""
+    later = [*PROGRAM[:8], [["", 70, 1, None, "", 0, "new"]], *PROGRAM[9:], "new", 4]
+    data = msgspec.msgpack.encode([1, 5.0, [["at", "", later, "new"], ["unheard-of", 1], ["ended", "", "q", 8]], 1])
+    kept = read()
+    kept.take(decode(data), 5.0)
+    assert programs(kept, 5.0)["p"] == PROGRAM._replace(branches=(BranchRecord("", 70, 1),))
+    assert program_of(["p", "t"]) == ProgramRecord("p", "t")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"[]", msgspec.msgpack.encode([1, 2.0, [["at", 3]]])])
+def test_what_is_no_entry_is_said_to_be_none(data: bytes) -> None:
+    with pytest.raises(BadFrameError):
+        decode(data)
+
+
+def test_a_program_that_cannot_be_read_is_left_out() -> None:
+    kept = read(Entry(1, 1.0, [At("", ["p", 7]), At("", ["q"])]))
+    assert set(programs(kept)) == {"q"}
+
+
+# --- what is to be written
+
+
+class Source:
+    """Programs that change."""
+
+    def __init__(self, count: int) -> None:
+        self.programs = {f"p{number}": ProgramRecord(f"p{number}") for number in range(count)}
+        self.changed: list[Record] = []
+        self.total = 0
+        self.journal = Journal(
+            1,
+            changes=self._changes,
+            everything=lambda: [At("", each) for each in self.programs.values()],
+            sums=self._sums,
+        )
+        self.kept = Kept()
+        self.written_count = 0
+
+    def _changes(self) -> list[Record]:
+        changed, self.changed = self.changed, []
+        return changed
+
+    def _sums(self) -> Sums:
+        return Sums({"finished": self.total})
+
+    def count(self, turn_id: int) -> list[tuple[str, int]]:
+        self.total += 1
+        return self.journal.counted("g", turn_id)
+
+    def write(self) -> list[tuple[str, int]]:
+        """Write one entry; return which turns are acknowledged for it."""
+        entry = self.journal.entry(0.0)
+        assert entry is not None
+        self.kept.take(decode(encode(entry)), 0.0)
+        self.written_count += 1
+        return self.journal.was_written(str(self.written_count), len(self.programs))
+
+    def write_all(self) -> None:
+        while self.journal.entry(0.0) is not None:
+            self.write()
+
+
+def test_a_turn_is_acknowledged_with_the_entry_that_has_it_and_its_sums() -> None:
+    source = Source(1)
+    source.journal.linked("g", 1)
+    source.write_all()
+    assert source.count(5) == []
+    entry = source.journal.entry(0.0)
+    source.count(6)
+    assert source.journal.entry(1.0) is entry, "it is being written"
+    assert source.write() == [("g", 5)]
+    assert (source.kept.sums.outcome_counts, list(source.kept.gateways["g"].counted)) == ({"finished": 1}, [5])
+    assert source.write() == [("g", 6)]
+    assert source.kept.sums.outcome_counts == {"finished": 2}
+    assert source.journal.entry(0.0) is None
+
+
+def test_all_is_told_at_the_begin_and_what_changed_meanwhile_with_it() -> None:
+    source = Source(2 * SLICE_COUNT)
+    source.write()
+    source.changed = [Ended("", "p0"), At("", ProgramRecord("new"))]
+    assert source.journal.has_more
+    assert source.journal.tells_from is None
+    source.write_all()
+    assert source.kept.programs_count == 2 * SLICE_COUNT
+    assert source.journal.tells_from == "1", "what is before the first entry can go"
+
+
+def test_all_is_told_again_after_many_records_and_when_the_store_lost_it() -> None:
+    source = Source(3)
+    source.write_all()
+    source.journal.tells_from = None
+    source.changed = [At("", ProgramRecord("p1"))] * (TELL_AFTER_COUNT + 13)
+    source.write()
+    assert source.journal.has_more
+    source.write_all()
+    assert source.journal.tells_from == str(source.written_count)
+    source.kept = Kept()
+    source.journal.tell_all()
+    source.write_all()
+    assert source.kept.programs_count == 3
+
+
+def test_too_many_turns_that_wait_are_acknowledged_unwritten() -> None:
+    """A store that is away for long makes gateways keep no more than that."""
+    source = Source(0)
+    acknowledged = [turn for turn_id in range(WAITING_COUNT + 1) for turn in source.count(turn_id)]
+    assert len(acknowledged) == WAITING_COUNT + 1
+    assert source.count(0) == []
+
+
+# --- the lock
+
+
+def test_a_lock_is_taken_when_it_is_free_given_up_or_its_owner_is_dead() -> None:
+    candidacy = Candidacy(3.0)
+    assert candidacy.may_take(None, 0, 100.0) == GIVEN_UP, "nobody ever led"
+    assert candidacy.may_take("other", 1, 100.0) is None
+    assert candidacy.may_take(GIVEN_UP, 1, 100.0) == GIVEN_UP
+    candidacy.died("someone")
+    assert candidacy.may_take("other", 1, 100.0) is None
+    candidacy.died("other")
+    assert candidacy.may_take("other", 1, 100.0) == "other"
+
+
+def test_after_the_store_was_away_the_old_owner_comes_first() -> None:
+    """For as long as a lock lasts: it believes that it leads, and takes it again."""
+    candidacy = Candidacy(3.0)
+    assert candidacy.may_take("other", 1, 100.0) is None
+    assert candidacy.may_take(None, 1, 103.0) == GIVEN_UP, "it ended under our eyes"
+    candidacy.failed()
+    assert candidacy.may_take(None, 1, 110.0) is None
+    assert candidacy.may_take(None, 1, 112.9) is None
+    assert candidacy.may_take(None, 1, 113.0) == GIVEN_UP

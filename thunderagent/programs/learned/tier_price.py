@@ -1,0 +1,183 @@
+"""What a prefix costs that an engine lost from its pool: to load it from a tier behind it, or to compute it again.
+
+Theory of operation
+===================
+An engine may have a tier behind its pool: memory of the host, or a disk, to which evicted blocks go. A context that is
+not in the pool any more is then mostly loaded, which costs far less than to compute it. So what losing a token costs is
+
+    found · restore + (1 - found) · prefill
+
+seconds: `found` is the part of what the pool had lost that the tier still had, `restore` the time to load a token.
+
+Both are learned from turns that come back to the engine that ran the turn before. Of their context the engine should
+have had so much in its pool (`residency.py`); of the rest what its usage calls cached came from the tier. The time to
+the first token, less the prefill of what was not cached, was the loading, or waiting for others: a low quantile is near
+the truth, as for prefill itself. An engine whose usage does not say what was cached tells by its counters alone how
+much was found, and that too low, because they count new tokens among what was looked up; its price of loading stays
+unknown, and a loss costs what it costs without a tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from thunderagent.programs.learned.growth import FEW_TOKENS, MANY_TOKENS, TOKEN_S_EDGES
+from thunderagent.programs.learned.histogram import LogHistogram, check_range
+from thunderagent.programs.model.learned import TierRecord
+from thunderagent.programs.model.turn import Branch, Turn
+
+LOW_RATIO = 0.25
+"""Turns that waited least for others."""
+
+ENOUGH_TURNS_COUNT = 8
+"""Until so many told, a loss is taken to cost what it costs without a tier."""
+
+FORGETTING_RATIO = 0.98
+"""Weight of a turn over that of the next one: a tier may be full within minutes."""
+
+UNSEEN_REPLICAS_COUNT = 256
+"""What was learned of so many replicas that did not come back is kept."""
+
+
+class TierPrice:
+    """Learn what one replica's tier holds, and what it costs to load it."""
+
+    __slots__ = ("_found_tokens", "_missing_tokens", "_restore_s", "found_ratio", "restore_token_s")
+
+    def __init__(self) -> None:
+        """Begin with a tier of which nothing is known."""
+        self._restore_s = LogHistogram(TOKEN_S_EDGES)
+        self._missing_tokens = self._found_tokens = 0.0
+        self.found_ratio = 0.0
+        """Part of what the pool had lost that the tier had; 0 until one turn told."""
+        self.restore_token_s = inf
+        """Seconds to load a token; infinite until enough turns told."""
+
+    def found(self, missing_tokens: int, found_tokens: int) -> None:
+        """Take in how much of what a pool had lost was found behind it."""
+        self._missing_tokens = self._missing_tokens * FORGETTING_RATIO + missing_tokens
+        self._found_tokens = self._found_tokens * FORGETTING_RATIO + found_tokens
+        self._measure()
+
+    def loaded(self, loading_s: float, tokens: int) -> None:
+        """Take in how long a first token took, but for prefill, of a turn of which so many tokens were loaded."""
+        if tokens >= MANY_TOKENS:
+            self._restore_s.add(max(0.0, loading_s) / tokens)
+            self._measure()
+
+    def lost_token_s(self, prefill_token_s: float) -> float:
+        """Return what it costs to get a token back that the pool lost: never more than to compute it."""
+        restore_token_s = min(self.restore_token_s, prefill_token_s)
+        return prefill_token_s + self.found_ratio * (restore_token_s - prefill_token_s)
+
+    def export(self, replica_id: str) -> TierRecord:
+        """Return what it holds."""
+        return TierRecord(replica_id, self._restore_s.export(), self._missing_tokens, self._found_tokens)
+
+    def adopt(self, record: TierRecord) -> None:
+        """Know what another one knew. Raises ValueError for what cannot be."""
+        check_range("missing tokens", record.missing_tokens, (0.0, inf))
+        check_range("found tokens", record.found_tokens, (0.0, record.missing_tokens))
+        self._restore_s.adopt(record.restore)
+        self._missing_tokens, self._found_tokens = record.missing_tokens, record.found_tokens
+        self._measure()
+
+    def _measure(self) -> None:
+        if self._missing_tokens:
+            self.found_ratio = self._found_tokens / self._missing_tokens
+        if self._restore_s.total >= ENOUGH_TURNS_COUNT:
+            self.restore_token_s = self._restore_s.quantile(LOW_RATIO, inf)
+
+
+class TierPrices:
+    """The prices of all replicas that have a tier; of the others nothing is known here, and nothing done."""
+
+    __slots__ = ("_known", "by_replica")
+
+    def __init__(self) -> None:
+        """Begin with no tier anywhere."""
+        self.by_replica: dict[str, TierPrice] = {}
+        self._known: dict[str, TierRecord] = {}
+        """Of replicas that were not heard of since this was taken in."""
+
+    def polled(self, replica_id: str, query_tokens: int, hit_tokens: int, *, tells_cached: bool) -> bool:
+        """Take in a replica's counters, if its turns do not say it better; say whether its tier was not known."""
+        price = self.by_replica.get(replica_id)
+        is_new = price is None
+        if price is None:
+            price = self.by_replica[replica_id] = TierPrice()
+            if (known := self._known.pop(replica_id, None)) is not None:
+                price.adopt(known)
+        if query_tokens and not tells_cached:
+            price.found(query_tokens, min(query_tokens, hit_tokens))
+        return is_new
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Forget a replica."""
+        self.by_replica.pop(replica_id, None)
+
+    def lost_token_s(self, replica_id: str | None, prefill_token_s: float) -> float:
+        """Return what it costs a replica to have a token again that its pool lost."""
+        price = self.by_replica.get(replica_id or "")
+        return prefill_token_s if price is None else price.lost_token_s(prefill_token_s)
+
+    def loading_s(self, turn: Turn, branch: Branch | None, prompt_tokens: int, cached_tokens: int | None) -> float:
+        """Return how long what came from the tier took a turn that ended; an estimate if nobody said how much."""
+        price = self.by_replica.get(turn.account_id or "")
+        if price is None or branch is None or price.restore_token_s == inf:
+            return 0.0
+        return price.restore_token_s * _loaded_tokens(price, turn, branch, prompt_tokens, cached_tokens)
+
+    def turn_finished(
+        self,
+        turn: Turn,
+        branch: Branch,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int | None,
+        answered_s: float,
+        prefill_token_s: float,
+    ) -> bool:
+        """Learn from a turn whose first token came `answered_s` after its grant, and whose branch is as before it.
+
+        Say whether it loaded, or may have: then its time is none of prefill alone.
+        """
+        was_here, branch.served_by = branch.served_by == turn.account_id, turn.account_id
+        price = self.by_replica.get(turn.account_id or "")
+        if price is None:
+            return False
+        missing_tokens, _ = _split(turn, branch, prompt_tokens)
+        if cached_tokens is None or not was_here or missing_tokens < MANY_TOKENS:
+            return missing_tokens >= FEW_TOKENS
+        loaded_tokens = _loaded_tokens(price, turn, branch, prompt_tokens, cached_tokens)
+        price.found(missing_tokens, loaded_tokens)
+        price.loaded(answered_s - (prompt_tokens - cached_tokens) * prefill_token_s, loaded_tokens)
+        return True
+
+    def export(self) -> tuple[TierRecord, ...]:
+        """Return what was learned of all."""
+        unseen = list(self._known.values())[-UNSEEN_REPLICAS_COUNT:]
+        return (*unseen, *[price.export(replica_id) for replica_id, price in self.by_replica.items()])
+
+    def adopt(self, records: Sequence[TierRecord]) -> None:
+        """Know what another one knew. Raises ValueError for what cannot be."""
+        for record in records:
+            price = self.by_replica.get(record.replica_id)
+            (TierPrice() if price is None else price).adopt(record)
+            if price is None:
+                self._known[record.replica_id] = record
+
+
+def _split(turn: Turn, branch: Branch, prompt_tokens: int) -> tuple[int, int]:
+    """Return how much of a turn's context its replica's pool had lost, and how much it should have had still."""
+    pool_tokens = max(turn.resident_tokens, turn.kept_tokens)
+    return max(0, min(prompt_tokens, branch.context_tokens) - pool_tokens), pool_tokens
+
+
+def _loaded_tokens(price: TierPrice, turn: Turn, branch: Branch, prompt_tokens: int, cached_tokens: int | None) -> int:
+    """Return how much of a turn came from the tier; an estimate if nobody said what was cached."""
+    missing_tokens, pool_tokens = _split(turn, branch, prompt_tokens)
+    if cached_tokens is None:
+        return int(price.found_ratio * missing_tokens)
+    return max(0, min(missing_tokens, cached_tokens - pool_tokens))

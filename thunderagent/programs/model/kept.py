@@ -1,0 +1,70 @@
+"""What of a program another scheduler can go on from."""
+
+# interpreted: the event log reads the types of the fields, which a compiled class does not keep
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class BranchRecord(NamedTuple):
+    """A branch after its last finished turn."""
+
+    branch_id: str
+    context_tokens: int
+    prompt_tokens: int = 0
+    tokens_per_byte_ratio: float | None = None
+    parent_id: str = ""
+    parent_turns_count: int = 0
+
+
+class ProgramRecord(NamedTuple):
+    """A program as one scheduler had it: where it stands, what it claims and what it used. Fields are only added.
+
+    Times are lengths, counted back from when it was written down: two schedulers share no clock.
+    """
+
+    program_id: str
+    tenant: str = ""
+    group_id: str = ""
+    parent_id: str = ""
+    program_class: str = ""
+    standing: str = "announced"
+    """`announced`, `active`, `paused`, `idle` (its claim went at the idle limit) or `unadmitted`."""
+    replica_id: str = ""
+    """Where it is active, or was when it was paused."""
+    resident_tokens: int = 0
+    """Of it, in that replica's memory."""
+    branches: tuple[BranchRecord, ...] = ()
+    age_s: float = 0.0
+    acting_s: float = 0.0
+    """For how long it has had no turn."""
+    tool: str = ""
+    tool_named: bool = False
+    tool_runs: bool = False
+    priority: int = 0
+    turn_count: int = 0
+    first_prompt_tokens: int = 0
+    larger_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    held_s_total: float = 0.0
+    ideal_s_total: float = 0.0
+
+    def older(self, elapsed_s: float) -> ProgramRecord:
+        """Return the same as it is some time later."""
+        return self._replace(age_s=self.age_s + elapsed_s, acting_s=self.acting_s + elapsed_s)
+
+
+@dataclass(slots=True)
+class ProgramsAdopted:
+    """These programs were another scheduler's, which is no longer there; all of them in the pool of a replica.
+
+    One that lives already stays as it is. One whose replica is not open is paused. What its turns do comes by itself.
+    """
+
+    now_s: float
+    replica_id: str
+    programs: tuple[ProgramRecord, ...]

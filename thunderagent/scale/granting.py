@@ -1,0 +1,162 @@
+"""A scheduler's runtime, as gateways have it: what they say is done there, and what it decides is told to them.
+
+A turn that is held is a task that waits in `Runtime.lease`, as a handler of HTTP would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from msgspec.structs import replace
+
+from thunderagent.errors import ShuttingDownError, ThunderAgentError
+from thunderagent.leases import TurnAsk, TurnEnd
+from thunderagent.programs.model.events import ProgramOpened
+from thunderagent.programs.model.fleet_events import ResidencyReported
+from thunderagent.proxy.fleet.replicas import Watcher
+from thunderagent.runtime import Runtime
+from thunderagent.scale.gateways import Gateways
+from thunderagent.scale.messages import Card, Digest, Progress, Released, Running
+
+
+class Granting:
+    """Grants by a runtime; see `Grants`. All methods belong to one event loop."""
+
+    gateways: Gateways
+    """Who is told."""
+
+    def __init__(self, runtime: Runtime, watcher: Watcher) -> None:
+        """Grant nothing until `is_open` is set."""
+        self.is_open = asyncio.Event()
+        self._runtime = runtime
+        self._watcher = watcher
+        self._waits: dict[int, asyncio.Task[None]] = {}
+        self._uncounted: dict[int, Running] = {}
+        """Turns that run where nothing can be counted now."""
+        self._is_closing = False
+
+    def __repr__(self) -> str:
+        return f"<Granting: {len(self._waits)} wait, {len(self._uncounted)} to be counted>"
+
+    def count_late(self) -> None:
+        """Count turns that can be counted by now."""
+        for turn_id, running in list(self._uncounted.items()):
+            self.adopted(turn_id, running)
+
+    def close(self) -> None:
+        """Have nobody wait any more."""
+        self._is_closing = True
+        for task in self._waits.values():
+            task.cancel()
+
+    def new_turn_id(self) -> int:
+        """Return the runtime's next number."""
+        return self._runtime.new_turn_id()
+
+    def asked(self, turn_id: int, ask: TurnAsk) -> None:
+        """Wait for a lease, in a task."""
+        self._waits[turn_id] = asyncio.create_task(self._lease(turn_id, ask))
+
+    async def _lease(self, turn_id: int, ask: TurnAsk) -> None:
+        try:
+            if not self.is_open.is_set():
+                self.gateways.held(turn_id)
+                await self.is_open.wait()
+            lease = await self._runtime.lease(ask, _Held(self.gateways, turn_id))
+        except ThunderAgentError as error:
+            if not isinstance(error, ShuttingDownError):  # its gateway keeps it for the next scheduler
+                self.gateways.refused(turn_id, error.code, error.message, error.retry_after_s)
+        else:
+            if not self.gateways.granted(turn_id, lease.granted):
+                lease.abandoned()
+        finally:
+            self._waits.pop(turn_id, None)
+
+    def adopted(self, turn_id: int, running: Running) -> None:
+        """Count a turn that runs already, now or as soon as that can be."""
+        ask, replica_id = replace(running.ask, turn_id=turn_id), running.lease.replica_id
+        state = self._runtime.replicas.get(replica_id)
+        grants = state is not None and state.is_open and not state.suspended_for
+        if not grants or not self._runtime.adopt(ask, replica_id):
+            self._uncounted[turn_id] = running
+            return
+        self._uncounted.pop(turn_id, None)
+        if running.unverified:
+            self._runtime.unverified(turn_id)
+        if running.started:
+            self._runtime.started(turn_id)
+        if running.output_tokens:
+            self._runtime.progressed(turn_id, running.output_tokens)
+
+    def progressed(self, turn_id: int, progress: Progress) -> None:
+        """Tell the runtime, now or when the turn is counted."""
+        if (running := self._uncounted.get(turn_id)) is not None:
+            unverified = running.unverified or progress.unverified
+            output_tokens = max(running.output_tokens, progress.output_tokens)
+            started = running.started or not progress.unverified
+            self._uncounted[turn_id] = replace(
+                running, unverified=unverified, started=started, output_tokens=output_tokens
+            )
+        elif progress.unverified:
+            self._runtime.unverified(turn_id)
+        elif progress.output_tokens:
+            self._runtime.progressed(turn_id, progress.output_tokens)
+        else:
+            self._runtime.started(turn_id)
+
+    def ended(self, turn_id: int, end: TurnEnd) -> None:
+        """Give its lease back, or count what it used if it had none here."""
+        if self._uncounted.pop(turn_id, None) is not None:
+            self._runtime.count_end(end)
+        else:
+            self._runtime.ended(replace(end, turn_id=turn_id))
+
+    def left(self, turn_id: int) -> None:
+        """Take a turn out of the queue."""
+        task = self._waits.pop(turn_id, None)
+        if task is not None:
+            task.cancel()
+
+    def released(self, word: Released) -> None:
+        """End a program."""
+        self._runtime.release(word.program_id, word.generation, word.outcome)
+
+    def card(self, card: Card) -> None:
+        """Know a program that another scheduler knew, and where its cache is."""
+        runtime = self._runtime
+        if card.program_id in runtime.programs:
+            return
+        opened = (card.program_id, card.group_id, card.parent_id, card.tenant, card.program_class)
+        runtime.dispatch(ProgramOpened(runtime.now_s(), *opened))
+        if runtime.replicas.is_up(card.replica_id):
+            resident = ((card.program_id, card.tokens),)
+            runtime.dispatch(ResidencyReported(runtime.now_s(), card.replica_id, resident))
+
+    def seen(self, digest: Digest) -> None:
+        """Have a replica looked at."""
+        if digest.seen == "refused":
+            self._watcher.refused(digest.replica_id)
+        elif digest.seen == "failed":
+            self._watcher.suspect(digest.replica_id)
+
+    def tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Tell the runtime."""
+        if not self._is_closing:
+            self._runtime.replica_tripped(replica_id, tripped=tripped)
+
+
+class _Held:
+    """Tells a turn's gateway that it is held."""
+
+    def __init__(self, gateways: Gateways, turn_id: int) -> None:
+        self._gateways = gateways
+        self._turn_id = turn_id
+
+    def __enter__(self) -> None:
+        self._gateways.held(self._turn_id)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say nothing: a grant or a refusal follows, or nobody waits any more."""

@@ -1,0 +1,250 @@
+"""What a scheduler leaves for the next one: entries of a log, and what they add up to.
+
+Theory of operation
+===================
+An entry says what changed since the one before it: where programs stand now, which of them ended, which turns of which
+gateways were counted, and the sums with these. It says how things **are**, not what happened, so an entry may come
+twice, what changed often meanwhile is written once, and another version of the code makes the same of it. Whoever
+follows the log has all programs in a dict, and nothing to compute.
+
+Turns are not in it: their gateways are the truth about them. That one was counted is: the sums have it, and its gateway
+may not have heard that. So an end is acknowledged once its entry is written, and the two are in the same one.
+
+The log needs no snapshot beside it. Now and then, and at the begin of each epoch, its writer tells all programs again,
+some in each entry, between `Begins` and `Whole`; what is older than that `Begins` is cut off.
+
+Times are lengths before the entry's `now_s`, which is of the clock of its epoch's scheduler. Whoever reads compares
+that with his own clock, at the entry that came with the least delay. No wall clock is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+import msgspec
+from msgspec import Raw, Struct
+
+from thunderagent.errors import BadFrameError
+from thunderagent.programs.model.kept import BranchRecord, ProgramRecord
+from thunderagent.scale.messages import known_of
+
+COUNTED_COUNT = 20_000
+"""So many turns of a gateway are remembered as counted: it may not have heard of the last ones."""
+
+
+class At(Struct, frozen=True, array_like=True, tag="at"):
+    """A program of a pool, as it is now."""
+
+    pool: str
+    program: Sequence[Any]
+    """The fields of a `ProgramRecord`."""
+
+
+class Ended(Struct, frozen=True, array_like=True, tag="ended", gc=False):
+    """A program is no longer there."""
+
+    pool: str
+    program_id: str
+
+
+class Linked(Struct, frozen=True, array_like=True, tag="linked", gc=False):
+    """A gateway is there, and has to be heard before its turns are taken for over."""
+
+    gateway_id: str
+    boot_id: int
+
+
+class Lost(Struct, frozen=True, array_like=True, tag="lost", gc=False):
+    """A gateway is no longer there, or not now; which of its turns were counted is still of use."""
+
+    gateway_id: str
+
+
+class Counted(Struct, frozen=True, array_like=True, tag="counted", gc=False):
+    """These turns of a gateway have ended, and the sums have them."""
+
+    gateway_id: str
+    turn_ids: tuple[int, ...]
+
+
+class Sums(Struct, frozen=True, array_like=True, tag="sums", gc=False):
+    """Turns by how they ended, and what the finished ones used."""
+
+    outcome_counts: dict[str, int]
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Learned(Struct, frozen=True, array_like=True, tag="learned", gc=False):
+    """What was learned so far, as in the file of `--state`."""
+
+    content: bytes
+
+
+class Begins(Struct, frozen=True, array_like=True, tag="begins", gc=False):
+    """From here on all programs are told again."""
+
+
+class Whole(Struct, frozen=True, array_like=True, tag="whole", gc=False):
+    """All were told: there is no other."""
+
+
+Record = At | Ended | Linked | Lost | Counted | Sums | Learned | Begins | Whole
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """What changed, at `now_s` of the scheduler of an epoch."""
+
+    epoch: int
+    now_s: float
+    records: Sequence[Record]
+
+
+class _RawEntry(Struct, frozen=True, array_like=True):
+    epoch: int
+    now_s: float
+    records: list[Raw]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Entry).decode
+_decode_raw = msgspec.msgpack.Decoder(_RawEntry).decode
+_decode_record: Any = msgspec.msgpack.Decoder(Record).decode
+_KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Record))
+_BRANCHES = ProgramRecord._fields.index("branches")
+
+
+def encode(entry: Entry) -> bytes:
+    """Return an entry as it is written."""
+    return _encode(entry)
+
+
+def decode(data: bytes) -> Entry:
+    """Return an entry that was written, without records of kinds that nobody here knows. Raises `BadFrameError`."""
+    try:
+        return _decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        raw = _decode_raw(data)
+        return Entry(raw.epoch, raw.now_s, known_of(raw.records, _decode_record, _KINDS))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadFrameError(f"what was written is no entry: {error}") from error
+
+
+def program_of(fields: Sequence[Any]) -> ProgramRecord:
+    """Return a program of its fields; more than are known are not read. Raises `msgspec.ValidationError`."""
+    kept = list(fields[: len(ProgramRecord._fields)])
+    if len(kept) > _BRANCHES:
+        kept[_BRANCHES] = [each[: len(BranchRecord._fields)] for each in kept[_BRANCHES]]
+    return msgspec.convert(kept, ProgramRecord)
+
+
+class KeptGateway:
+    """A gateway that was there."""
+
+    __slots__ = ("boot_id", "counted", "is_there")
+
+    def __init__(self, boot_id: int) -> None:
+        """Begin with no turn that was counted."""
+        self.boot_id = boot_id
+        self.is_there = True
+        self.counted: dict[int, None] = {}
+        """The last ones, the oldest first."""
+
+
+class Kept:
+    """What the entries add up to."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.epoch = 0
+        """Of the last entry."""
+        self.gateways: dict[str, KeptGateway] = {}
+        self.sums = Sums({})
+        self.learned = b""
+        self.entries_count = 0
+        self._programs: dict[tuple[str, str], tuple[Sequence[Any], int, float]] = {}
+        self._told: set[tuple[str, str]] | None = None
+        self._told_gateway_ids: set[str] = set()
+        self._ahead_s: dict[int, float] = {}
+        """How far the own clock is ahead of that of each epoch's scheduler."""
+
+    def __repr__(self) -> str:
+        return f"<Kept, epoch {self.epoch}: {len(self._programs)} programs, {len(self.gateways)} gateways>"
+
+    @property
+    def programs_count(self) -> int:
+        """How many programs there are."""
+        return len(self._programs)
+
+    def take(self, entry: Entry, now_s: float) -> None:
+        """Take in the next entry, heard at `now_s` of the own clock."""
+        self.epoch = entry.epoch
+        self.entries_count += 1
+        ahead_s = now_s - entry.now_s
+        self._ahead_s[entry.epoch] = min(ahead_s, self._ahead_s.get(entry.epoch, ahead_s))
+        for record in entry.records:
+            self._take(record, entry)
+
+    def _take(self, record: Record, entry: Entry) -> None:
+        match record:
+            case At():
+                key = record.pool, str(record.program[0])
+                self._programs[key] = record.program, entry.epoch, entry.now_s
+                if self._told is not None:
+                    self._told.add(key)
+            case Ended():
+                self._programs.pop((record.pool, record.program_id), None)
+            case Linked():
+                self._link(record)
+            case Lost():
+                if (gateway := self.gateways.get(record.gateway_id)) is not None:
+                    gateway.is_there = False
+            case Counted():
+                self._count(record)
+            case Sums():
+                self.sums = record
+            case Learned():
+                self.learned = record.content
+            case Begins():
+                self._told, self._told_gateway_ids = set(), set()
+            case Whole():
+                self._forget_untold()
+
+    def _forget_untold(self) -> None:
+        """Forget programs and gateways that were not told again: they are gone."""
+        if self._told is not None:
+            self._programs = {key: each for key, each in self._programs.items() if key in self._told}
+            self.gateways = {key: each for key, each in self.gateways.items() if key in self._told_gateway_ids}
+        self._told = None
+
+    def _link(self, record: Linked) -> None:
+        known = self.gateways.get(record.gateway_id)
+        if known is None or known.boot_id != record.boot_id:
+            known = self.gateways[record.gateway_id] = KeptGateway(record.boot_id)
+        known.is_there = True
+        if self._told is not None:
+            self._told_gateway_ids.add(record.gateway_id)
+
+    def _count(self, record: Counted) -> None:
+        gateway = self.gateways.get(record.gateway_id)
+        if gateway is None:
+            return
+        gateway.counted.update(dict.fromkeys(record.turn_ids))
+        while len(gateway.counted) > COUNTED_COUNT:
+            del gateway.counted[next(iter(gateway.counted))]
+
+    def programs(self, now_s: float) -> Iterator[tuple[str, ProgramRecord]]:
+        """Give the programs as they are by now, each with the name of its pool; those that cannot be read are left out.
+
+        Cost: O(programs), so take them a few at a time.
+        """
+        for (pool, _), (fields, epoch, told_s) in self._programs.items():
+            try:
+                record = program_of(fields)
+            except (msgspec.ValidationError, TypeError):
+                continue
+            yield pool, record.older(max(0.0, now_s - self._ahead_s[epoch] - told_s))

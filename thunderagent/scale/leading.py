@@ -1,0 +1,328 @@
+"""A scheduler with a store: it stands by and follows the log, takes the lock when that is free, leads, and steps down.
+
+Theory of operation
+===================
+Who stands by runs all of a scheduler but its grants: replicas are polled, and gateways wait at its door. It looks into
+the store many times a second, follows the log into `Kept`, and watches a connection to the leader's port, on which
+nothing is said: when it ends, and nobody listens there any more, the leader's process is gone, and its lock is not
+waited for. When it has the lock it reads the log to its end - nobody can write there any more but itself - has the core
+adopt the programs, and lets gateways in.
+
+Who leads writes its `Journal` in batches, and renews the lock. **A store that does not answer is no reason to stop**:
+nobody else can lead without it either. But one that says that the lock is another's is, and so is a gateway that knows
+of a higher epoch. Who steps down is over: it writes nothing more, and whoever runs it begins anew, standing by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from thunderagent.errors import BadFrameError, FencedError, OperationRefusedError, StateError, StoreError
+from thunderagent.learned_state import LearnedState, decode_state
+from thunderagent.programs.model.kept import ProgramRecord, ProgramsAdopted
+from thunderagent.runtime import Runtime
+from thunderagent.scale.candidacy import Candidacy
+from thunderagent.scale.kept import Kept, decode
+from thunderagent.scale.links import Links
+from thunderagent.scale.store import Seen, Store
+from thunderagent.scale.watch import LeaderWatch
+from thunderagent.scale.writing import Writing
+
+log = structlog.get_logger("thunderagent.scale")
+
+LOOK_S = 0.02
+"""Who stands by looks into the store so often."""
+
+BATCH_S = 0.005
+"""What changes is gathered for so long, then written."""
+
+RETRY_S = 0.1
+LEARNED_S = 5.0
+"""What was learned is written so often, if a turn ended: no more of it is lost in a crash."""
+
+ADOPT_COUNT = 500
+"""Programs that are taken in without giving way to others."""
+
+LEAVE_LIMIT_S = 2.0
+"""Who gave the lock up goes on serving its gateways until they have left for another, for so long at most."""
+
+LAGS_COUNT = 10_000
+
+
+class Leading:
+    """The place of a scheduler among those of its cell. All methods belong to one event loop."""
+
+    def __init__(
+        self, store: Store, runtime: Runtime, links: Links, learned: LearnedState, *, url: str, lock_s: float
+    ) -> None:
+        """Begin standing by. Others find this scheduler's process at `url`; empty: they cannot look there."""
+        self.role = "standby"
+        """`standby`, `leader`, or `over`."""
+        self.over = asyncio.Event()
+        """Set once this scheduler has to begin anew."""
+        self.epoch = 0
+        self.owner = f"{links.gateways.leader_id:x}-{secrets.token_hex(4)} {url}"
+        self.store_answers = True
+        self.kept = Kept()
+        self.writing = Writing(store, self.owner, runtime, links, learned, self._write_failed)
+        self.took_over_s: float | None = None
+        """How long it took from having the lock until gateways were let in."""
+        self._store = store
+        self._runtime = runtime
+        self._links = links
+        self._learned = learned
+        self._lock_s = lock_s
+        self._candidacy = Candidacy(lock_s)
+        self._at = "0"
+        self._watch = LeaderWatch(self._candidacy.died, lambda: self._at)
+        self._asking: asyncio.Task[None] | None = None
+        self._since_s: float | None = None
+        self._has_standby = False
+        runtime.stands_by = True
+
+    def __repr__(self) -> str:
+        return f"<Leading: {self.role}, epoch {self.epoch}, {self.kept!r}>"
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return what an operator may ask, and what gateways come for."""
+        return [
+            *self._links.routes(),
+            web.get("/internal/leader", self._tell),
+            web.post("/internal/handover", self._hand_over),
+        ]
+
+    async def run(self) -> None:
+        """Stand by, then lead, until it is over or cancelled."""
+        async with asyncio.TaskGroup() as group:
+            links = group.create_task(self._links.run())
+            try:
+                await self._stand_by()
+                await self._lead()
+            finally:
+                self._watch.stop()
+                links.cancel()
+
+    # --- standing by
+
+    async def _stand_by(self) -> None:
+        now_s = self._runtime.now_s
+        said_s = -self._lock_s
+        for warning in await self._warnings():
+            log.warning("store_settings", warning=warning)
+        while not self.epoch:
+            seen = await self._look()
+            if seen is None:
+                await asyncio.sleep(RETRY_S)
+                continue
+            if seen.has_more:
+                continue
+            self._watch.follow(seen.owner)
+            expected = self._candidacy.may_take(seen.owner, seen.epoch, now_s())
+            with suppress(StoreError):
+                if expected is not None:
+                    self.epoch = await self._store.take(self.owner, expected, self.kept.epoch)
+                elif now_s() - said_s >= self._lock_s / 3:
+                    said_s = now_s()
+                    await self._store.stand_by()
+            if not self.epoch:
+                await asyncio.sleep(LOOK_S)
+
+    async def _warnings(self) -> list[str]:
+        try:
+            return await self._store.warnings()
+        except StoreError as error:
+            log.warning("store_unreachable", why=error.message)
+            return []
+
+    async def _look(self) -> Seen | None:
+        """Read what is new in the store; None if it does not answer."""
+        try:
+            seen = await self._store.look(self._at)
+        except StoreError as error:
+            self._candidacy.failed()
+            self._answers(False, error)
+            return None
+        self._answers(True)
+        for where, data in seen.entries:
+            self._at = where
+            try:
+                self.kept.take(decode(data), self._runtime.now_s())
+            except (BadFrameError, msgspec.ValidationError) as error:
+                log.warning("entry_not_read", where=where, why=str(error))
+        return seen
+
+    def _answers(self, answers: bool, error: StoreError | None = None) -> None:
+        if answers is not self.store_answers:
+            self.store_answers = answers
+            if answers:
+                log.warning("store_is_back", role=self.role)
+            else:
+                log.error("store_is_away", role=self.role, why=error.message if error is not None else "")
+
+    # --- leading
+
+    async def _lead(self) -> None:
+        self.role, self._since_s = "leader", self._runtime.now_s()
+        self._watch.stop()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._renew())]
+            await self._take_over()
+            self.took_over_s = self._runtime.now_s() - self._since_s
+            log.warning(
+                "leads", epoch=self.epoch, programs_count=self.kept.programs_count, took_s=round(self.took_over_s, 3)
+            )
+            self.kept = Kept()  # what it says is in the core by now
+            tasks += [group.create_task(self.writing.run()), group.create_task(self.writing.note_learned())]
+            await self.over.wait()
+            for task in tasks:
+                task.cancel()
+
+    async def _take_over(self) -> None:
+        """Go on from what was kept; then let gateways in."""
+        while (seen := await self._look()) is None or seen.entries:
+            if seen is None:
+                await asyncio.sleep(RETRY_S)
+        await self._links.until_polled()
+        kept, runtime, gateways = self.kept, self._runtime, self._links.gateways
+        self._learn(kept.learned)
+        await self._adopt(kept.programs(runtime.now_s()))
+        runtime.outcome_counts.update(kept.sums.outcome_counts)
+        runtime.prompt_tokens_total += kept.sums.prompt_tokens
+        runtime.output_tokens_total += kept.sums.output_tokens
+        runtime.cached_tokens_total += kept.sums.cached_tokens
+        for gateway_id, gateway in kept.gateways.items():
+            gateways.knows(gateway_id, gateway.boot_id, gateway.counted, runtime.now_s())
+        gateways.on_higher = self._heard_higher
+        self.writing.begin(self.epoch, kept.learned)
+        self._links.lead(self.epoch, [each for each, gateway in kept.gateways.items() if gateway.is_there])
+
+    def _learn(self, content: bytes) -> None:
+        if content:
+            try:
+                self._learned.take(decode_state(content))
+            except StateError as error:
+                log.warning("state_refused", file="the store", why=error.message)
+
+    async def _adopt(self, programs: Iterable[tuple[str, ProgramRecord]]) -> None:
+        """Have the core adopt programs, each in its pool."""
+        runtime, remaining = self._runtime, iter(programs)
+        while chunk := list(islice(remaining, ADOPT_COUNT)):
+            by_pool: dict[str, list[ProgramRecord]] = {}
+            for name, record in chunk:
+                pool = next((each for each in runtime.pools.all if each.name == name), None)
+                home_id = record.replica_id if pool is None else next(iter(pool.scheduler.replicas), record.replica_id)
+                by_pool.setdefault(home_id, []).append(record)
+            for replica_id, records in by_pool.items():
+                runtime.dispatch(ProgramsAdopted(runtime.now_s(), replica_id, tuple(records)))
+            await asyncio.sleep(0)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lock_s / 3)
+            await self._check_lock()
+
+    async def _check_lock(self) -> None:
+        """Renew the lock, or step down; go on if the store does not answer."""
+        try:
+            kept = await self._store.renew(self.owner, self.epoch)
+            self._has_standby = await self._store.has_standby()
+        except StoreError as error:
+            self._answers(False, error)
+            return
+        self._answers(True)
+        if not kept:
+            self._step_down("the lock is another's")
+        elif kept == 2:
+            log.error("store_lost_its_data", epoch=self.epoch)
+            self.writing.tell_all()
+
+    def _write_failed(self, error: StoreError | None) -> None:
+        """Hear how a write went: None is well."""
+        if isinstance(error, FencedError):
+            self._step_down("its epoch is over")
+        else:
+            self._answers(error is None, error)
+
+    def _step_down(self, why: str) -> None:
+        if self.role != "over":
+            log.error("steps_down", epoch=self.epoch, why=why)
+        self._end()
+
+    def _end(self) -> None:
+        self.role = "over"
+        self.writing.end()
+        self.over.set()
+
+    def _heard_higher(self, epoch: int) -> None:
+        """Ask the store who is right, if a gateway knows of a higher epoch."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(epoch))
+
+    async def _ask(self, epoch: int) -> None:
+        try:
+            kept = await self._store.renew(self.owner, self.epoch)
+            if kept:  # the store has lost an epoch: it is made up for
+                kept = await self._store.renew(self.owner, epoch + 1)
+        except StoreError:
+            kept = 0
+        if not kept:
+            self._step_down(f"another scheduler leads in epoch {epoch}")
+        elif self.role == "leader":
+            self.epoch = epoch + 1
+            self.writing.goes_on_in(self.epoch)
+            self._links.gateways.leads_in(self.epoch)
+
+    # --- handing over
+
+    async def give_up(self) -> None:
+        """Write the last, leave the lock to another, and serve gateways until they have left for that one."""
+        if self.role != "leader" or self.writing.has_ended:
+            return
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(LEAVE_LIMIT_S):
+                await self.writing.finish()
+                await self._store.give_up(self.owner)
+                log.warning("gives_up", epoch=self.epoch)
+                if self._has_standby:
+                    await self._links.until_left()
+        self._end()
+
+    async def _hand_over(self, request: web.Request) -> web.Response:
+        """Give the lock up, if somebody is there to take it. Raises `OperationRefusedError`."""
+        if self.role != "leader":
+            raise OperationRefusedError("this scheduler does not lead")
+        try:
+            self._has_standby = await self._store.has_standby()
+        except StoreError as error:
+            raise OperationRefusedError(f"nobody can take over: {error.message}") from error
+        if not self._has_standby and "force" not in request.query:
+            raise OperationRefusedError("no scheduler stands by; ?force=1 hands over all the same")
+        epoch = self.epoch
+        self._asking = asyncio.create_task(self.give_up())
+        return web.json_response({"gave_up_epoch": epoch})
+
+    async def _tell(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Say what this scheduler is, and how far what it writes lags."""
+        lags_s = sorted(self.writing.lags_s)
+        return web.json_response(
+            {
+                "role": self.role,
+                "epoch": self.epoch or self.kept.epoch,
+                "store_answers": self.store_answers,
+                "has_standby": self._has_standby,
+                "kept_programs_count": self.kept.programs_count,
+                "took_over_s": self.took_over_s,
+                "gateways_count": self._links.linked_count,
+                "log_lag_p50_s": lags_s[len(lags_s) // 2] if lags_s else None,
+                "log_lag_p99_s": lags_s[len(lags_s) * 99 // 100] if lags_s else None,
+                "unwritten_turns_count": self.writing.forgone_count,
+            }
+        )

@@ -1,0 +1,186 @@
+"""What schedulers of a cell share: a lock with an epoch, and the log of the one that leads. On Redis or Valkey.
+
+Theory of operation
+===================
+Each operation is one script or one command, so it happens as a whole. The epoch rises with each new owner of the lock,
+and an entry is appended only in the epoch of the day, and not while the lock is another's: whoever lost the lock cannot
+write any more, whatever it believes. No decision waits for any of this.
+
+All keys begin with `ta:{CELL}:`, so that they are in one slot of a cluster. Whoever can write there decides what a new
+scheduler believes: keep it as safe as the schedulers themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+
+from thunderagent.errors import FencedError, StoreError
+from thunderagent.scale.store import Seen
+
+ANSWER_LIMIT_S = 1.0
+"""A store that takes longer is one that is away."""
+
+ENTRIES_COUNT = 200
+"""So many are read at once."""
+
+REPLICATED_LIMIT_MS = 100
+"""A new epoch waits so long for one copy of the store to have it, where there are copies."""
+
+TAKE = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= '' and owner ~= ARGV[3] then return 0 end
+local epoch = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[4])) + 1
+redis.call('SET', KEYS[2], epoch)
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return epoch
+"""
+
+RENEW = """
+local owner = redis.call('GET', KEYS[1])
+local known = redis.call('GET', KEYS[2])
+local mine, epoch = tonumber(ARGV[3]), tonumber(known or '0')
+if owner == ARGV[1] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  if epoch < mine then redis.call('SET', KEYS[2], mine) end
+  return known and 1 or 2
+end
+if not owner and epoch <= mine then
+  redis.call('SET', KEYS[2], mine)
+  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+  return known and 1 or 2
+end
+return 0
+"""
+
+APPEND = """
+local epoch, owner = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[3])
+if not epoch then return 'lost' end
+if tonumber(epoch) ~= tonumber(ARGV[1]) then return 'fenced' end
+if owner and owner ~= '' and owner ~= ARGV[3] then return 'fenced' end
+return redis.call('XADD', KEYS[2], '*', 'e', ARGV[2])
+"""
+
+GIVE_UP = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], '') end
+return 1
+"""
+
+
+class RedisStore:
+    """A store at `redis://HOST:PORT/DATABASE`, or `rediss://`, or `unix://`."""
+
+    def __init__(self, url: str, cell: str, lock_s: float) -> None:
+        """Connect at the first use. A lock lasts `lock_s` without being renewed."""
+        self._client = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=ANSWER_LIMIT_S,
+            socket_connect_timeout=ANSWER_LIMIT_S,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),  # whoever asks tries again, and must not sleep through a store's return
+        )
+        prefix = f"ta:{{{cell}}}"
+        self._lock, self._epoch, self._log = f"{prefix}:leader", f"{prefix}:epoch", f"{prefix}:log"
+        self._standby = f"{prefix}:standby"
+        self._lock_ms = int(lock_s * 1000)
+        self._take, self._renew = self._client.register_script(TAKE), self._client.register_script(RENEW)
+        self._append, self._give_up = self._client.register_script(APPEND), self._client.register_script(GIVE_UP)
+
+    async def look(self, after: str) -> Seen:
+        """Return what is there; see `Store`, as for all others."""
+        async with _errors(), self._client.pipeline(transaction=True) as pipeline:
+            pipeline.mget(self._lock, self._epoch)
+            pipeline.xread({self._log: after}, count=ENTRIES_COUNT)
+            (owner, epoch), found = await pipeline.execute()
+        entries = [(where.decode(), fields[b"e"]) for _, of_log in found or () for where, fields in of_log]
+        return Seen(None if owner is None else owner.decode(), int(epoch or 0), entries, len(entries) == ENTRIES_COUNT)
+
+    async def take(self, owner: str, expected: str, least_epoch: int) -> int:
+        """Take the lock."""
+        async with _errors():
+            keys = [self._lock, self._epoch]
+            epoch = int(await self._take(keys=keys, args=[owner, self._lock_ms, expected, least_epoch]))
+            if epoch:
+                await self._replicated()
+            return epoch
+
+    async def _replicated(self) -> None:
+        """Wait a moment for a copy to have what was written, if there is one."""
+        with contextlib.suppress(ResponseError):
+            if (await self._client.info("replication")).get("connected_slaves"):
+                await self._client.wait(1, REPLICATED_LIMIT_MS)
+
+    async def renew(self, owner: str, epoch: int) -> int:
+        """Keep the lock."""
+        async with _errors():
+            return int(await self._renew(keys=[self._lock, self._epoch], args=[owner, self._lock_ms, epoch]))
+
+    async def append(self, owner: str, epoch: int, data: bytes) -> str:
+        """Write an entry."""
+        async with _errors():
+            where: bytes = await self._append(keys=[self._epoch, self._log, self._lock], args=[epoch, data, owner])
+        if where == b"fenced":
+            raise FencedError(f"epoch {epoch} is over")
+        if where == b"lost":
+            raise StoreError("the store lost its epoch")
+        return where.decode()
+
+    async def trim(self, where: str) -> None:
+        """Cut off what is before an entry."""
+        async with _errors():
+            await self._client.xtrim(self._log, minid=where, approximate=False)
+
+    async def give_up(self, owner: str) -> None:
+        """Leave the lock empty."""
+        async with _errors():
+            await self._give_up(keys=[self._lock], args=[owner])
+
+    async def stand_by(self) -> None:
+        """Say so for as long as a lock lasts."""
+        async with _errors():
+            await self._client.set(self._standby, "1", px=self._lock_ms)
+
+    async def has_standby(self) -> bool:
+        """Say whether somebody said that."""
+        async with _errors():
+            return bool(await self._client.exists(self._standby))
+
+    async def warnings(self) -> list[str]:
+        """Return what of its settings may lose what is written, as far as it lets them be read."""
+        async with _errors():
+            try:
+                found: dict[str, Any] = {
+                    **await self._client.info("persistence"),
+                    **await self._client.info("memory"),
+                }
+            except (ResponseError, NoPermissionError):
+                return []
+        told = []
+        if not int(found.get("aof_enabled", 1)):
+            told.append("appendonly is off: a store that is started again begins with nothing, or with an old dump")
+        policy = str(found.get("maxmemory_policy", "noeviction"))
+        if int(found.get("maxmemory", 0)) and policy.startswith("allkeys"):
+            told.append(f"maxmemory-policy is {policy}: the log may be thrown away; set it to noeviction")
+        return told
+
+    async def close(self) -> None:
+        """Close its connections."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.aclose()
+
+
+@contextlib.asynccontextmanager
+async def _errors() -> AsyncIterator[None]:
+    """Map what the client raises, and bound how long it takes."""
+    try:
+        async with asyncio.timeout(2 * ANSWER_LIMIT_S):
+            yield
+    except (RedisError, OSError, TimeoutError) as error:
+        raise StoreError(f"the store does not do as told: {error or type(error).__name__}") from error

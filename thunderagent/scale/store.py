@@ -1,0 +1,51 @@
+"""What schedulers of a cell share: a lock with an epoch, and the log of the one that leads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Seen(NamedTuple):
+    """What is in the store."""
+
+    owner: str | None
+    """Of the lock; empty if he gave it up, None if there is none."""
+    epoch: int
+    entries: Sequence[tuple[str, bytes]]
+    """Of the log, after the one that was asked from: where each stands, and what it says."""
+    has_more: bool
+
+
+class Store(Protocol):
+    """What schedulers share. Each method raises `StoreError` where that cannot be done now."""
+
+    async def look(self, after: str) -> Seen:
+        """Return the lock, the epoch, and the entries after one; "0" is before the first."""
+
+    async def take(self, owner: str, expected: str, least_epoch: int) -> int:
+        """Take the lock if it is free, empty, or `expected`'s; return the new epoch, above `least_epoch`, or 0."""
+
+    async def renew(self, owner: str, epoch: int) -> int:
+        """Keep the lock, in this epoch at least: 0 if it is another's, 2 if the store had lost it."""
+
+    async def append(self, owner: str, epoch: int, data: bytes) -> str:
+        """Write an entry; return where it stands. Raises `FencedError` if another one leads, or has led since."""
+
+    async def trim(self, where: str) -> None:
+        """Cut off what is before an entry."""
+
+    async def give_up(self, owner: str) -> None:
+        """Leave the lock empty, if it is still the owner's."""
+
+    async def stand_by(self) -> None:
+        """Say that somebody is ready to lead."""
+
+    async def has_standby(self) -> bool:
+        """Say whether somebody said that lately."""
+
+    async def warnings(self) -> list[str]:
+        """Return what of its settings may lose what is written."""
+
+    async def close(self) -> None:
+        """Close it."""

@@ -1,0 +1,88 @@
+"""Who stands by watches the process of whoever leads: by a connection to its port, on which nothing is said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import structlog
+
+log = structlog.get_logger("thunderagent.scale")
+
+DEAD_S = 0.03
+"""A leader whose port refuses us, and refuses us again so long after, and wrote nothing meanwhile, is gone."""
+
+REACH_LIMIT_S = 0.5
+RETRY_S = 0.1
+
+
+class LeaderWatch:
+    """Watches one process at a time. One that cannot be reached may live: only one whose port is closed is gone."""
+
+    def __init__(self, died: Callable[[str], None], position: Callable[[], str]) -> None:
+        """Say `died` of an owner of the lock; `position` tells how far the log has come."""
+        self._died = died
+        self._position = position
+        self._owner: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self, owner: str | None) -> None:
+        """Watch whoever has the lock: its name, a space, and its URL."""
+        if owner == self._owner:
+            return
+        self.stop()
+        self._owner = owner
+        parts = urlsplit((owner or "").partition(" ")[2])
+        if owner and parts.hostname and parts.port:
+            self._task = asyncio.create_task(self._until_dead(owner, parts.hostname, parts.port))
+
+    def stop(self) -> None:
+        """Watch nobody."""
+        self._owner = None
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _until_dead(self, owner: str, host: str, port: int) -> None:
+        was_there = False
+        while True:
+            if await _held_open(host, port):
+                was_there = True
+                continue
+            position = self._position()
+            await asyncio.sleep(DEAD_S)
+            if was_there and await _is_refused(host, port) and position == self._position():
+                log.warning("leader_is_gone", owner=owner)
+                self._died(owner)
+                return
+            await asyncio.sleep(RETRY_S)
+
+
+async def _held_open(host: str, port: int) -> bool:
+    """Hold a connection until it ends; False if there was none."""
+    try:
+        async with asyncio.timeout(REACH_LIMIT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    try:
+        await reader.read(1)
+    except OSError:
+        pass
+    finally:
+        writer.close()
+    return True
+
+
+async def _is_refused(host: str, port: int) -> bool:
+    """Say whether nobody listens there: not whether it cannot be reached."""
+    try:
+        async with asyncio.timeout(REACH_LIMIT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

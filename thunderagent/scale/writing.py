@@ -1,0 +1,215 @@
+"""A scheduler that leads writes down what the next one needs, in batches, off the way of turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from thunderagent.errors import StoreError
+from thunderagent.learned_state import LearnedState, encode_state
+from thunderagent.programs.handlers.adoption import record_of
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.pools import Pool
+from thunderagent.runtime import Runtime
+from thunderagent.scale.gateway import Gateway
+from thunderagent.scale.journal import Journal
+from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Lost, Record, Sums, encode
+from thunderagent.scale.links import Links
+from thunderagent.scale.store import Store
+
+BATCH_S = 0.005
+"""What changes is gathered for so long, then written."""
+
+RETRY_S = 0.1
+LEARNED_S = 5.0
+"""What was learned is written so often, if a turn ended: no more of it is lost in a crash."""
+
+LAGS_COUNT = 10_000
+
+
+class Writing:
+    """Gathers in a `Journal`, and writes that into the store. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        owner: str,
+        runtime: Runtime,
+        links: Links,
+        learned: LearnedState,
+        went: Callable[[StoreError | None], None],
+    ) -> None:
+        """Write nothing yet, then as `owner` of the lock. `went` hears how each write went; None is well."""
+        self.lags_s: deque[float] = deque(maxlen=LAGS_COUNT)
+        """How long the last entries took, from what came first in them until they were written."""
+        self.forgone_count = 0
+        """Turns that were acknowledged and not written."""
+        self._store = store
+        self._owner = owner
+        self._runtime = runtime
+        self._links = links
+        self._learned = learned
+        self._went = went
+        self._journal: Journal | None = None
+        self._news = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._learned_content = b""
+        self._stop_observing: Callable[[], None] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"<Writing {self._journal!r}>"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is gathered."""
+        return self._journal is None
+
+    def begin(self, epoch: int, learned_content: bytes) -> None:
+        """Tell all, and from now on what changes."""
+        self._learned_content = learned_content
+        self._journal = Journal(epoch, changes=self._changes, everything=self._everything, sums=self._sums)
+        for pool in self._runtime.pools.all:
+            pool.scheduler.book.changed_programs = {}
+        self._links.gateways.on_counted = self._counted
+        self._stop_observing = self._runtime.observe(self._observed)
+        self._news.set()
+
+    def goes_on_in(self, epoch: int) -> None:
+        """Write in another epoch from now on."""
+        if self._journal is not None:
+            self._journal.epoch = epoch
+
+    def tell_all(self) -> None:
+        """Have all be written again: the store has lost it."""
+        if self._journal is not None:
+            self._journal.tell_all()
+            self._news.set()
+
+    def end(self) -> None:
+        """Gather nothing more; turns that are counted from now on are not acknowledged."""
+        self._journal = None
+        self._stop_observing()
+
+    async def finish(self) -> None:
+        """End, with all written that was gathered so far. Raises `StoreError`."""
+        journal = self._journal
+        self.end()
+        while journal is not None and await self._write_entry(journal):
+            pass
+
+    # --- what is gathered
+
+    def linked(self, gateway_id: str, boot_id: int) -> None:
+        """Write down that a gateway is there."""
+        if self._journal is not None:
+            self._journal.linked(gateway_id, boot_id)
+            self._news.set()
+
+    def lost(self, gateway_id: str) -> None:
+        """Write down that a gateway is no longer there."""
+        if self._journal is not None:
+            self._journal.lost(gateway_id)
+            self._news.set()
+
+    def _counted(self, gateway: Gateway, turn_id: int) -> None:
+        if self._journal is None:
+            return
+        self._news.set()
+        forgone = self._journal.counted(gateway.gateway_id, turn_id)
+        self.forgone_count += len(forgone)
+        for turn in forgone:
+            self._links.gateways.written(*turn)
+
+    def _observed(self, event: Event, decisions: object) -> None:  # noqa: ARG002 - an observer's signature
+        self._news.set()
+
+    def _sums(self) -> Sums:
+        runtime = self._runtime
+        tokens = runtime.prompt_tokens_total, runtime.output_tokens_total, runtime.cached_tokens_total
+        return Sums(dict(runtime.outcome_counts), *tokens)
+
+    def _changes(self) -> list[Record]:
+        records: list[Record] = []
+        for pool in self._runtime.pools.all:
+            book = pool.scheduler.book
+            changed, book.changed_programs = book.changed_programs, {}
+            if changed is None:  # a pool that nobody wrote down yet
+                changed = dict(book.programs)
+            for program_id, program in changed.items():
+                if program.place is book.ended:
+                    records.append(Ended(pool.name, program_id))
+                else:
+                    records.append(At(pool.name, record_of(program, book)))
+        return records
+
+    def _everything(self) -> Iterator[Record]:
+        """Give all that there is; programs as they are when each is taken."""
+        for gateway in list(self._links.gateways.all.values()):
+            yield Linked(gateway.gateway_id, gateway.boot_id)
+            if gateway.counted:
+                yield Counted(gateway.gateway_id, tuple(gateway.counted))
+            if not gateway.is_linked and not gateway.turns:
+                yield Lost(gateway.gateway_id)
+        if self._learned_content:
+            yield Learned(self._learned_content)
+        for pool in list(self._runtime.pools.all):
+            yield from self._programs_of(pool)
+
+    def _programs_of(self, pool: Pool) -> Iterator[Record]:
+        book = pool.scheduler.book
+        for program in list(book.programs.values()):
+            if program.place is not book.ended:
+                yield At(pool.name, record_of(program, book))
+
+    # --- what is written
+
+    async def run(self) -> None:
+        """Write what is gathered until cancelled."""
+        now_s = self._runtime.now_s
+        while True:
+            await self._news.wait()
+            began_s = now_s()
+            await asyncio.sleep(BATCH_S)
+            self._news.clear()
+            while (journal := self._journal) is not None:
+                try:
+                    has_written = await self._write_entry(journal)
+                except StoreError as error:
+                    self._went(error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                if has_written:
+                    self._went(None)
+                    self.lags_s.append(now_s() - began_s)
+                if not journal.has_more:
+                    break
+                began_s = now_s()
+
+    async def _write_entry(self, journal: Journal) -> bool:
+        """Write what there is to be written, and acknowledge it; False if there is nothing. Raises `StoreError`."""
+        async with self._lock:
+            entry = journal.entry(self._runtime.now_s())
+            if entry is None:
+                return False
+            where = await self._store.append(self._owner, journal.epoch, encode(entry))
+            for turn in journal.was_written(where, len(self._runtime.programs)):
+                self._links.gateways.written(*turn)
+            if journal.tells_from is not None:
+                first, journal.tells_from = journal.tells_from, None
+                with suppress(StoreError):
+                    await self._store.trim(first)
+            return True
+
+    async def note_learned(self) -> None:
+        """Write what was learned now and then, until cancelled."""
+        written_count = -1
+        while True:
+            await asyncio.sleep(LEARNED_S)
+            turns_count = self._runtime.outcome_counts.total()
+            if turns_count != written_count and self._journal is not None:
+                written_count = turns_count
+                self._learned_content = await asyncio.to_thread(encode_state, self._learned.records())
+                self._journal.learned(self._learned_content)
+                self._news.set()

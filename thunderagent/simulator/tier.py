@@ -1,0 +1,58 @@
+"""A tier behind a KV pool: memory of the host, or a disk, that keeps the blocks which the pool evicts.
+
+Theory of operation
+-------------------
+What the pool evicts is copied here, and what a prompt needs and the pool has not is copied back instead of computed: it
+costs `restore_token_s` a token, in the iteration that admits the request, which waits for it as a forward pass of
+LMCache's connector does by default. (vLLM's own offloading and SGLang's HiCache overlap a part of it with others' work;
+then it costs less than is said here, which is a matter of the price.) Writing costs nothing: it is not waited for.
+
+It keeps a copy of what was copied back. It is full of what was used longest ago first, of each context the tail first,
+as the pool gave it up in that order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Tier:
+    """The keys of the blocks that it holds, the one to go next first."""
+
+    def __init__(self, block_count: int) -> None:
+        self.block_count = block_count
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<Tier {len(self._keys)} of {self.block_count} blocks>"
+
+    @property
+    def used_count(self) -> int:
+        """Return how many blocks it holds."""
+        return len(self._keys)
+
+    def store(self, key: int) -> None:
+        """Keep a block as the one used last; the one used longest ago goes if there is no room."""
+        keys = self._keys
+        if key in keys:
+            keys.move_to_end(key)
+            return
+        if len(keys) >= self.block_count:
+            keys.popitem(last=False)
+        keys[key] = None
+
+    def find(self, keys: Sequence[int], begin: int, limit_count: int) -> int:
+        """Return how many keys from `begin` on, and before `limit_count`, it holds without a gap."""
+        held, position = self._keys, begin
+        while position < limit_count and keys[position] in held:
+            position += 1
+        return position - begin
+
+    def use(self, keys: Sequence[int]) -> None:
+        """Note that blocks that it holds are copied back: the tail of their context stays the first to go."""
+        for key in reversed(keys):
+            self.store(key)

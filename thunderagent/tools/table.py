@@ -1,0 +1,349 @@
+"""Who uses which sandbox, and the plan: what to prepare and what to reclaim now. Pure.
+
+Theory of operation
+===================
+A sandbox belongs to programs, mostly one; with a share key to several. It goes when the last of them has ended. One
+that belongs to nobody is kept warm: the first program that asks for the same thing gets it.
+
+`SandboxTable` is told what happened and says what to do. It has no clock and awaits nothing; whoever carries out its
+plan tells it how that ended. `plan` goes through those that are wanted in the order in which they are needed. When a
+program will be admitted is known only about; so a preparation is due when that time, less what nine of ten
+preparations of this template took, is over. Idle hands begin sooner, but those that are not due yet leave a part of
+the caps and of the hands to those that may come and are (`early_ratio`). Who is due and finds no room takes that of a
+warm sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import cast
+
+from thunderagent.errors import SandboxEngineError, SandboxError, SandboxRefusedError
+from thunderagent.tools.base import Place
+from thunderagent.tools.sandbox import ALIVE, COMING, Caps, PrepareTimes, Room, Sandbox, Stage, Step
+from thunderagent.tools.template import DriverKind, Template
+
+FAILED_KEPT_COUNT = 256
+"""Failed sandboxes that are remembered for their programs; the oldest are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make this sandbox."""
+
+    sandbox: Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """Remove this sandbox; if it is still being prepared, stop that."""
+
+    sandbox: Sandbox
+    why: str
+
+
+Action = Prepare | Reclaim
+
+
+class SandboxTable:
+    """Every sandbox that is known, by its id, by its programs and by its handle."""
+
+    def __init__(self, caps: Caps, new_id: Callable[[], str]) -> None:
+        """Begin empty; `new_id` gives names that were never used."""
+        self.caps = caps
+        self.sandboxes: dict[str, Sandbox] = {}
+        self._new_id = new_id
+        self._of_program: dict[str, dict[str, Sandbox]] = {}
+        self._by_handle: dict[tuple[str, str], Sandbox] = {}
+        self._by_share_key: dict[str, Sandbox] = {}
+        self._failed: dict[str, Sandbox] = {}
+        self.prepare_times = PrepareTimes()
+        self._warm: dict[str, tuple[str, Template, int]] = {}
+        """By its digest, a template's name and how many are to be kept ready of it."""
+        self._warm_again_at_s: dict[str, float] = {}
+        self._unowned: dict[str, Sandbox] = {}
+        """Those that are warm."""
+        self._to_reclaim: list[Reclaim] = []
+
+    def __repr__(self) -> str:
+        return f"<SandboxTable: {len(self.sandboxes)} sandboxes of {len(self._of_program)} programs>"
+
+    def __iter__(self) -> Iterator[Sandbox]:
+        return iter(self.sandboxes.values())
+
+    def of_program(self, program_id: str) -> list[Sandbox]:
+        """Return a program's sandboxes, the oldest first."""
+        return list(self._of_program.get(program_id, {}).values())
+
+    def with_handle(self, kind: str, handle: str) -> Sandbox | None:
+        """Return the sandbox that a driver calls so."""
+        return self._by_handle.get((kind, handle))
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def keep_warm(self, templates: Mapping[str, tuple[Template, int]]) -> None:
+        """Say how many of which template are to be kept ready for whoever asks; the same under two names is added."""
+        self._warm = {}
+        for name, (template, count) in templates.items():
+            digest = template.digest()
+            first_name, _, others_count = self._warm.get(digest, (name, template, 0))
+            self._warm[digest] = (first_name, template, others_count + count)
+
+    def request(
+        self, now_s: float, template: Template, template_name: str, program_id: str, share_key: str = ""
+    ) -> Sandbox:
+        """Ask for a sandbox for a program: the one of that key, else a warm one, else a new one.
+
+        Raises `SandboxRefusedError` where the key is that of another template, and as `check` does.
+        """
+        self.check(template, share_key)
+        sandbox = self._by_share_key.get(share_key) if share_key else None
+        if sandbox is None and template.network != "own":  # a network of its own cannot change its program
+            sandbox = self._best_warm(now_s, template.digest())
+        if sandbox is None:
+            sandbox = Sandbox(self._new_id(), template, template_name, now_s)
+            self.sandboxes[sandbox.sandbox_id] = sandbox
+        if share_key:
+            sandbox.share_key = share_key
+            self._by_share_key[share_key] = sandbox
+        self._join(sandbox, program_id)
+        return sandbox
+
+    def check(self, template: Template, share_key: str = "") -> None:
+        """Raise `SandboxRefusedError` where the caps could never hold such a sandbox, or the key is another's."""
+        shared = self._by_share_key.get(share_key) if share_key else None
+        if shared is not None and shared.digest != template.digest():
+            raise SandboxRefusedError(f"the sandbox that is shared as {share_key!r} is made from another template")
+        self.caps.check(template)
+
+    def register(self, now_s: float, kind: str, program_id: str, place: Place) -> Sandbox:
+        """Take one that somebody else made for a program; asking twice is asking once."""
+        sandbox = self._by_handle.get((kind, place.handle))
+        if sandbox is None:
+            template = Template.model_construct(driver=cast("DriverKind", kind))  # of what it was made is not known
+            sandbox = Sandbox(self._new_id(), template, "", now_s)
+            self.sandboxes[sandbox.sandbox_id] = sandbox
+            sandbox.given = True
+            sandbox.stage = Stage.IN_USE
+            sandbox.ready_s = now_s
+            self._set_place(sandbox, place)
+        if sandbox.stage in (Stage.READY, Stage.IN_USE):
+            self._join(sandbox, program_id)
+        return sandbox
+
+    def _best_warm(self, now_s: float, digest: str) -> Sandbox | None:
+        """Return a warm one that is ready, else one that is being prepared; one that is not begun is no help."""
+        warm = [each for each in self._unowned.values() if each.digest == digest and not each.is_stale(now_s)]
+        return next((each for stage in (Stage.READY, Stage.PREPARING) for each in warm if each.stage is stage), None)
+
+    def _join(self, sandbox: Sandbox, program_id: str) -> None:
+        self._unowned.pop(sandbox.sandbox_id, None)
+        sandbox.program_ids[program_id] = None
+        self._of_program.setdefault(program_id, {})[sandbox.sandbox_id] = sandbox
+
+    def used(self, now_s: float, program_id: str) -> None:
+        """Note that a program runs: its sandboxes that are ready are in use from now on, it waits for the others."""
+        for sandbox in self._of_program.get(program_id, {}).values():
+            if sandbox.stage is Stage.READY:
+                sandbox.advance(Step.USE)
+            elif sandbox.stage in COMING and sandbox.awaited_since_s is None:
+                sandbox.awaited_since_s = now_s
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def program_ended(self, program_id: str, why: str) -> None:
+        """Take a program's word back from its sandboxes; those that nobody uses any more go with the next plan."""
+        for sandbox in self.of_program(program_id):
+            self.leave(sandbox, program_id, why)
+
+    def leave(self, sandbox: Sandbox, program_id: str, why: str) -> None:
+        """Take one program off a sandbox; with the last it goes, and says to its end whose it was."""
+        self._unlist(sandbox, program_id)
+        if len(sandbox.program_ids) > 1:
+            del sandbox.program_ids[program_id]
+        else:
+            self.reclaim(sandbox, why)
+
+    def reclaim(self, sandbox: Sandbox, why: str) -> None:
+        """Have a sandbox reclaimed, whoever uses it; one of which nothing was made is dropped at once."""
+        if sandbox.stage in (Stage.RECLAIMING, Stage.GONE):
+            return
+        if sandbox.stage in (Stage.REQUESTED, Stage.FAILED):
+            self._forget(sandbox, Step.DROP)
+            return
+        self._unshare(sandbox)
+        self._unowned.pop(sandbox.sandbox_id, None)
+        sandbox.advance(Step.RECLAIM)
+        self._to_reclaim.append(Reclaim(sandbox, why))
+
+    def _unlist(self, sandbox: Sandbox, program_id: str) -> None:
+        own = self._of_program.get(program_id, {})
+        own.pop(sandbox.sandbox_id, None)
+        if not own:
+            self._of_program.pop(program_id, None)
+
+    def _unshare(self, sandbox: Sandbox) -> None:
+        if self._by_share_key.get(sandbox.share_key) is sandbox:
+            del self._by_share_key[sandbox.share_key]
+
+    def _forget(self, sandbox: Sandbox, step: Step) -> None:
+        sandbox.advance(step)
+        self._unshare(sandbox)
+        self._unplace(sandbox)
+        self._failed.pop(sandbox.sandbox_id, None)
+        self._unowned.pop(sandbox.sandbox_id, None)
+        for program_id in sandbox.program_ids:
+            self._unlist(sandbox, program_id)
+        del self.sandboxes[sandbox.sandbox_id]
+
+    # --- what became of it --------------------------------------------------------------------------------------------
+
+    def prepared(self, now_s: float, sandbox: Sandbox, place: Place) -> None:
+        """Take in that a preparation is through."""
+        sandbox.advance(Step.PREPARED)
+        sandbox.ready_s = now_s
+        sandbox.why = ""
+        self._set_place(sandbox, place)
+        assert sandbox.prepare_s is not None
+        self.prepare_times.learn(sandbox.digest, sandbox.prepare_s)
+
+    def failed(self, now_s: float, sandbox: Sandbox, error: SandboxError) -> bool:
+        """Take in that a preparation failed; return whether it will be tried again.
+
+        An engine that does not answer costs no attempt: it is waited for.
+        """
+        sandbox.why = error.message
+        if not isinstance(error, SandboxEngineError):
+            sandbox.attempt_count += 1
+        if error.may_recover and sandbox.attempt_count < self.caps.attempts_count:
+            sandbox.advance(Step.RETRY)
+            doublings = max(0, sandbox.attempt_count - 1)
+            sandbox.retry_at_s = now_s + min(self.caps.backoff_s * 2**doublings, self.caps.backoff_limit_s)
+            return True
+        self._fail(now_s, sandbox)
+        return False
+
+    def died(self, now_s: float, sandbox: Sandbox, why: str) -> bool:
+        """Take in that a sandbox ended by itself; return whether another is made, as nobody had used it yet."""
+        if sandbox.stage not in (Stage.READY, Stage.IN_USE):
+            return False
+        sandbox.why = why
+        self._unplace(sandbox)
+        if sandbox.given:
+            sandbox.advance(Step.FAIL)
+            self._forget(sandbox, Step.DROP)
+            return False
+        sandbox.attempt_count += 1
+        if sandbox.stage is Stage.READY and sandbox.attempt_count < self.caps.attempts_count:
+            sandbox.advance(Step.RETRY)
+            sandbox.retry_at_s = now_s + self.caps.backoff_s
+            return True
+        self._fail(now_s, sandbox)
+        return False
+
+    def reclaimed(self, sandbox: Sandbox) -> None:
+        """Take in that a sandbox is gone."""
+        self._forget(sandbox, Step.RECLAIMED)
+
+    def _fail(self, now_s: float, sandbox: Sandbox) -> None:
+        sandbox.advance(Step.FAIL)
+        self._unshare(sandbox)
+        if not sandbox.program_ids:
+            self._warm_again_at_s[sandbox.digest] = now_s + self.caps.backoff_limit_s
+            self._forget(sandbox, Step.DROP)
+            return
+        self._failed[sandbox.sandbox_id] = sandbox
+        if len(self._failed) > FAILED_KEPT_COUNT:
+            self._forget(next(iter(self._failed.values())), Step.DROP)
+
+    def _set_place(self, sandbox: Sandbox, place: Place) -> None:
+        sandbox.place = place
+        self._by_handle[sandbox.template.driver, place.handle] = sandbox
+
+    def _unplace(self, sandbox: Sandbox) -> None:
+        if sandbox.place is not None:
+            key = (sandbox.template.driver, sandbox.place.handle)
+            if self._by_handle.get(key) is sandbox:
+                del self._by_handle[key]
+            sandbox.place = None
+
+    # --- the plan ---------------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float, needed_in_s: Callable[[str], float]) -> list[Action]:
+        """Return what is to be done now, and take it as begun.
+
+        `needed_in_s` tells of a program in how many seconds it is expected to be admitted: 0 if it runs.
+        Cost: O(sandboxes + wanted log wanted).
+        """
+        self._adjust_warm(now_s)
+        actions: list[Action] = []
+        requested = Stage.REQUESTED  # looked up once: this is done for thousands, at each change
+        wanted = [each for each in self.sandboxes.values() if each.stage is requested and each.retry_at_s <= now_s]
+        if wanted:
+            alive = [each for each in self.sandboxes.values() if each.stage in ALIVE and not each.given]
+            preparing_count = [each.stage for each in alive].count(Stage.PREPARING)
+        if wanted and preparing_count < self.caps.hands_count:
+            room = Room(self.caps, alive)
+            for due, sandbox in self._by_need(wanted, needed_in_s):
+                if preparing_count >= self.caps.hands_count * (1.0 if due else self.caps.early_ratio):
+                    break
+                if not room.holds(sandbox.template, 1.0 if due else self.caps.early_ratio):
+                    if not sandbox.program_ids:
+                        continue  # nobody waits for it
+                    if due:
+                        self._make_room(sandbox.template, room)
+                    break  # whoever comes after is needed later: it does not overtake
+                room.add(sandbox)
+                preparing_count += 1
+                sandbox.advance(Step.BEGIN)
+                sandbox.begun_s, sandbox.ready_s = now_s, None
+                actions.append(Prepare(sandbox))
+        self._to_reclaim, reclaims = [], self._to_reclaim
+        return [*reclaims, *actions]
+
+    def _by_need(self, wanted: list[Sandbox], needed_in_s: Callable[[str], float]) -> Iterator[tuple[bool, Sandbox]]:
+        """Yield those that are wanted with whether each is due: who is, by when it is needed; then who soon will be."""
+        prepare_s = {digest: self.prepare_times.expected_s(digest) for digest in {each.digest for each in wanted}}
+        ranked: list[tuple[float, float, float, int, Sandbox]] = []
+        for place, sandbox in enumerate(wanted):
+            needed_s = min(map(needed_in_s, sandbox.program_ids), default=inf)
+            begin_in_s = max(0.0, needed_s - prepare_s[sandbox.digest])
+            ranked.append((begin_in_s, needed_s, sandbox.requested_s, place, sandbox))
+        ranked.sort()
+        for begin_in_s, _, _, _, sandbox in ranked:
+            yield begin_in_s <= 0.0, sandbox
+
+    def _make_room(self, template: Template, room: Room) -> None:
+        """Have warm sandboxes reclaimed, if one of this template fits then; their room is free once they are gone."""
+        giving_way: list[Sandbox] = []
+        for sandbox in self._unowned.values():
+            if room.will_hold(template):
+                break
+            if sandbox.stage is not Stage.REQUESTED:
+                room.leaving(sandbox)
+                giving_way.append(sandbox)
+        if room.will_hold(template):
+            for sandbox in giving_way:
+                self.reclaim(sandbox, "others need its room")
+
+    def _adjust_warm(self, now_s: float) -> None:
+        """Ask for as many warm sandboxes as are missing of each template; reclaim those that are too many."""
+        warm: dict[str, list[Sandbox]] = {digest: [] for digest in self._warm}
+        for sandbox in list(self._unowned.values()):
+            if sandbox.is_stale(now_s):
+                self.reclaim(sandbox, "it was warm for so long that too little of its life is left")
+            else:
+                warm.setdefault(sandbox.digest, []).append(sandbox)
+        for digest, there in warm.items():
+            name, template, count = self._warm.get(digest, ("", None, 0))
+            for surplus in there[count:]:
+                self.reclaim(surplus, "more are warm than are to be kept")
+            if template is None or len(there) >= count or now_s < self._warm_again_at_s.get(digest, -inf):
+                continue
+            if any(each.stage is Stage.REQUESTED and each.program_ids and each.retry_at_s <= now_s for each in self):
+                return  # they come first
+            for _ in range(count - len(there)):
+                sandbox = Sandbox(self._new_id(), template, name, now_s)
+                self.sandboxes[sandbox.sandbox_id] = self._unowned[sandbox.sandbox_id] = sandbox
