@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 # How long an example takes is the machine's business: a pause of it must fail no test. Where CI=true hypothesis would
 # try the same examples each time: they differ here too, and `scripts/test` says by which seed.
 settings.register_profile(
-    "any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False, print_blob=True
+    "any_machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=False,
+    print_blob=True,
+    max_examples=int(os.environ.get("EXAMPLES", "50")),  # scripts/nightly has many more
 )
 settings.load_profile("any_machine")
 
@@ -59,6 +64,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # with Python's 700 it took a tenth of all tests' time
 
 
 @pytest.fixture(scope="session")

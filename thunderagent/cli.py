@@ -11,6 +11,7 @@ A command's modules are imported when it is asked for: an engine starts in a thi
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -82,6 +83,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0, 1 if it failed, 2 if it was asked wrongly."""
+    gc.set_threshold(20_000, 20, 50)  # with Python's 700 it takes an eighth of the start, and finds nothing
     args = build_parser().parse_args(argv)
     if build_kind() == "stale":
         print(f"thunderagent: error: {STALE}", file=sys.stderr)

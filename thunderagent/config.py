@@ -6,6 +6,7 @@ TOML file that `--config` names, the default here.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -749,10 +750,12 @@ class ServeConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class's
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Order the sources: command line, environment, file."""
-        sources = (init_settings, env_settings)
-        if cls.toml_file is None:
-            return sources
-        return (*sources, TomlConfigSettingsSource(settings_cls, toml_file=cls.toml_file))
+        sources: list[PydanticBaseSettingsSource] = [init_settings]
+        if any(name.upper().startswith(ENVIRONMENT_PREFIX) for name in os.environ):  # else it takes the most time
+            sources.append(env_settings)
+        if cls.toml_file is not None:
+            sources.append(TomlConfigSettingsSource(settings_cls, toml_file=cls.toml_file))
+        return tuple(sources)
 
     @classmethod
     def load(cls, toml_file: Path | None = None, **given: Any) -> Self:

@@ -39,6 +39,24 @@ class Line(msgspec.Struct, kw_only=True, gc=False):
     timestamp: datetime = msgspec.field(default_factory=lambda: datetime.now(UTC))
 
 
+class TurnLine(Line):
+    """The canonical line of a turn."""
+
+    program_id: str | None
+    replica_id: str | None
+    outcome: str
+    status: int | None
+    reason: str | None
+    held_s: float
+    duration_s: float
+    tries_count: int
+    prompt_tokens: int | None
+    output_tokens: int | None
+    cached_tokens: int | None
+    tool: str
+    request_id: str
+
+
 class LineLogger:
     """What structlog hands its lines to. Any thread may, and none waits."""
 

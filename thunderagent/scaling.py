@@ -239,7 +239,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             dialling.run,
             app[LOOP_LAG].run,
             partial(replicas.run, client),
-            collect_garbage,
+            partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
         ]
         async with background(*loops), listening(app, config, tls, shares_port=True) as url:
             yield url, runtime, dialling

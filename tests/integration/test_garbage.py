@@ -8,8 +8,11 @@ import json
 import weakref
 from collections import Counter
 from contextlib import contextmanager
+from itertools import count
 from types import FrameType
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.integration.support import (
     CHAT,
@@ -29,12 +32,10 @@ from tests.integration.support import (
     word,
     writes,
 )
-from thunderagent.serving import collect_garbage
+from thunderagent.serving import FEW_TURNS_COUNT, FULL_COLLECTION_AFTER_COUNT, collect_garbage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
 
     from tests.integration.support import Call, RunningProxy
 
@@ -194,20 +195,53 @@ async def test_no_poll_without_an_end_waits_for_the_garbage_collector() -> None:
         await replica.end()
 
 
-async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+@contextmanager
+def old_ring() -> Iterator[weakref.ref[Ring]]:
+    """Garbage that outlived a collection; no other than that of the block takes it out."""
     ring = Ring()
     ring.itself = ring
-    is_there = weakref.ref(ring)
     gc.collect()
     gc.disable()  # a test makes more objects than a proxy, and would have Python collect by itself
+    is_there = weakref.ref(ring)
+    del ring
     try:
-        del ring
+        yield is_there
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("turns_count", [0, FEW_TURNS_COUNT + 1], ids=["few turns", "many turns, for long"])
+async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
+    turns_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+    with old_ring() as is_there:
         gc.collect(1)
         assert is_there() is not None, "it is old"
         async with asyncio.TaskGroup() as group:
-            collecting = group.create_task(collect_garbage())
+            collecting = group.create_task(collect_garbage(lambda: turns_count))
             await until(lambda: is_there() is None)
             collecting.cancel()
+
+
+async def test_no_collection_looks_at_what_many_streams_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stop all of them."""
+    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+    looked_at: list[int] = []
+    asked_count = count(1)
+
+    def heard(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            looked_at.append(info["generation"])
+
+    gc.disable()
+    gc.callbacks.append(heard)
+    try:
+        async with asyncio.TaskGroup() as group:
+            collecting = group.create_task(collect_garbage(lambda: FEW_TURNS_COUNT + next(asked_count)))
+            await until(lambda: len(looked_at) > FULL_COLLECTION_AFTER_COUNT)
+            collecting.cancel()
     finally:
+        gc.callbacks.remove(heard)
         gc.enable()
+    assert set(looked_at[:FULL_COLLECTION_AFTER_COUNT]) == {0}

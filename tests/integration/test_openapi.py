@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES_COUNT = 10
+EXAMPLES_COUNT = int(os.environ.get("EXAMPLES", "50")) // 10
 ENDING = [operation for operation in OPERATIONS if operation.answer_type != EVENTS_TYPE]
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 ADMIN_KEY, ADMIN_LINE = mint_key("ops")

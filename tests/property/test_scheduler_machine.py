@@ -67,7 +67,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.scheduler import Scheduler
 
-EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "20"))
+EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))
 """Of each policy, each of 50 steps; new ones each time, and scripts/nightly has many more."""
 
 POLICY_SETTINGS = {

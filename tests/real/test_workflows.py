@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.environments import RealEngineError, ensure_environment
-from tests.debian import install
+from tests.real.redis_server import redis_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,30 +57,14 @@ print("all of it")
 @pytest.mark.timeout(300, func_only=True)
 def test_state_on_a_real_redis(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """A session goes on where it was, in another deployment; without the server calls go on."""
-    if shutil.which("redis-server") is None and (why_not := install("redis-server")):
-        require_real(why_not)
-    try:
-        python = ensure_environment("workflows-redis", ["redis>=6,<9"], "a second")
-    except RealEngineError as error:
-        require_real(f"no redis package: {error}")
-    find = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
-    socket = tmp_path / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--daemonize", "no"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
-        try:
-            assert server.stdout is not None
-            for line in server.stdout:
-                if "ready to accept connections" in line.lower():
-                    break
-            done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, f"unix://{socket}", str(server.pid)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([packages, "."])},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=120,
-            )
-        finally:
-            server.terminate()
+    with redis_server(require_real, tmp_path) as server:
+        assert server.process is not None
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, server.url, str(server.process.pid)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([server.packages, "."])},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
     assert done.stdout.strip() == "all of it", done.stderr

@@ -39,6 +39,9 @@ RETRY_S = 0.1
 
 SEEK_S = 1.0
 
+CLOSE_LIMIT_S = 1.0
+"""One that hangs is not waited for longer when its link is closed: it may be wanted again."""
+
 LOOK_S = 0.2
 LAST_WORDS_S = 2.0
 """At a shutdown so much time is left for a scheduler to hear how the last turns ended."""
@@ -95,6 +98,7 @@ class Dialling:
                 url.rstrip("/") + messages.PATH,
                 protocols=(messages.PROTOCOL,),
                 heartbeat=HEARTBEAT_S,
+                timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT_S),
                 max_msg_size=MAX_FRAME_BYTES,
                 headers=self._headers,
                 ssl=self._ssl_context or True,

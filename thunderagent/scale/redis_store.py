@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from thunderagent.errors import FencedError, StoreError
@@ -78,7 +80,11 @@ class RedisStore:
     def __init__(self, url: str, cell: str, lock_s: float) -> None:
         """Connect at the first use. A lock lasts `lock_s` without being renewed."""
         self._client = redis.asyncio.Redis.from_url(
-            url, socket_timeout=ANSWER_LIMIT_S, socket_connect_timeout=ANSWER_LIMIT_S, protocol=2
+            url,
+            socket_timeout=ANSWER_LIMIT_S,
+            socket_connect_timeout=ANSWER_LIMIT_S,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),  # whoever asks tries again, and must not sleep through a store's return
         )
         prefix = f"ta:{{{cell}}}"
         self._lock, self._epoch, self._log = f"{prefix}:leader", f"{prefix}:epoch", f"{prefix}:log"

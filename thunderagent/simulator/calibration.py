@@ -195,10 +195,11 @@ def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequenc
     lengths = [math.hypot(*(row[column] for row in rows)) or 1.0 for column in range(count)]
     scaled = [[value / length for value, length in zip(row, lengths, strict=True)] for row in rows]
     best, least = [0.0] * count, 0.0
+    whole_gram, whole_moments = _normal_equations(scaled, targets)
     for size in range(1, count + 1):
         for columns in combinations(range(count), size):
-            chosen = [[row[column] for column in columns] for row in scaled]
-            gram, moments = _normal_equations(chosen, targets)
+            gram = [[whole_gram[one][other] for other in columns] for one in columns]
+            moments = [whole_moments[column] for column in columns]
             solution = _solve(gram, moments)
             if solution is None or min(solution) < 0:
                 continue

@@ -31,7 +31,12 @@ def mean_s_of(rate_per_s: float) -> dict[str, float]:
     return {name: outcome.mean_s for name, outcome in compare(rate_per_s, count=500).items()}
 
 
-@pytest.mark.parametrize("rate_per_s", RATES_PER_S)
+def beside(ends: tuple[float, ...], *between: float) -> list[object]:
+    """Return loads as parameters: those between its ends take long to say the same."""
+    return [*ends, *(pytest.param(each, marks=pytest.mark.nightly) for each in between)]
+
+
+@pytest.mark.parametrize("rate_per_s", beside((RATES_PER_S[0], RATES_PER_S[-1]), *RATES_PER_S[1:-1]))
 def test_the_adaptive_split_is_the_best_of_five_policies(rate_per_s: float) -> None:
     """It is at most 5 % worse than the best static split, whichever that is, and better than the three others."""
     mean_s = dict(mean_s_of(rate_per_s))
@@ -42,7 +47,7 @@ def test_the_adaptive_split_is_the_best_of_five_policies(rate_per_s: float) -> N
         assert adaptive_s < mean_s[name], name
 
 
-@pytest.mark.parametrize("load", [0.4, 0.55, 0.7, 0.8])
+@pytest.mark.parametrize("load", beside((0.4, 0.8), 0.55, 0.7))
 def test_the_adaptive_split_follows_the_load_of_an_h100(load: float) -> None:
     """With stage times measured there: at most 5 % worse than the best static split, at each load."""
     h100 = read_profile(RESULTS / "nova-profile.json")
@@ -83,7 +88,7 @@ def test_all_requests_end_in_the_order_of_their_loads() -> None:
     assert max(first.latencies_s) < 60
 
 
-@pytest.mark.parametrize("rate_per_s", [0.3, 0.4])
+@pytest.mark.parametrize("rate_per_s", beside((0.4,), 0.3))
 def test_waits_are_those_of_the_queue_model(rate_per_s: float) -> None:
     """Eq. 6 within a tenth, while the split seldom changes: later requests are served faster, so they wait less."""
     adaptive = adaptive_of(profile(), MEAN_OUTPUT_TOKENS)

@@ -156,7 +156,7 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(result: Comparis
         write_report(tmp_path, replace(result, runs=()), replace(MAKING, command="no text: \ud800"))
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == "earlier"
-    paths = write_report(tmp_path, result, MAKING)
+    paths = write_report(tmp_path, replace(result, runs=result.runs[:1]), MAKING)
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     assert path.read_text() != "earlier"
 
@@ -355,7 +355,7 @@ def test_memory_is_drawn_of_a_seed_that_has_it(result: ComparisonResult) -> None
     titles = [words for words in words_of(draw(replace(result, runs=runs))) if words.startswith("Memory")]
     assert [title[-1] for title in titles] == ["1", "0", "1"]
     bare = []
-    for run in runs:
+    for run in runs[:2]:
         samples = tuple(replace(sample, replicas=()) for sample in run.result.samples)
         bare.append(replace(run, result=replace(run.result, samples=samples)))
     assert "Memory" not in draw(replace(result, runs=tuple(bare)))

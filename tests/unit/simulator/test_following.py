@@ -19,7 +19,9 @@ from thunderagent.simulator.workloads import workload
 
 ENGINE = EngineConfig(kv_tokens=16_000, timing=profile("demo"), max_num_batched_tokens=2048)
 SCENARIO = Scenario(engine=ENGINE, horizon_s=900, warmup_s=225)
-FIXED_COUNTS = (4, 6, 8, 12, 16, 24)
+FIXED_COUNTS = (6, 12)
+"""More than these add nothing: 24 have a thousandth more throughput. 4 have a seventh less."""
+
 SEEDS = (0, 1)
 
 

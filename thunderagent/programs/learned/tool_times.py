@@ -148,15 +148,15 @@ class ToolTimes:
 
     def returned(self, name: str, away_s: float) -> None:
         """Learn that a program came back so long after its tool began."""
-        interval_id = bisect_right(EDGES_S, away_s)
-        for table in (self._all, self._table(name)):
-            table.add(table.returned, interval_id, 1.0)
+        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
+        everything.add(everything.returned, interval_id, 1.0)
+        table.add(table.returned, interval_id, 1.0)
 
     def censored(self, name: str, away_s: float) -> None:
         """Learn that a program was not back after so long, when its memory was given away or it ended."""
-        interval_id = bisect_right(EDGES_S, away_s)
-        for table in (self._all, self._table(name)):
-            table.add(table.away, interval_id, 1.0)
+        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
+        everything.add(everything.away, interval_id, 1.0)
+        table.add(table.away, interval_id, 1.0)
 
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
         """Learn that a program that was paused came back in the end: `censored` was not the last of it."""

@@ -1,4 +1,7 @@
-"""What the core answers. Each decision carries a reason from one enum, so that counts of them explain a run."""
+"""What the core answers. Each decision carries a reason from one enum, so that counts of them explain a run.
+
+Those that are made most have an `__init__` that is written out: a dataclass's own one is not compiled.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ class Reason(StrEnum):
     """There are as many programs as there may be, and all of them have turns."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Grant:
     """The turn has its lease: it may run on that replica.
 
@@ -105,14 +108,28 @@ class Grant:
     reason: Reason
     engine_priority: int | None = None
 
+    def __init__(
+        self, turn_id: int, program_id: str | None, replica_id: str, reason: Reason, engine_priority: int | None = None
+    ) -> None:
+        self.turn_id = turn_id
+        self.program_id = program_id
+        self.replica_id = replica_id
+        self.reason = reason
+        self.engine_priority = engine_priority
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, init=False)
 class Hold:
     """The turn waits; a `Grant` or a `Reject` will follow."""
 
     turn_id: int
     program_id: str | None
     reason: Reason
+
+    def __init__(self, turn_id: int, program_id: str | None, reason: Reason) -> None:
+        self.turn_id = turn_id
+        self.program_id = program_id
+        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -124,13 +141,18 @@ class Reject:
     reason: Reason
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Pause:
     """The program's claim on the replica's memory is taken away."""
 
     program_id: str
     replica_id: str
     reason: Reason
+
+    def __init__(self, program_id: str, replica_id: str, reason: Reason) -> None:
+        self.program_id = program_id
+        self.replica_id = replica_id
+        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -151,13 +173,18 @@ class Unmark:
     reason: Reason
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Restore:
     """The program gets a claim on that replica's memory."""
 
     program_id: str
     replica_id: str
     reason: Reason
+
+    def __init__(self, program_id: str, replica_id: str, reason: Reason) -> None:
+        self.program_id = program_id
+        self.replica_id = replica_id
+        self.reason = reason
 
 
 @dataclass(slots=True)

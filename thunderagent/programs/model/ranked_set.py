@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -34,12 +34,14 @@ class RankedSet(Generic[T]):
     ranked anew stays in the heap until it reaches the top or the dead outnumber the living.
     """
 
-    __slots__ = ("_entry_of", "_front", "_heap", "_new", "_next_entry_id")
+    __slots__ = ("_entry_of", "_front", "_heap", "_is_sorted", "_new", "_next_entry_id")
 
     def __init__(self) -> None:
         """Begin empty."""
         self._front: list[Entry] = []
         self._heap: list[Entry] = []
+        self._is_sorted = True
+        """Whether the heap is in order from its begin to its end, as it is when it was made anew."""
         self._new: list[Entry] = []
         """Those in neither yet."""
         self._entry_of: dict[T, Entry] = {}
@@ -90,8 +92,8 @@ class RankedSet(Generic[T]):
 
     def _make_heap(self) -> None:
         """Make the heap anew, of the living alone, and of those in front."""
-        self._heap = list(self._entry_of.values())
-        heapify(self._heap)
+        self._heap = sorted(self._entry_of.values())
+        self._is_sorted = True
         self._new.clear()
         self._front.clear()
 
@@ -105,11 +107,13 @@ class RankedSet(Generic[T]):
             else:
                 for entry in new:
                     heappush(heap, entry)
+                self._is_sorted = False
                 new.clear()
         while heap and len(front) < count:
-            entry = heappop(heap)
-            if entry_of.get(entry[2]) is entry:
-                front.append(entry)
+            lowest = heap[: count - len(front)] if self._is_sorted else [heappop(heap)]
+            if self._is_sorted:
+                del heap[: len(lowest)]
+            front += [entry for entry in lowest if entry_of.get(entry[2]) is entry]
 
     def discard(self, member: T) -> None:
         """Take `member` out if it is in."""
@@ -130,7 +134,7 @@ class RankedSet(Generic[T]):
         """Take out and return the member with the lowest rank, or None."""
         front, entry_of = self._front, self._entry_of
         if not front and entry_of:
-            self._order(1)
+            self._order(FRONT_COUNT)
         if not front:
             return None
         member: T = front.pop(0)[2]

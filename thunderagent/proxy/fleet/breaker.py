@@ -17,6 +17,8 @@ The last usable replica is never taken away: to fail there is no worse than to b
 begins anew: whatever came back up in its place did not fail yet.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 import asyncio

@@ -3,6 +3,8 @@
 Where none of that is configured, a turn costs here no more than its id and a look for what only browsers send.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable

@@ -4,6 +4,8 @@ For a browser such a page is of the same origin as the proxy, so `Origin` does n
 the page's. An address that is no name cannot be made to lead elsewhere, so all addresses are taken.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from collections.abc import Iterable

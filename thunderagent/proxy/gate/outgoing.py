@@ -1,5 +1,7 @@
 """What is done to the headers of every request that goes to an engine: ids on, our keys out, the engine's key in."""
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from typing import Protocol

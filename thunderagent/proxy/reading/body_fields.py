@@ -15,7 +15,27 @@ from msgspec import UNSET, Raw
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
-from thunderagent.proxy.reading.prefix import PromptFields, begins_with
+
+
+class PromptFields(msgspec.Struct):
+    """The top-level fields of a body that its prompt is made of, as they were sent; empty if they are not there.
+
+    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids. Messages are
+    told apart in the pass that finds them.
+    """
+
+    model: Raw = Raw()
+    cache_salt: Raw = Raw()
+    tools: Raw = Raw()
+    system: Raw = Raw()
+    instructions: Raw = Raw()
+    messages: list[Raw] | None = None
+    input: Raw = Raw()
+    prompt: Raw = Raw()
+    text: Raw = Raw()
+    input_ids: Raw = Raw()
+    prompt_token_ids: Raw = Raw()
+    token_ids: Raw = Raw()
 
 
 class BodyFields(PromptFields):
@@ -165,6 +185,11 @@ def _read_large(body: bytes) -> BodyFields:
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
             setattr(fields, name, msgspec.json.decode(value))
     return fields
+
+
+def begins_with(value: bytes, first: bytes) -> bool:
+    """Say whether a value, as it was sent, begins with this byte."""
+    return bytes(memoryview(value)[:1]) == first
 
 
 def media_in(body: bytes, fields: PromptFields) -> MediaFound:

@@ -33,10 +33,10 @@ from uuid import uuid4
 import msgspec
 from msgspec import Raw
 
+from thunderagent.proxy.reading.body_fields import PromptFields
 from thunderagent.proxy.reading.dialects.base import Completion, Dialect, written_ids
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.reading.outline import Outline
-from thunderagent.proxy.reading.prefix import PromptFields
 from thunderagent.proxy.reading.sse import UNREADABLE
 
 STRIDE_BYTES = 1024

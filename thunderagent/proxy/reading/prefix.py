@@ -7,7 +7,7 @@ is, and what two prompts share is known to at least two thirds. What lies betwee
 they were sent.
 """
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# interpreted: what msgspec calls bytes is none to a compiled function
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Raw
 
 from thunderagent.programs.model.events import PrefixCut
+from thunderagent.proxy.reading.body_fields import PromptFields, begins_with
 from thunderagent.proxy.reading.media import media_of
 from thunderagent.proxy.reading.outline import Outline
 
@@ -38,34 +39,19 @@ MIN_TEXT_BYTES = 1024
 MAX_HASHED_BYTES = 4 * 2**20
 """Beyond it a prompt is not cut: there stand images rather than what is shared, and hashing takes its time."""
 
+LARGE_PIECE_BYTES = 16 * 1024
+KNOWN_COUNT = 4096
+"""So many digests of what ends with a larger piece are kept, each with half a kilobyte."""
+
 _TEXT_CUTS_BYTES = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
 )
 _TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
+_known: dict[tuple[bytes, int, int], _Hash] = {}
+"""Digests by those before them, and by the size and the hash of the piece between."""
 _sha1 = partial(hashlib.sha1, usedforsecurity=False)
 """The quickest that the standard library has, and of 63 bits no other can be more."""
-
-
-class PromptFields(msgspec.Struct):
-    """The top-level fields of a body that its prompt is made of, as they were sent; empty if they are not there.
-
-    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids. Messages are
-    told apart in the pass that finds them.
-    """
-
-    model: Raw = Raw()
-    cache_salt: Raw = Raw()
-    tools: Raw = Raw()
-    system: Raw = Raw()
-    instructions: Raw = Raw()
-    messages: list[Raw] | None = None
-    input: Raw = Raw()
-    prompt: Raw = Raw()
-    text: Raw = Raw()
-    input_ids: Raw = Raw()
-    prompt_token_ids: Raw = Raw()
-    token_ids: Raw = Raw()
 
 
 def prefix_of(
@@ -101,7 +87,7 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
         if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
             break
         piece = b"".join(messages[start:end]) if end - start > 1 else messages[start]
-        digest.update(piece)
+        digest = _followed(digest, piece)
         if has_media:
             media_bytes += media_of(bytes(piece)).size_bytes
         cuts.append((_number(digest), size_bytes - media_bytes))
@@ -126,7 +112,7 @@ def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
     for end in _TEXT_CUTS_BYTES:
         if end > len(text):
             break
-        digest.update(view[start:end])
+        digest = _followed(digest, view[start:end])
         cuts.append((_number(digest), end))
         start = end
     return tuple(cuts)
@@ -137,14 +123,28 @@ def _begun(fields: PromptFields, kind: bytes) -> _Hash:
     return _sha1(b"\0".join((kind, fields.model, fields.cache_salt, b"")))
 
 
+def _followed(digest: _Hash, piece: bytes | memoryview) -> _Hash:
+    """Return the digest of what was hashed so far and a piece behind it.
+
+    A program sends again what it sent before, so most large pieces were hashed after the same already. Which these are
+    a quicker hash tells, whose key only this process has: nobody can make one piece look like another.
+    """
+    if len(piece) < LARGE_PIECE_BYTES:
+        digest.update(piece)
+        return digest
+    place = digest.digest(), len(piece), hash(bytes(piece))
+    if (known := _known.get(place)) is not None:
+        return known.copy()
+    digest.update(piece)
+    if len(_known) >= KNOWN_COUNT:
+        _known.clear()
+    _known[place] = digest.copy()
+    return digest
+
+
 def _number(digest: _Hash) -> int:
     """Return what was hashed so far as a number of 63 bits, which every reader of JSON takes."""
     return int.from_bytes(digest.digest()[:8], "big") >> 1
-
-
-def begins_with(value: bytes, first: bytes) -> bool:
-    """Say whether a value, as it was sent, begins with this byte."""
-    return bytes(memoryview(value)[:1]) == first
 
 
 def _is_list_of_numbers(value: bytes) -> bool:

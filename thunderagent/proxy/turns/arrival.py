@@ -1,5 +1,7 @@
 """What a request on a turn's endpoint is: whose turn, what of it is ours, and what an attempt of its client."""
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from multidict import CIMultiDictProxy

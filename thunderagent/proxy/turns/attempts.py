@@ -22,6 +22,8 @@ same. Only of an attempt that ended is a hash kept, of its last mebibyte: that i
 and all that is at stake is an age.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 import asyncio

@@ -14,6 +14,8 @@ left. A stream that is held may show signs of life (`heartbeat.py`), and whose t
 (`reading/inference.py`), if the operator wants that.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 import asyncio
@@ -160,7 +162,10 @@ class Turns:
         except ThunderAgentError as error:
             record.status = error.status
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
-            await _tell(exchange, record, error)
+            if record.held_stream is None or not exchange.begun:
+                tell_with_error(error, record.headers())
+                raise
+            await record.held_stream.fail(error)
         except asyncio.CancelledError:
             if not attempt.superseded:
                 raise
@@ -168,7 +173,9 @@ class Turns:
             if record.status is not None or attempt.task is None or attempt.task.uncancel():
                 raise  # its answer has begun, or its client left as well
             record.status = TurnSupersededError.status
-            await _tell(exchange, record, TurnSupersededError("the same turn was tried again; that attempt goes on"))
+            if record.held_stream is None or not exchange.begun:
+                raise _superseded(record) from None
+            await record.held_stream.fail(_superseded(record))
         finally:
             if running is not None:
                 self._held.ran(running, record.held_bytes)
@@ -237,12 +244,12 @@ class Turns:
                         if not lives or not forwarding.may_retry(record, attempt, error, self._leases.now_s()):
                             raise
                         avoid_replica_id = error.replica_id
-                        continue
-                    try:
-                        await self._relay.relay(exchange, record, lease, upstream)
-                        return
-                    finally:
-                        upstream.close()
+                    else:
+                        try:
+                            await self._relay.relay(exchange, record, lease, upstream)
+                            return
+                        finally:
+                            upstream.close()
                 finally:
                     if named is not None:
                         forwarding.left(record, granted, named, authorization)
@@ -345,13 +352,7 @@ class Turns:
         self._write(record.line(duration_s, REQUEST_ID.get()))
 
 
-async def _tell(exchange: Exchange, record: Record, error: ThunderAgentError) -> None:
-    """Tell of an error as an event if the head of an answer was sent, else raise it."""
-    if record.held_stream is not None and exchange.begun:
-        await record.held_stream.fail(error)
-        return
+def _superseded(record: Record) -> TurnSupersededError:
+    error = TurnSupersededError("the same turn was tried again; that attempt goes on")
     tell_with_error(error, record.headers())
-    try:
-        raise error
-    finally:
-        del error  # or its traceback and this frame hold each other, and the whole turn, for a collection
+    return error

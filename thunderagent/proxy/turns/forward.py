@@ -6,6 +6,8 @@ which replica fails so often that nothing is sent there for a while, of `fleet/b
 reported.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from collections.abc import Awaitable

@@ -9,6 +9,8 @@ Their TypeScript twins send `x-stainless-timeout`, seconds too. A client of any 
 this one; `keep=retain` or `keep=offload` what may become of its memory until then. It is a dictionary of RFC 8941.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,13 +1,13 @@
 """What is known of one turn: for the lease that it asks for, for its canonical line, for the headers of its answer."""
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# compiled: each turn passes here
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 from thunderagent.leases import FAIL_OPEN, TurnAsk
-from thunderagent.log_lines import Line
+from thunderagent.log_lines import TurnLine
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answers import Completions
 from thunderagent.proxy.reading.dialects import NO_USAGE, Dialect
@@ -18,24 +18,6 @@ from thunderagent.proxy.turns.aborts import is_abortable
 from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, REPLICA_HEADER, identity_headers
-
-
-class TurnLine(Line):
-    """The canonical line of a turn."""
-
-    program_id: str | None
-    replica_id: str | None
-    outcome: str
-    status: int | None
-    reason: str | None
-    held_s: float
-    duration_s: float
-    tries_count: int
-    prompt_tokens: int | None
-    output_tokens: int | None
-    cached_tokens: int | None
-    tool: str
-    request_id: str
 
 
 class Record:
@@ -60,7 +42,6 @@ class Record:
     reason: str | None = None
     held_s = 0.0
     tries_count = 0
-    usage = NO_USAGE
     tool = ""
 
     def __init__(
@@ -76,6 +57,7 @@ class Record:
     ) -> None:
         """Begin with a turn that has no lease yet. What is answered is read if its `prompt` was."""
         self.turn = turn
+        self.usage = NO_USAGE
         self.method = method
         self.target = target
         self.dialect = dialect

@@ -4,6 +4,8 @@ When it is whole, and before the program's next turn can begin, the lease ends w
 answer before that is booked: what it sends then is read later, and begun after whatever waits for the loop already.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,7 @@
 """How many turns may be tried again: a part of all turns, so that failing replicas are not buried under retries."""
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from dataclasses import dataclass

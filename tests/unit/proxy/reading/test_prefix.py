@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from thunderagent.proxy.reading.body_fields import PromptFields
 from thunderagent.proxy.reading.identity import identify
-from thunderagent.proxy.reading.prefix import MAX_HASHED_BYTES, PromptFields, prefix_of
+from thunderagent.proxy.reading.prefix import MAX_HASHED_BYTES, prefix_of
 
 Chain = tuple[tuple[int, int], ...]
 
@@ -110,7 +112,8 @@ def test_an_input_that_is_a_text_is_one_message() -> None:
 def test_the_chain_is_the_same_in_every_process() -> None:
     """A proxy that starts again knows the prompts that it knew before."""
     code = (
-        "import json, sys; from thunderagent.proxy.reading.prefix import PromptFields, prefix_of; import msgspec;"
+        "import json, sys; from thunderagent.proxy.reading.body_fields import PromptFields;"
+        "from thunderagent.proxy.reading.prefix import prefix_of; import msgspec;"
         "print(json.dumps(prefix_of(msgspec.json.decode(sys.argv[1], type=PromptFields))))"
     )
     body = json.dumps({"model": "m", "messages": [SYSTEM, TASK]})
@@ -211,3 +214,16 @@ def test_any_bytes_have_a_chain_that_grows(junk: bytes) -> None:
     fields = PromptFields(input=msgspec.Raw(b"[" + junk + b"]"))
     chain = prefix_of(fields)
     assert all(0 <= digest < 2**63 and 0 < size <= len(junk) for digest, size in chain)
+
+
+def test_a_large_message_that_was_hashed_before_gives_the_same_digest() -> None:
+    """The digest is that of the bytes, whether they are known or not, and whatever came before them."""
+    large = json.dumps({"role": "user", "content": "w" * 100_000}).encode()
+    other = json.dumps({"role": "user", "content": "w" * 99_999 + "v"}).encode()
+    for messages in ([large], [large, large], [other, large], [large, other], [large, large]):
+        body = b'{"model":"m","messages":[' + b",".join(messages) + b"]}"
+        digest = hashlib.sha1(b"\0".join((b"messages", b'"m"', b"", b"")))
+        for number, _ in prefix_of(msgspec.json.decode(body, type=PromptFields)):
+            digest.update(messages.pop(0))
+            assert number == int.from_bytes(digest.digest()[:8], "big") >> 1
+        assert not messages

@@ -1,0 +1,72 @@
+"""A real redis-server, and where its client is installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.environments import RealEngineError, ensure_environment
+from tests.debian import install
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from typing import NoReturn
+
+
+@dataclass
+class RedisServer:
+    """A server that listens on a socket in a folder, and keeps an append-only file there if it is to."""
+
+    folder: Path
+    packages: str
+    """Where the client is installed: for PYTHONPATH."""
+    keeps: bool
+    process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.folder / 'redis.sock'}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        options = ("--appendonly", "yes", "--appendfsync", "always") if self.keeps else ("--appendonly", "no")
+        command = ["redis-server", "--port", "0", "--unixsocket", str(self.folder / "redis.sock"), "--save", ""]
+        self.process = subprocess.Popen(
+            [*command, *options, "--daemonize", "no"], stdout=subprocess.PIPE, text=True, cwd=self.folder
+        )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if "ready to accept connections" in line.lower():
+                break
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+@contextmanager
+def redis_server(
+    require_real: Callable[[str], NoReturn], folder: Path, *, keeps: bool = False
+) -> Iterator[RedisServer]:
+    """Run one for the length of the block."""
+    if shutil.which("redis-server") is None and (why_not := install("redis-server")):
+        require_real(why_not)
+    try:
+        python = ensure_environment("workflows-redis", ["redis>=6,<9"], "a second")
+    except RealEngineError as error:
+        require_real(f"no redis package: {error}")
+    find = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
+    server = RedisServer(folder, packages, keeps)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

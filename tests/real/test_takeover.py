@@ -1,0 +1,218 @@
+"""Two schedulers on a real Redis, two gateways, and clients that stream and wait: who leads goes, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.support import ask, command, engine, events_of, get, metrics_of
+from tests.real.redis_server import redis_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+    from typing import NoReturn
+
+    from tests.integration.support import Answer, CommandProcess
+    from tests.real.redis_server import RedisServer
+
+pytestmark = pytest.mark.timeout(240, func_only=True)
+
+CLIENTS_COUNT = 12
+LOCK_S = 1.0
+TOOL_S = 0.3
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody uses now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class Cell:
+    """Two schedulers, two gateways, an engine, and clients that take turns one after another."""
+
+    def __init__(self, redis: RedisServer, behind: CommandProcess) -> None:
+        self.redis = redis
+        self.behind = behind
+        self.ports = free_ports(2)
+        self.schedulers: dict[int, CommandProcess] = {}
+        self.stack = AsyncExitStack()
+        self.fronts: list[CommandProcess] = []
+        self.answers: list[Answer] = []
+        self.answered_s: list[float] = []
+        self.stop = asyncio.Event()
+
+    async def start(self, port: int) -> None:
+        some_wait = ("--policy", "cap", "--policy-arg", "n=6", "--idle-limit-s", "0.1", "--tick-s", "0.1")
+        options = ("--backends", self.behind.url, "--lock-s", str(LOCK_S), *some_wait)
+        quick = ("--poll-interval-s", "0.2", "--gateway-lost-s", "5", "--store", self.redis.url)
+        environment = {"PYTHONPATH": self.redis.packages}
+        process = command("scheduler", "--listen", f"127.0.0.1:{port}", *quick, *options, settings=environment)
+        self.schedulers[port] = await self.stack.enter_async_context(process)
+
+    async def begin(self) -> None:
+        urls = ",".join(f"http://127.0.0.1:{port}" for port in self.ports)
+        for port in self.ports:
+            await self.start(port)
+            await self.leader()
+        for _ in range(2):
+            front = command("gateway", "--port", "0", "--schedulers", urls)
+            self.fronts.append(await self.stack.enter_async_context(front))
+        for front in self.fronts:
+            await front.ready()
+
+    async def said(self, port: int) -> dict[str, Any]:
+        """Return what a scheduler says of itself; nothing if it does not answer."""
+        try:
+            async with asyncio.timeout(1.0):
+                answer = await get(f"http://127.0.0.1:{port}", "/internal/leader")
+        except (OSError, TimeoutError):
+            return {}
+        return dict(json.loads(answer.body)) if answer.status == 200 else {}
+
+    async def leader(self) -> int:
+        """Wait until one leads; return its port. One that was paused may not know yet that its epoch is over."""
+        async with asyncio.timeout(30):
+            while True:
+                said = {port: await self.said(port) for port in self.schedulers}
+                epochs = {port: each["epoch"] for port, each in said.items() if each.get("role") == "leader"}
+                if epochs:
+                    return max(epochs, key=lambda port: epochs[port])
+                await asyncio.sleep(0.02)
+
+    async def until_followed(self) -> None:
+        """Wait until the other one follows."""
+        async with asyncio.timeout(30):
+            while not (await self.said(await self.leader())).get("has_standby"):
+                await asyncio.sleep(0.05)
+
+    async def talk(self, number: int) -> None:
+        """Stream turn after turn of one program."""
+        front = self.fronts[number % 2]
+        while not self.stop.is_set():
+            more = {"stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}
+            self.answers.append(await ask(front.url, f"p{number}", **more))
+            self.answered_s.append(time.monotonic())
+            await asyncio.sleep(TOOL_S)  # in which it loses its claim, so that another one's turn comes
+
+    async def more(self, count: int) -> None:
+        """Wait for so many more answers."""
+        wanted_count = len(self.answers) + count
+        async with asyncio.timeout(60):
+            while len(self.answers) < wanted_count:
+                await asyncio.sleep(0.02)
+
+    async def gap_after(self, moment_s: float) -> float:
+        """Return the longest time without an answer since then."""
+        await self.more(2 * CLIENTS_COUNT)
+        times = [moment_s, *(each for each in self.answered_s if each > moment_s)]
+        return max(after - before for before, after in pairwise(times))
+
+    def tell(self) -> None:
+        """Print what processes said lately, for whoever looks why it failed."""
+        for process in (*self.schedulers.values(), *self.fronts):
+            lines = [
+                line for line in process.log.splitlines() if '"event":"turn"' not in line and "restore" not in line
+            ]
+            print(process.url, *lines[-12:], sep="\n")
+
+    async def check(self) -> None:
+        """Check that every turn was answered whole and counted once, and that nothing is left anywhere."""
+        leader = f"http://127.0.0.1:{await self.leader()}"
+        async with asyncio.timeout(30):
+            while any([*[await metric(front.url, "gateway_turns_told") for front in self.fronts]]):
+                await asyncio.sleep(0.05)
+        assert {answer.status for answer in self.answers} == {200}
+        assert all(answer.whole and events_of(answer.body)[-1] == "[DONE]" for answer in self.answers)
+        for url in (leader, *(front.url for front in self.fronts)):
+            assert await metric(url, "leases_active") == 0
+            assert await metric(url, "turns_held") == 0
+        assert await metric(leader, "turns_total", "finished") == len(self.answers)
+        of_engine = await metrics_of(self.behind.url)
+        for ours, theirs in (("prompt_tokens_total", "prompt"), ("output_tokens_total", "generation")):
+            assert await metric(leader, ours) == sum(of_engine[f"vllm:{theirs}_tokens_total"].values())
+        programs = json.loads((await get(leader, "/programs")).body)["programs"]
+        assert {each["program_id"] for each in programs} == {f"p{number}" for number in range(CLIENTS_COUNT)}
+        assert sum(each["turn_count"] for each in programs) == len(self.answers)
+        for front in self.fronts:
+            assert await metric(front.url, "fail_open_turns_total") == 0
+            assert "Traceback" not in front.log
+
+
+async def metric(url: str, name: str, *labels: str) -> float:
+    return (await metrics_of(url))[f"thunderagent_{name}"][labels]
+
+
+@asynccontextmanager
+async def cell(require_real: Callable[[str], NoReturn], folder: Path) -> AsyncIterator[Cell]:
+    with redis_server(require_real, folder, keeps=True) as redis:
+        async with engine("--speed", "4", kv_tokens=64_000, profile="demo") as behind:
+            running = Cell(redis, behind)
+            async with running.stack:
+                async with asyncio.TaskGroup() as group:
+                    await running.begin()
+                    await running.until_followed()
+                    for number in range(CLIENTS_COUNT):
+                        group.create_task(running.talk(number))
+                    await running.more(2 * CLIENTS_COUNT)
+                    try:
+                        yield running
+                    except BaseException:
+                        running.tell()
+                        raise
+                    finally:
+                        running.stop.set()
+                await running.check()
+
+
+async def test_nothing_is_lost_whoever_leads(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """Killed, handed over, paused, and killed again while a Redis that was killed is just back."""
+    gaps_s: dict[str, float] = {}
+    async with cell(require_real, tmp_path) as running:
+        first = await running.leader()
+        moment_s = time.monotonic()
+        running.schedulers[first].process.kill()
+        gaps_s["killed"] = await running.gap_after(moment_s)
+        assert await running.leader() != first
+        await running.start(first)
+        await running.until_followed()
+
+        moment_s = time.monotonic()
+        handover = (sys.executable, "-m", "thunderagent", "handover", "--url", running.fronts[0].url)
+        process = await asyncio.create_subprocess_exec(*handover)
+        assert await process.wait() == 0
+        gaps_s["handed over"] = await running.gap_after(moment_s)
+        assert await running.leader() == first
+        await running.until_followed()
+
+        moment_s = time.monotonic()
+        os.kill(running.schedulers[first].process.pid, signal.SIGSTOP)
+        gaps_s["paused"] = await running.gap_after(moment_s)
+        os.kill(running.schedulers[first].process.pid, signal.SIGCONT)
+        second = await running.leader()
+        assert second != first
+        await running.until_followed()
+
+        moment_s = time.monotonic()
+        running.redis.kill()
+        gaps_s["without a store"] = await running.gap_after(moment_s)
+        running.redis.start()
+        assert await running.leader() == second
+        await running.until_followed()
+        running.schedulers[second].process.kill()
+        await running.more(2 * CLIENTS_COUNT)
+    print("longest time without an answer:", {name: f"{gap_s:.2f} s" for name, gap_s in gaps_s.items()})

@@ -1,0 +1,54 @@
+"""Two versions side by side: what version 1 said is heard today, and what is said today version 1 could hear."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from thunderagent.scale.messages import FromGateway, FromScheduler, decode, encode
+
+FRAMES: dict[str, str] = json.loads(Path(__file__).with_name("frames-1.json").read_text())
+"""A frame with one message of each kind of version 1, all its fields given, in hexadecimal. Never changed."""
+
+SINCE_1 = {"deposed"}
+"""Kinds that came later: a version that does not know them drops them."""
+
+
+def fields_of(data: bytes) -> Any:
+    return msgspec.msgpack.decode(data)[3][0]
+
+
+def is_begin_of(older: Any, newer: Any) -> bool:
+    """Say whether an older message is what a newer one begins with, and so are its parts."""
+    if isinstance(older, list) and isinstance(newer, list):
+        return len(older) <= len(newer) and all(map(is_begin_of, older, newer))
+    return bool(older == newer)
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_fields_are_only_added(kind: str) -> None:
+    """Today's reader takes all of an older message, and writes it again with the same fields first."""
+    data = bytes.fromhex(FRAMES[kind])
+    frame, dropped_count = decode(data)
+    assert (dropped_count, len(frame.messages)) == (0, 1)
+    assert is_begin_of(fields_of(data), fields_of(encode(frame)))
+
+
+def test_no_kind_went_and_those_that_came_are_known_to_be_new() -> None:
+    """A message of a kind that went would be dropped in silence."""
+    kinds = {kind.__struct_config__.tag for kind in get_args(FromGateway | FromScheduler)}
+    assert kinds == set(FRAMES) | SINCE_1
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_fields_of_a_later_version_are_not_read(kind: str) -> None:
+    """As they would not be by version 1."""
+    number, heard, epoch, messages = msgspec.msgpack.decode(bytes.fromhex(FRAMES[kind]))
+    later = msgspec.msgpack.encode([number, heard, epoch, [[*messages[0], "more"], ["unheard-of", 1]], "more"])
+    frame, dropped_count = decode(later)
+    assert dropped_count == 1
+    assert encode(frame) == encode(decode(bytes.fromhex(FRAMES[kind]))[0])
