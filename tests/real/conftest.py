@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/real/" in item.path.as_posix():
             item.add_marker(pytest.mark.real)
             if item.get_closest_marker("timeout") is None:  # else a file's own limit would be overruled
-                item.add_marker(pytest.mark.timeout(120, func_only=True))
+                limit_s = 120 if item.get_closest_marker("nightly") is None else 900
+                item.add_marker(pytest.mark.timeout(limit_s, func_only=True))
 
 
 @pytest.fixture(scope="session")
