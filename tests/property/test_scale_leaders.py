@@ -16,7 +16,7 @@ from thunderagent.programs.model.kept import ProgramRecord
 from thunderagent.scale.candidacy import Candidacy
 from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.journal import Journal
-from thunderagent.scale.kept import At, Counted, Kept, Linked, Record, Sums, decode, encode
+from thunderagent.scale.kept import At, Counted, Kept, Linked, Record, Sums, decode
 from thunderagent.scale.messages import decode as decode_frame
 from thunderagent.scale.messages import encode as encode_frame
 
@@ -60,7 +60,7 @@ class Store:
             return 0
         known = self.epoch
         self.owner, self.ends_s, self.epoch = owner, self.world.time.now_s + LOCK_S, max(known, epoch)
-        return 1 if known else 2
+        return 1 if known >= epoch else 2
 
     def append(self, name: str, owner: str, epoch: int, data: bytes) -> int:
         self._answer(name)
@@ -175,6 +175,8 @@ class Member:
     def heard_higher(self, epoch: int) -> None:
         try:
             kept = self.cell.store.renew(self.name, self.owner, self.epoch)
+            if kept == 2 and self.journal is not None:
+                self.journal.tell_all()
             kept = kept and self.cell.store.renew(self.name, self.owner, epoch + 1)
         except StoreError:
             kept = 0
@@ -216,8 +218,8 @@ class Member:
         assert self.journal is not None
         assert self.ledger is not None
         while (entry := self.journal.entry(self.cell.time.now_s)) is not None:
-            where = self.cell.store.append(self.name, self.owner, self.epoch, encode(entry))
-            for turn in self.journal.was_written(str(where), len(self.ledger.usage)):
+            where = self.cell.store.append(self.name, self.owner, self.epoch, entry)
+            for turn in self.journal.was_written(str(where)):
                 self.ledger.gateways.written(*turn)
             if (first := self.journal.tells_from) is not None:
                 self.cell.store.log = [each for each in self.cell.store.log if each[0] >= int(first)]

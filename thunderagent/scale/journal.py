@@ -4,7 +4,11 @@ Theory of operation
 ===================
 Pure: it is told what happened, and says what is to be written. Of a program nothing is kept here but that it changed;
 how it is, is asked when an entry is made, so that a store that is away costs no memory: a program that changes a
-thousand times meanwhile is written once. The entry that is being written stays until it is: it may be written twice.
+thousand times meanwhile is written once, and so are a gateway that comes and goes, and what was learned. The entry that
+is being written stays until it is: it may be written twice.
+
+An entry has a bound, because a store takes no more than so much in the time that it is given. What is left follows in
+the next ones. Which turns were counted is never left: it is in one entry with the sums.
 
 A turn that was counted waits here for its entry. Past `WAITING_COUNT` such turns, while the store is away, they are
 acknowledged without: else gateways would have to keep them all. What a crash loses then are statistics.
@@ -13,18 +17,31 @@ acknowledged without: else gateways would have to keep them all. What a crash lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 
-from thunderagent.scale.kept import Begins, Counted, Entry, Learned, Linked, Lost, Record, Sums, Whole
+from thunderagent.scale.kept import (
+    Begins,
+    Counted,
+    Learned,
+    Linked,
+    Lost,
+    Record,
+    Sums,
+    Whole,
+    encode_record,
+    entry_of,
+)
 
 SLICE_COUNT = 500
 """So many programs are told again in one entry."""
 
+ENTRY_BYTES = 1_000_000
+"""An entry that is as large takes in no more programs; half of it is for those that are told again."""
+
 WAITING_COUNT = 50_000
 """So many turns wait for being written at most."""
 
-TELL_AFTER_COUNT = 10_000
-"""All is told again after so many records, and four for each program: then what is written anew costs little."""
+TELL_AFTER_BYTES = 8_000_000
+"""All is told again after so much, and four times what that took: then what is written anew costs little."""
 
 Turn = tuple[str, int]
 """A gateway's id and its number of a turn."""
@@ -37,13 +54,13 @@ class Journal:
         self,
         epoch: int,
         *,
-        changes: Callable[[], list[Record]],
+        changes: Callable[[], Iterable[Record]],
         everything: Callable[[], Iterable[Record]],
         sums: Callable[[], Sums],
     ) -> None:
         """Write in `epoch`. `changes` says how programs are that changed since it was called last, `everything` all.
 
-        `everything` is read in slices, while programs change: what changed is written in the same entry or a later one.
+        Both are read in slices, while programs change: what changed is written in the same entry or a later one.
         """
         self.epoch = epoch
         self.tells_from: str | None = None
@@ -51,14 +68,20 @@ class Journal:
         self._changes = changes
         self._everything = everything
         self._sums = sums
-        self._facts: list[Record] = []
+        self._linked: dict[str, Linked] = {}
+        self._lost: dict[str, Lost] = {}
+        self._learned: Learned | None = None
         self._counted: dict[Turn, None] = {}
+        self._changed: Iterator[Record] | None = None
+        """What changed and found no place in the last entry."""
         self._told: Iterator[Record] | None = None
         self._tells_anew = True
         self._begun_at: str | None = None
         self._last_sums: Sums | None = None
-        self._written_count = self._programs_count = 0
-        self._entry: Entry | None = None
+        self._written_bytes = self._told_bytes = 0
+        """Since all was told anew last; and how much of that is what was told."""
+        self._entry: bytes | None = None
+        self._entry_begins = False
         self._of_entry: list[Turn] = []
 
     def __repr__(self) -> str:
@@ -74,69 +97,111 @@ class Journal:
 
     def linked(self, gateway_id: str, boot_id: int) -> None:
         """Take in that a gateway is there."""
-        self._facts.append(Linked(gateway_id, boot_id))
+        self._linked[gateway_id] = Linked(gateway_id, boot_id)
+        self._lost.pop(gateway_id, None)
 
     def lost(self, gateway_id: str) -> None:
         """Take in that a gateway is no longer there."""
-        self._facts.append(Lost(gateway_id))
+        self._lost[gateway_id] = Lost(gateway_id)
 
     def learned(self, content: bytes) -> None:
         """Take in what was learned so far."""
-        self._facts.append(Learned(content))
+        self._learned = Learned(content)
 
     def tell_all(self) -> None:
         """Have all be told again: the store has lost it, or nobody knows what it has."""
         self._tells_anew, self._told = True, None
 
-    def entry(self, now_s: float) -> Entry | None:
+    def entry(self, now_s: float) -> bytes | None:
         """Return what is to be written now, the same until it `was_written`; None if there is nothing."""
         if self._entry is not None:
             return self._entry
-        records: list[Record] = []
+        parts: list[bytes] = []
+        self._entry_begins = self._tells_anew
         if self._tells_anew:
-            self._tells_anew, self._begun_at, self._last_sums = False, None, None
+            self._tells_anew, self._begun_at, self._last_sums, self._told_bytes = False, None, None, 0
             self._told = iter(self._everything())
-            records.append(Begins())
-        records += self._facts
-        self._facts = []
-        told = list(islice(self._told, SLICE_COUNT)) if self._told is not None else []
-        records += told
-        records += self._changes()  # after those that are told again: they are as new
-        if self._told is not None and len(told) < SLICE_COUNT:
+            parts.append(encode_record(Begins()))
+        parts += map(encode_record, self._take_facts())
+        parts += self._take_told()
+        parts += map(encode_record, self._take_counted())
+        parts += self._take_changed(ENTRY_BYTES - sum(map(len, parts)))  # after those that are told: they are as new
+        if not parts:
+            return None
+        self._entry = entry_of(self.epoch, now_s, parts)
+        return self._entry
+
+    def _take_facts(self) -> list[Record]:
+        facts: list[Record] = [*self._linked.values(), *self._lost.values()]
+        if self._learned is not None:
+            facts.append(self._learned)
+        self._linked, self._lost, self._learned = {}, {}, None
+        return facts
+
+    def _take_told(self) -> list[bytes]:
+        """Take some of what is told again, and say at its end that it is whole."""
+        parts: list[bytes] = []
+        if self._told is None:
+            return parts
+        size = 0
+        for record in self._told:
+            parts.append(encode_record(record))
+            size += len(parts[-1])
+            if len(parts) == SLICE_COUNT or size >= ENTRY_BYTES // 2:
+                break
+        else:
             self._told = None
-            records.append(Whole())
+            parts.append(encode_record(Whole()))
+        self._told_bytes += size
+        return parts
+
+    def _take_counted(self) -> list[Record]:
         by_gateway: dict[str, list[int]] = {}
         for gateway_id, turn_id in self._counted:
             by_gateway.setdefault(gateway_id, []).append(turn_id)
-        records += [Counted(gateway_id, tuple(ids)) for gateway_id, ids in by_gateway.items()]
+        self._of_entry, self._counted = list(self._counted), {}
+        records: list[Record] = [Counted(gateway_id, tuple(ids)) for gateway_id, ids in by_gateway.items()]
         sums = self._sums()
         if sums != self._last_sums:
             self._last_sums = sums
             records.append(sums)
-        if not records:
-            return None
-        self._of_entry, self._counted = list(self._counted), {}
-        self._entry = Entry(self.epoch, now_s, records)
-        return self._entry
+        return records
 
-    def was_written(self, where: str, programs_count: int) -> list[Turn]:
-        """Take in that the entry stands in the log; return the turns that are to be acknowledged for it.
+    def _take_changed(self, room_bytes: int) -> list[bytes]:
+        """Take what changed, as far as there is room: first what the entry before had none for."""
+        parts: list[bytes] = []
+        is_rest = self._changed is not None
+        changed = self._changed if self._changed is not None else iter(self._changes())
+        while room_bytes > 0:
+            record = next(changed, None)
+            if record is not None:
+                parts.append(encode_record(record))
+                room_bytes -= len(parts[-1])
+            elif is_rest:
+                changed, is_rest = iter(self._changes()), False
+            else:
+                self._changed = None
+                return parts
+        self._changed = changed
+        return parts
 
-        `programs_count` is how many there are now.
-        """
+    def was_written(self, where: str) -> list[Turn]:
+        """Take in that the entry stands in the log; return the turns that are to be acknowledged for it."""
         assert self._entry is not None, "there is an entry"
-        records, self._entry = self._entry.records, None
-        self._written_count += len(records)
-        if type(records[0]) is Begins:
-            self._begun_at, self._written_count = where, 0
-        if self._begun_at is not None and self._told is None and not self._tells_anew:
-            self.tells_from, self._begun_at = self._begun_at, None
-        if self._written_count > TELL_AFTER_COUNT + 4 * programs_count:
-            self.tell_all()
+        if self._entry_begins:
+            self._begun_at, self._written_bytes = where, 0
+        self._written_bytes += len(self._entry)
+        self._entry = None
+        if self._told is None and not self._tells_anew:
+            if self._begun_at is not None:
+                self.tells_from, self._begun_at = self._begun_at, None
+            if self._written_bytes > TELL_AFTER_BYTES + 4 * self._told_bytes:
+                self.tell_all()
         turns, self._of_entry = self._of_entry, []
         return turns
 
     @property
     def has_more(self) -> bool:
         """Whether there is more to be written for certain."""
-        return self._entry is not None or self._told is not None or self._tells_anew
+        waits = self._entry is not None or self._changed is not None
+        return waits or self._told is not None or self._tells_anew

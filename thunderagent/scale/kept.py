@@ -121,6 +121,16 @@ def encode(entry: Entry) -> bytes:
     return _encode(entry)
 
 
+def encode_record(record: Record) -> bytes:
+    """Return a part of an entry; `entry_of` makes an entry of parts."""
+    return _encode(record)
+
+
+def entry_of(epoch: int, now_s: float, parts: Sequence[bytes]) -> bytes:
+    """Return the same as `encode` of the records that are encoded in `parts`."""
+    return _encode(_RawEntry(epoch, now_s, [Raw(each) for each in parts]))
+
+
 def decode(data: bytes) -> Entry:
     """Return an entry that was written, without records of kinds that nobody here knows. Raises `BadFrameError`."""
     try:

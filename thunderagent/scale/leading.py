@@ -9,8 +9,9 @@ waited for. When it has the lock it reads the log to its end - nobody can write 
 adopt the programs, and lets gateways in.
 
 Who leads writes its `Journal` in batches, and renews the lock. **A store that does not answer is no reason to stop**:
-nobody else can lead without it either. But one that says that the lock is another's is, and so is a gateway that knows
-of a higher epoch. Who steps down is over: it writes nothing more, and whoever runs it begins anew, standing by.
+nobody else can lead without it either. When it is back all is written again, for it may have come back with less. But
+one that says that the lock is another's is, and so is a gateway that knows of a higher epoch. Who steps down is over:
+it writes nothing more, and whoever runs it begins anew, standing by.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ LEARNED_S = 5.0
 
 ADOPT_COUNT = 500
 """Programs that are taken in without giving way to others."""
+
+FINISH_LIMIT_S = 1.0
+"""Who gives the lock up writes the last for so long at most."""
 
 LEAVE_LIMIT_S = 2.0
 """Who gave the lock up goes on serving its gateways until they have left for another, for so long at most."""
@@ -126,6 +130,8 @@ class Leading:
                 continue
             self._watch.follow(seen.owner)
             expected = self._candidacy.may_take(seen.owner, seen.epoch, now_s())
+            if seen.owner == self.owner:  # it was taken, and the answer was lost
+                expected = self.owner
             with suppress(StoreError):
                 if expected is not None:
                     self.epoch = await self._store.take(self.owner, expected, self.kept.epoch)
@@ -164,6 +170,7 @@ class Leading:
             self.store_answers = answers
             if answers:
                 log.warning("store_is_back", role=self.role)
+                self.writing.tell_all()  # it may have come back with older data
             else:
                 log.error("store_is_away", role=self.role, why=error.message if error is not None else "")
 
@@ -175,6 +182,9 @@ class Leading:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._renew())]
             await self._take_over()
+            if self.role == "over":  # it had to leave before it granted anything
+                tasks[0].cancel()
+                return
             self.took_over_s = self._runtime.now_s() - self._since_s
             log.warning(
                 "leads", epoch=self.epoch, programs_count=self.kept.programs_count, took_s=round(self.took_over_s, 3)
@@ -200,6 +210,8 @@ class Leading:
         runtime.cached_tokens_total += kept.sums.cached_tokens
         for gateway_id, gateway in kept.gateways.items():
             gateways.knows(gateway_id, gateway.boot_id, gateway.counted, runtime.now_s())
+        if self.role == "over":
+            return
         gateways.on_higher = self._heard_higher
         self.writing.begin(self.epoch, kept.learned)
         self._links.lead(self.epoch, [each for each, gateway in kept.gateways.items() if gateway.is_there])
@@ -233,11 +245,14 @@ class Leading:
         """Renew the lock, or step down; go on if the store does not answer."""
         try:
             kept = await self._store.renew(self.owner, self.epoch)
+            self._answers(True)
+            self._renewed(kept)
             self._has_standby = await self._store.has_standby()
         except StoreError as error:
             self._answers(False, error)
-            return
-        self._answers(True)
+
+    def _renewed(self, kept: int) -> None:
+        """Hear how the store answered a renewal."""
         if not kept:
             self._step_down("the lock is another's")
         elif kept == 2:
@@ -270,6 +285,7 @@ class Leading:
         try:
             kept = await self._store.renew(self.owner, self.epoch)
             if kept:  # the store has lost an epoch: it is made up for
+                self._renewed(kept)
                 kept = await self._store.renew(self.owner, epoch + 1)
         except StoreError:
             kept = 0
@@ -284,14 +300,16 @@ class Leading:
 
     async def give_up(self) -> None:
         """Write the last, leave the lock to another, and serve gateways until they have left for that one."""
-        if self.role != "leader" or self.writing.has_ended:
+        if self.role != "leader":
             return
         with suppress(StoreError, TimeoutError):
-            async with asyncio.timeout(LEAVE_LIMIT_S):
+            async with asyncio.timeout(FINISH_LIMIT_S):
                 await self.writing.finish()
-                await self._store.give_up(self.owner)
-                log.warning("gives_up", epoch=self.epoch)
-                if self._has_standby:
+        with suppress(StoreError, TimeoutError):
+            await self._store.give_up(self.owner)  # also if not all was written: gateways tell what they were not told
+            log.warning("gives_up", epoch=self.epoch)
+            if self._has_standby:
+                async with asyncio.timeout(LEAVE_LIMIT_S):
                     await self._links.until_left()
         self._end()
 

@@ -50,12 +50,12 @@ local mine, epoch = tonumber(ARGV[3]), tonumber(known or '0')
 if owner == ARGV[1] then
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
   if epoch < mine then redis.call('SET', KEYS[2], mine) end
-  return known and 1 or 2
+  return epoch < mine and 2 or 1
 end
 if not owner and epoch <= mine then
   redis.call('SET', KEYS[2], mine)
   redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-  return known and 1 or 2
+  return epoch < mine and 2 or 1
 end
 return 0
 """
@@ -107,15 +107,16 @@ class RedisStore:
         async with _errors():
             keys = [self._lock, self._epoch]
             epoch = int(await self._take(keys=keys, args=[owner, self._lock_ms, expected, least_epoch]))
-            if epoch:
-                await self._replicated()
-            return epoch
+        if epoch:
+            await self._replicated()
+        return epoch
 
     async def _replicated(self) -> None:
-        """Wait a moment for a copy to have what was written, if there is one."""
-        with contextlib.suppress(ResponseError):
-            if (await self._client.info("replication")).get("connected_slaves"):
-                await self._client.wait(1, REPLICATED_LIMIT_MS)
+        """Wait a moment for a copy to have what was written, if there is one; if that fails, it is written still."""
+        with contextlib.suppress(StoreError):
+            async with _errors():
+                if (await self._client.info("replication")).get("connected_slaves"):
+                    await self._client.wait(1, REPLICATED_LIMIT_MS)
 
     async def renew(self, owner: str, epoch: int) -> int:
         """Keep the lock."""

@@ -27,7 +27,7 @@ class Store(Protocol):
         """Take the lock if it is free, empty, or `expected`'s; return the new epoch, above `least_epoch`, or 0."""
 
     async def renew(self, owner: str, epoch: int) -> int:
-        """Keep the lock, in this epoch at least: 0 if it is another's, 2 if the store had lost it."""
+        """Keep the lock, in this epoch at least: 0 if it is another's, 2 if the store knew of no epoch as high."""
 
     async def append(self, owner: str, epoch: int, data: bytes) -> str:
         """Write an entry; return where it stands. Raises `FencedError` if another one leads, or has led since."""

@@ -11,11 +11,12 @@ from thunderagent.errors import StoreError
 from thunderagent.learned_state import LearnedState, encode_state
 from thunderagent.programs.handlers.adoption import record_of
 from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.program import Program
 from thunderagent.programs.pools import Pool
 from thunderagent.runtime import Runtime
 from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.journal import Journal
-from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Lost, Record, Sums, encode
+from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Lost, Record, Sums
 from thunderagent.scale.links import Links
 from thunderagent.scale.store import Store
 
@@ -61,11 +62,6 @@ class Writing:
     def __repr__(self) -> str:
         return f"<Writing {self._journal!r}>"
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing more is gathered."""
-        return self._journal is None
-
     def begin(self, epoch: int, learned_content: bytes) -> None:
         """Tell all, and from now on what changes."""
         self._learned_content = learned_content
@@ -93,11 +89,14 @@ class Writing:
         self._stop_observing()
 
     async def finish(self) -> None:
-        """End, with all written that was gathered so far. Raises `StoreError`."""
+        """End, with all written that was gathered so far, and no more. Raises `StoreError`."""
         journal = self._journal
         self.end()
-        while journal is not None and await self._write_entry(journal):
-            pass
+        if journal is None:
+            return
+        while journal.has_more:
+            await self._write_entry(journal)
+        await self._write_entry(journal)  # what changes from now on is the next leader's
 
     # --- what is gathered
 
@@ -130,19 +129,18 @@ class Writing:
         tokens = runtime.prompt_tokens_total, runtime.output_tokens_total, runtime.cached_tokens_total
         return Sums(dict(runtime.outcome_counts), *tokens)
 
-    def _changes(self) -> list[Record]:
-        records: list[Record] = []
-        for pool in self._runtime.pools.all:
+    def _changes(self) -> Iterator[Record]:
+        """Give the programs that changed, as they are when each is taken."""
+        for pool in list(self._runtime.pools.all):
             book = pool.scheduler.book
             changed, book.changed_programs = book.changed_programs, {}
             if changed is None:  # a pool that nobody wrote down yet
-                changed = dict(book.programs)
+                changed = dict[str, Program | None](book.programs)
             for program_id, program in changed.items():
-                if program.place is book.ended:
-                    records.append(Ended(pool.name, program_id))
+                if program is None or program.place is book.ended:
+                    yield Ended(pool.name, program_id)
                 else:
-                    records.append(At(pool.name, record_of(program, book)))
-        return records
+                    yield At(pool.name, record_of(program, book))
 
     def _everything(self) -> Iterator[Record]:
         """Give all that there is; programs as they are when each is taken."""
@@ -193,8 +191,8 @@ class Writing:
             entry = journal.entry(self._runtime.now_s())
             if entry is None:
                 return False
-            where = await self._store.append(self._owner, journal.epoch, encode(entry))
-            for turn in journal.was_written(where, len(self._runtime.programs)):
+            where = await self._store.append(self._owner, journal.epoch, entry)
+            for turn in journal.was_written(where):
                 self._links.gateways.written(*turn)
             if journal.tells_from is not None:
                 first, journal.tells_from = journal.tells_from, None

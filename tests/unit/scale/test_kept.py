@@ -9,7 +9,7 @@ from thunderagent.errors import BadFrameError
 from thunderagent.programs.model.kept import BranchRecord, ProgramRecord
 from thunderagent.scale import kept as kept_module
 from thunderagent.scale.candidacy import GIVEN_UP, Candidacy
-from thunderagent.scale.journal import SLICE_COUNT, TELL_AFTER_COUNT, WAITING_COUNT, Journal
+from thunderagent.scale.journal import ENTRY_BYTES, SLICE_COUNT, TELL_AFTER_BYTES, WAITING_COUNT, Journal
 from thunderagent.scale.kept import (
     At,
     Begins,
@@ -125,7 +125,7 @@ class Source:
             sums=self._sums,
         )
         self.kept = Kept()
-        self.written_count = 0
+        self.written_count = self.largest_bytes = 0
 
     def _changes(self) -> list[Record]:
         changed, self.changed = self.changed, []
@@ -142,9 +142,10 @@ class Source:
         """Write one entry; return which turns are acknowledged for it."""
         entry = self.journal.entry(0.0)
         assert entry is not None
-        self.kept.take(decode(encode(entry)), 0.0)
+        self.kept.take(decode(entry), 0.0)
+        self.largest_bytes = max(self.largest_bytes, len(entry))
         self.written_count += 1
-        return self.journal.was_written(str(self.written_count), len(self.programs))
+        return self.journal.was_written(str(self.written_count))
 
     def write_all(self) -> None:
         while self.journal.entry(0.0) is not None:
@@ -177,19 +178,58 @@ def test_all_is_told_at_the_begin_and_what_changed_meanwhile_with_it() -> None:
     assert source.journal.tells_from == "1", "what is before the first entry can go"
 
 
-def test_all_is_told_again_after_many_records_and_when_the_store_lost_it() -> None:
+def test_all_is_told_again_after_many_bytes_and_when_the_store_lost_it() -> None:
     source = Source(3)
     source.write_all()
     source.journal.tells_from = None
-    source.changed = [At("", ProgramRecord("p1"))] * (TELL_AFTER_COUNT + 13)
-    source.write()
-    assert source.journal.has_more
+    learned_bytes = 500_000
+    for _ in range(TELL_AFTER_BYTES // learned_bytes + 1):
+        assert not source.journal.has_more
+        source.journal.learned(bytes(learned_bytes))
+        source.write()
+    assert source.journal.has_more, "that was few records, and many bytes"
     source.write_all()
     assert source.journal.tells_from == str(source.written_count)
     source.kept = Kept()
     source.journal.tell_all()
     source.write_all()
     assert source.kept.programs_count == 3
+
+
+def test_an_outage_of_the_store_leaves_one_of_each_and_entries_that_can_be_written() -> None:
+    source = Source(3)
+    source.write_all()
+    for number in range(50):
+        source.journal.learned(bytes([number]) * 400_000)
+        source.journal.linked("g", 1)
+        source.journal.lost("g")
+        source.journal.linked("h", number)
+    source.changed = [At("", ProgramRecord(f"new{number}", "t" * 90)) for number in range(30_000)]
+    source.count(7)
+    assert source.write() == [("g", 7)], "what was counted waits for no program"
+    assert source.kept.sums.outcome_counts == {"finished": 1}
+    assert source.kept.learned == bytes([49]) * 400_000
+    assert [(each.boot_id, each.is_there) for each in source.kept.gateways.values()] == [(1, False), (49, True)]
+    assert source.journal.has_more
+    source.changed = [At("", ProgramRecord("new0", "late")), Ended("", "new1")]
+    source.write_all()
+    assert source.written_count > 4
+    assert source.largest_bytes < ENTRY_BYTES + 1000
+    found = programs(source.kept)
+    assert len(found) == 30_002
+    assert found["new0"].tenant == "late", "what changed later was written later"
+
+
+def test_what_changes_while_all_is_told_in_large_records_has_a_place() -> None:
+    source = Source(0)
+    source.programs = {f"p{number}": ProgramRecord(f"p{number}", "t" * 9_000) for number in range(300)}
+    source.changed = [At("", ProgramRecord("new"))]
+    source.write()
+    assert "new" in programs(source.kept)
+    assert 1 < source.kept.programs_count < 300
+    source.write_all()
+    assert source.kept.programs_count == 301
+    assert source.largest_bytes < ENTRY_BYTES
 
 
 def test_too_many_turns_that_wait_are_acknowledged_unwritten() -> None:

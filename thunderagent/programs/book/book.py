@@ -55,8 +55,11 @@ class Book:
         """Those of them on which grants are not suspended: what a policy sees."""
         self.changed_replicas: dict[str, Replica] = {}
         """On which programs came, went or changed in size since the policy was asked to balance."""
-        self.changed_programs: dict[str, Program] | None = None
-        """Those that moved or changed in size, by id, until they are taken to be written down; None if nobody does."""
+        self.changed_programs: dict[str, Program | None] | None = None
+        """Those that moved or changed in size, by id, until they are taken to be written down; None if nobody does.
+
+        Of one that ended only the id stays.
+        """
         self.rooms: Rooms | None = None
         """The replicas that grant by room, once a policy asked for that."""
         self.suspended_for: dict[str, None] = {}
@@ -118,7 +121,7 @@ class Book:
             self._measure(program)
         program.place = to
         if self.changed_programs is not None:
-            self.changed_programs[program.program_id] = program
+            self.changed_programs[program.program_id] = program if to is not self.ended else None
         if replica is not None:
             if place.active is not to.active:
                 self._claims(program, replica, why, to.active)
