@@ -1,0 +1,255 @@
+"""A scheduler with a store that fails: what it writes again, and that it leaves no lock behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from tests.unit.scale.test_links import Unwatched
+from thunderagent.errors import StoreError
+from thunderagent.learned_state import LearnedState
+from thunderagent.programs.model.events import ProgramOpened, ProgramReleased
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.runtime import Runtime
+from thunderagent.scale.kept import Kept, decode
+from thunderagent.scale.leading import Leading
+from thunderagent.scale.links import Links
+from thunderagent.scale.store import Seen
+
+LOCK_S = 0.03
+"""Renewed so often that a test waits for nothing."""
+
+
+class MemoryStore:
+    """A store that does as told, or fails where a test says so. Its lock does not end by itself."""
+
+    def __init__(self) -> None:
+        self.owner: str | None = None
+        self.epoch = 0
+        self.log: list[bytes] = []
+        self.is_away = self.loses_the_answer_of_take = self.fails_for_standby = False
+        self.renews_as = 0
+        """What the next renewal answers, if it is not 0."""
+        self.on_append = asyncio.Event()
+        self.may_append = asyncio.Event()
+        self.may_append.set()
+        self.while_appending: Callable[[], None] = lambda: None
+        self.may_look = asyncio.Event()
+        self.may_look.set()
+        self.renewals_count = 0
+
+    def _answer(self) -> None:
+        if self.is_away:
+            raise StoreError("away")
+
+    async def look(self, after: str) -> Seen:
+        if self.owner:
+            await self.may_look.wait()
+        self._answer()
+        entries = [(str(number), data) for number, data in enumerate(self.log, 1) if number > int(after)]
+        return Seen(self.owner, self.epoch, entries, has_more=False)
+
+    async def take(self, owner: str, expected: str, least_epoch: int) -> int:
+        self._answer()
+        if self.owner not in (None, "", expected):
+            return 0
+        self.owner, self.epoch = owner, max(self.epoch, least_epoch) + 1
+        if self.loses_the_answer_of_take:
+            self.loses_the_answer_of_take = False
+            raise StoreError("it did as told, and nobody heard so")
+        return self.epoch
+
+    async def renew(self, owner: str, epoch: int) -> int:
+        self._answer()
+        self.renewals_count += 1
+        if self.owner != owner:
+            return 0
+        self.epoch = max(self.epoch, epoch)
+        answer, self.renews_as = self.renews_as or 1, 0
+        return answer
+
+    async def append(self, owner: str, epoch: int, data: bytes) -> str:
+        self.on_append.set()
+        await self.may_append.wait()
+        self._answer()
+        self.while_appending()
+        self.log.append(data)
+        return str(len(self.log))
+
+    async def trim(self, where: str) -> None: ...
+
+    async def give_up(self, owner: str) -> None:
+        self._answer()
+        if self.owner == owner:
+            self.owner = ""
+
+    async def stand_by(self) -> None: ...
+
+    async def has_standby(self) -> bool:
+        if self.fails_for_standby:
+            raise StoreError("it does not say")
+        return False
+
+    async def warnings(self) -> list[str]:
+        return []
+
+    async def close(self) -> None: ...
+
+
+class Member:
+    """A scheduler with a store."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.runtime = Runtime(Scheduler(Cap(n=1)))
+        links = Links(self.runtime, Replicas(self.runtime, []), Unwatched(), gateway_lost_s=5.0)
+        learned = LearnedState(None, self.runtime)
+        self.leading = Leading(store, self.runtime, links, learned, url="", lock_s=LOCK_S)
+
+    def opens(self, program_id: str) -> None:
+        self.runtime.dispatch(ProgramOpened(self.runtime.now_s(), program_id))
+
+    async def until_written(self, *program_ids: str, since_count: int = 0) -> None:
+        """Wait until the log says of these programs, and of no others, from an entry on."""
+        while True:
+            kept = Kept()
+            for data in self.store.log[since_count:]:
+                kept.take(decode(data), 0.0)
+            if {record.program_id for _, record in kept.programs(0.0)} == set(program_ids):
+                return
+            await asyncio.sleep(0)
+
+    async def until_renewed(self) -> None:
+        """Wait until the lock was renewed twice, so once as a whole."""
+        wanted_count = self.store.renewals_count + 2
+        while self.store.renewals_count < wanted_count:
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(store: MemoryStore) -> AsyncIterator[Member]:
+    member = Member(store)
+    async with asyncio.timeout(30):
+        task = asyncio.create_task(member.leading.run())
+        yield member
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def until_leading(member: Member) -> None:
+    while member.leading.took_over_s is None:
+        await asyncio.sleep(0)
+
+
+async def test_a_store_that_was_away_is_told_all_again() -> None:
+    """It may have come back with older data, and says nothing of that."""
+    store = MemoryStore()
+    async with running(store) as member:
+        member.opens("p")
+        await until_leading(member)
+        await member.until_written("p")
+        store.is_away = True
+        while member.leading.store_answers:
+            await asyncio.sleep(0)
+        store.log, store.is_away = [], False
+        await member.until_written("p")
+
+
+async def test_a_store_that_lost_its_epoch_is_told_all_again_if_it_does_not_say_who_stands_by() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        member.opens("p")
+        await member.until_written("p")
+        store.fails_for_standby = True
+        await member.until_renewed()
+        store.log, store.renews_as = [], 2
+        await member.until_written("p")
+
+
+async def test_an_epoch_that_was_lost_is_made_up_for_and_all_is_told_again() -> None:
+    """A gateway is the first that knows of it."""
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        member.opens("p")
+        await member.until_written("p")
+        store.log, store.renews_as = [], 2
+        member.leading._heard_higher(7)
+        await member.until_written("p")
+        assert store.epoch == member.leading.epoch == 8
+
+
+async def test_a_lock_that_was_taken_without_an_answer_is_taken_again_at_once() -> None:
+    store = MemoryStore()
+    store.loses_the_answer_of_take = True
+    async with running(store) as member:
+        await until_leading(member)
+        assert (store.owner, member.leading.epoch) == (member.leading.owner, 2)
+
+
+async def test_who_leaves_while_it_takes_over_gives_the_lock_up_and_lets_nobody_in() -> None:
+    store = MemoryStore()
+    store.may_look.clear()
+    async with running(store) as member:
+        while member.leading.role != "leader":
+            await asyncio.sleep(0)
+        await member.leading.give_up()
+        assert store.owner == ""
+        store.may_look.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert member.leading.took_over_s is None
+        assert not store.log
+
+
+async def test_who_leaves_gives_the_lock_up_though_it_cannot_write_the_last() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        member.opens("p")
+        await member.until_written("p")
+        store.may_append.clear()
+        store.on_append.clear()
+        member.opens("q")
+        await store.on_append.wait()
+        await member.leading.give_up()
+        assert store.owner == ""
+
+
+async def test_who_leaves_writes_what_there_is_and_does_not_wait_for_calm() -> None:
+    """Gateways are still served: with each entry something changes."""
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        member.opens("first")
+        await member.until_written("first")
+        before_count, names = len(store.log), iter(f"p{number}" for number in range(100))
+        store.while_appending = lambda: member.opens(next(names))
+        member.opens("last")
+        await member.leading.writing.finish()
+        assert len(store.log) == before_count + 1
+        await member.until_written("last", since_count=before_count)
+
+
+async def test_of_programs_that_ended_while_the_store_is_away_only_the_ids_stay() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        member.opens("p")
+        await member.until_written("p")
+        store.is_away = True
+        while member.leading.store_answers:
+            await asyncio.sleep(0)
+        store.may_append.clear()
+        member.opens("q")
+        for name in ("p", "q"):
+            member.runtime.dispatch(ProgramReleased(member.runtime.now_s(), name))
+        changed = member.runtime.scheduler.book.changed_programs
+        assert changed == {"p": None, "q": None}
+        store.is_away = False
+        store.may_append.set()
+        await member.until_written()
