@@ -64,7 +64,9 @@ def _refused() -> Iterator[None]:
 class ServeConfig(BaseSettings):
     """Everything that `thunderagent serve` can be told."""
 
-    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
     toml_file: ClassVar[Path | None] = None
 
     backends: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -193,8 +195,8 @@ class ServeConfig(BaseSettings):
     )
     reached_at: str = Field(
         "",
-        description="of a scheduler with a store: http://HOST:PORT where others can see whether it runs; by default "
-        "where it listens",
+        description="of a scheduler with a store: http://HOST:PORT of the process itself, where others can see whether "
+        "it runs; by default where it listens",
     )
     policy: str = Field(
         "breakeven",
@@ -656,6 +658,28 @@ class ServeConfig(BaseSettings):
                 raise ValueError(f"{url!r} is not a URL with http or https, as http://HOST:PORT")
         return urls
 
+    @field_validator("reached_at")
+    @classmethod
+    def _check_reached_at(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
+        except ValueError:
+            is_url = False
+        if url and not is_url:
+            raise ValueError(f"{url!r} is not a URL with http or https and a port, as http://HOST:PORT")
+        return url
+
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not _is_store(url.get_secret_value()):  # its words may be those of a password
+            raise ValueError(
+                "is not a URL, as redis://:PASSWORD@HOST:PORT/DATABASE; in a password write / as %2F, ? as %3F, # as "
+                "%23, @ as %40, [ as %5B, ] as %5D and % as %25"
+            )
+        return url
+
     @model_validator(mode="after")
     def _addresses_have_backends(self) -> Self:
         for_all = len(self.kv_events) == 1 and HOST_FIELD in self.kv_events[0]
@@ -783,6 +807,16 @@ def _has_port(netloc: str) -> bool:
     """Say whether what stands behind the last colon of a host, if there is one, is a port."""
     port = netloc.rpartition("]")[2].rpartition(":")
     return not port[1] or port[2].isdigit()
+
+
+def _is_store(url: str) -> bool:
+    """Say whether this is the URL of a store. One that is cut within its password names another host."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("redis", "rediss", "unix") and parts.port != 0
+    except ValueError:
+        return False
+    return is_url and (parts.scheme == "unix" or "@" not in parts.path + parts.query + parts.fragment)
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str]:

@@ -76,8 +76,13 @@ RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
 READY_S = 30.0
 
 
-def check_gateways(config: ServeConfig) -> None:
-    """Raise `ConfigurationError` for what does not go with gateways."""
+def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None:
+    """Raise `ConfigurationError` for what does not go with gateways, or not with those of the same command."""
+    if in_one_command and config.store is not None:
+        raise ConfigurationError(
+            "store: gateways of `serve --gateways` know of its own scheduler only; start `thunderagent scheduler` and "
+            "`thunderagent gateway`, each by itself"
+        )
     given = [name for name in NOT_WITH_GATEWAYS if getattr(config, name)]
     if given:
         raise ConfigurationError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with no gateways yet")
@@ -124,8 +129,10 @@ def _store_of(config: ServeConfig) -> Store | None:
         raise ConfigurationError("store: needs the extra scale: pip install 'thunderagent[scale]'") from error
     try:
         return RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
-    except ValueError as error:
-        raise ConfigurationError(f"store: {error}") from error
+    except ValueError:
+        raise ConfigurationError(
+            "store: is not a URL that its client takes"
+        ) from None  # a password may be in its words
 
 
 @asynccontextmanager
@@ -299,7 +306,7 @@ async def serve_with_gateways(
 
     A gateway that ends is started again, within a bound; past that all of it ends. Raises as `serve` does.
     """
-    check_gateways(config)
+    check_gateways(config, in_one_command=True)
     check_security(config)  # the scheduler is on loopback, where more is allowed
     with _port_of(config) as port:
         own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "tls_cert": None, "tls_key": None}

@@ -301,7 +301,7 @@ async def test_what_is_refused(api: KubernetesApi, driver: KubernetesDriver) -> 
     api.rights = RIGHTS - {("batch", "jobs", "create")}
     with pytest.raises(SandboxRefusedError, match="lack the right to create jobs"):
         await driver.prepare(order())
-    with pytest.raises(SandboxRefusedError, match="no names"):
+    with pytest.raises(SandboxRefusedError, match="are not names"):
         await driver.prepare(order(namespace="../kube-system"))
     assert not api.objects
 

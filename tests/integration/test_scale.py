@@ -304,7 +304,7 @@ def test_what_needs_one_process_is_refused_with_gateways() -> None:
     _, line = mint_key("me")
     with pytest.raises(ConfigurationError, match="tenant_from_key"):
         check_gateways(ServeConfig.load(gateways=2, api_keys=line))
-    with pytest.raises(ConfigurationError, match="no URL"):
+    with pytest.raises(ConfigurationError, match="is not a URL"):
         ServeConfig.load(schedulers="http://host:port:")
 
 

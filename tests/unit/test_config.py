@@ -184,3 +184,46 @@ def test_a_variable_that_is_no_setting_is_found_with_the_nearest_that_is() -> No
         "PATH",
     )
     assert unknown_variables([*unknown, *others]) == unknown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:pa/ss@h",
+        "redis://:12/ss@h",
+        "redis://:12?ss@h",
+        "redis://user:12#ss@h",
+        "redis://:ss[x@h",
+        "h:6379/ss",
+        "redis://h:0/ss",
+        "",
+    ],
+)
+def test_a_store_that_is_no_url_is_refused_without_its_words(url: str) -> None:
+    """A password may be among them; and what is cut within one would name another host."""
+    with pytest.raises(ConfigurationError, match="store: is not a URL") as refused:
+        ServeConfig.load(store=url)
+    assert "ss@" not in str(refused.value)
+    told = f"{refused.value} {refused.value.__cause__} {refused.value.__context__}"
+    assert not any(part in told for part in ("pa/", ":12", "ss@", "ss[", "/ss"))
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "redis://:p%2Fw@h:6379/1", "rediss://user:p@[::1]:1", "unix:///run/a@b?db=1"]
+)
+def test_a_store_has_a_url_and_its_password_is_shown_nowhere(url: str) -> None:
+    """Not by the configuration as a whole, either."""
+    config = ServeConfig.load(store=url)
+    assert config.store is not None
+    assert config.store.get_secret_value() == url
+    assert url not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "url", ["10.0.0.1:8400", "http://h", "http://h:port", "http://h:99999", "http://[::1", "ftp://h:1"]
+)
+def test_a_scheduler_is_reached_at_a_url_with_a_port(url: str) -> None:
+    """Those that stand by would end at another one, or watch nobody."""
+    with pytest.raises(ConfigurationError, match=r"reached_at: .* is not a URL"):
+        ServeConfig.load(reached_at=url)
+    assert ServeConfig.load(reached_at="http://[::1]:8400").reached_at == "http://[::1]:8400"

@@ -56,6 +56,9 @@ GENERATION_BITS = 32
 FORGET_S = 3600.0
 """A gateway that has had no link for so long is forgotten, and which of its ends were counted."""
 
+EPOCH_JUMP = 2**24
+"""No epoch is so far above the own one: that would be a new leader each second for half a year."""
+
 
 class Gateways:
     """All gateways. What is decided of their turns is told here, and goes out by `frame`."""
@@ -92,7 +95,8 @@ class Gateways:
     # --- links
 
     def linked(self, hello: Hello) -> Gateway:
-        """Begin a link of a gateway. Raises `BadFrameError` if it has a later one already, or a higher epoch."""
+        """Begin a link of a gateway. Raises `BadFrameError` if it has a later one already, or knows a higher epoch."""
+        self._check_jump(hello.highest_epoch)
         is_ours = hello.leader_id == self.leader_id
         is_higher = hello.highest_epoch > self.epoch or (hello.highest_epoch == self.epoch and not is_ours)
         if is_higher and self.on_higher is not None:
@@ -116,6 +120,16 @@ class Gateways:
         else:
             self.say(gateway, Lead(self.leader_id))
         return gateway
+
+    def deposed(self, epoch: int) -> None:
+        """Hear of a higher epoch from a gateway that follows another one. Raises `BadFrameError` if none is so high."""
+        self._check_jump(epoch)
+        if self.on_higher is not None and epoch >= self.epoch:
+            self.on_higher(epoch)
+
+    def _check_jump(self, epoch: int) -> None:
+        if epoch - self.epoch > EPOCH_JUMP:
+            raise BadFrameError(f"no scheduler can lead in epoch {epoch}, this is {self.epoch}")
 
     def leads_in(self, epoch: int) -> None:
         """Begin an epoch, and tell all gateways."""

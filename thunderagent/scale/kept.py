@@ -20,14 +20,14 @@ that with his own clock, at the entry that came with the least delay. No wall cl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from thunderagent.errors import BadFrameError
 from thunderagent.programs.model.kept import BranchRecord, ProgramRecord
-from thunderagent.scale.messages import known_of
+from thunderagent.scale.messages import MAX_EPOCH, known_of
 
 COUNTED_COUNT = 20_000
 """So many turns of a gateway are remembered as counted: it may not have heard of the last ones."""
@@ -37,7 +37,7 @@ class At(Struct, frozen=True, array_like=True, tag="at"):
     """A program of a pool, as it is now."""
 
     pool: str
-    program: Sequence[Any]
+    program: Annotated[Sequence[Any], Meta(min_length=1)]
     """The fields of a `ProgramRecord`."""
 
 
@@ -97,13 +97,13 @@ Record = At | Ended | Linked | Lost | Counted | Sums | Learned | Begins | Whole
 class Entry(Struct, frozen=True, array_like=True):
     """What changed, at `now_s` of the scheduler of an epoch."""
 
-    epoch: int
+    epoch: Annotated[int, Meta(ge=0, lt=MAX_EPOCH)]
     now_s: float
     records: Sequence[Record]
 
 
 class _RawEntry(Struct, frozen=True, array_like=True):
-    epoch: int
+    epoch: Annotated[int, Meta(ge=0, lt=MAX_EPOCH)]
     now_s: float
     records: list[Raw]
 
@@ -255,6 +255,6 @@ class Kept:
         for (pool, _), (fields, epoch, told_s) in self._programs.items():
             try:
                 record = program_of(fields)
-            except (msgspec.ValidationError, TypeError):
+            except (msgspec.ValidationError, TypeError, KeyError):
                 continue
             yield pool, record.older(max(0.0, now_s - self._ahead_s[epoch] - told_s))

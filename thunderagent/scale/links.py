@@ -211,8 +211,8 @@ class Links:
         async with asyncio.timeout(HELLO_LIMIT_S):
             frame, _ = messages.decode(await socket.receive_bytes())
         hello = frame.messages[0] if frame.messages else None
-        if isinstance(hello, Deposed) and self.gateways.on_higher is not None:
-            self.gateways.on_higher(hello.epoch)
+        if isinstance(hello, Deposed):
+            self.gateways.deposed(hello.epoch)
         if not isinstance(hello, Hello):
             raise BadFrameError("a link begins with a hello")
         gateway = self.gateways.linked(hello)

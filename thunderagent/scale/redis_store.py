@@ -23,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from thunderagent.errors import FencedError, StoreError
-from thunderagent.scale.store import Seen
+from thunderagent.scale.store import Seen, seen_of
 
 ANSWER_LIMIT_S = 1.0
 """A store that takes longer is one that is away."""
@@ -99,8 +99,8 @@ class RedisStore:
             pipeline.mget(self._lock, self._epoch)
             pipeline.xread({self._log: after}, count=ENTRIES_COUNT)
             (owner, epoch), found = await pipeline.execute()
-        entries = [(where.decode(), fields[b"e"]) for _, of_log in found or () for where, fields in of_log]
-        return Seen(None if owner is None else owner.decode(), int(epoch or 0), entries, len(entries) == ENTRIES_COUNT)
+        entries = [each for _, of_log in found or () for each in of_log]
+        return seen_of(owner, epoch, entries, has_more=len(entries) == ENTRIES_COUNT)
 
     async def take(self, owner: str, expected: str, least_epoch: int) -> int:
         """Take the lock."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+from thunderagent.errors import StoreError
+from thunderagent.scale.messages import MAX_EPOCH
 
 
 class Seen(NamedTuple):
@@ -15,6 +18,22 @@ class Seen(NamedTuple):
     entries: Sequence[tuple[str, bytes]]
     """Of the log, after the one that was asked from: where each stands, and what it says."""
     has_more: bool
+
+
+def seen_of(
+    owner: bytes | None, epoch: bytes | None, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], *, has_more: bool
+) -> Seen:
+    """Return what a store holds, of what it answers; an entry without words is empty.
+
+    Raises `StoreError` for what no scheduler writes as its lock or its epoch: it has to be taken away by hand.
+    """
+    try:
+        name, number = owner.decode() if owner is not None else None, int(epoch or 0)
+    except ValueError as error:
+        raise StoreError("the lock or the epoch in the store is none of a scheduler's") from error
+    if not 0 <= number < MAX_EPOCH:
+        raise StoreError(f"the epoch in the store is none of a scheduler's: {number}")
+    return Seen(name, number, [(where.decode(), fields.get(b"e", b"")) for where, fields in entries], has_more)
 
 
 class Store(Protocol):

@@ -15,6 +15,7 @@ DEAD_S = 0.03
 
 REACH_LIMIT_S = 0.5
 RETRY_S = 0.1
+"""It is asked so often, where nobody holds a connection for as long: a proxy may stand there."""
 
 
 class LeaderWatch:
@@ -28,14 +29,19 @@ class LeaderWatch:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, owner: str | None) -> None:
-        """Watch whoever has the lock: its name, a space, and its URL."""
+        """Watch whoever has the lock: its name, a space, and its URL. Nobody is watched where that is none."""
         if owner == self._owner:
             return
         self.stop()
         self._owner = owner
-        parts = urlsplit((owner or "").partition(" ")[2])
-        if owner and parts.hostname and parts.port:
-            self._task = asyncio.create_task(self._until_dead(owner, parts.hostname, parts.port))
+        try:
+            parts = urlsplit((owner or "").partition(" ")[2])
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            log.warning("leader_not_watched", owner=owner, why=str(error))
+            return
+        if owner and host and port:
+            self._task = asyncio.create_task(self._until_dead(owner, host, port))
 
     def stop(self) -> None:
         """Watch nobody."""
@@ -45,10 +51,13 @@ class LeaderWatch:
             self._task = None
 
     async def _until_dead(self, owner: str, host: str, port: int) -> None:
-        was_there = False
+        was_there, now_s = False, asyncio.get_running_loop().time
         while True:
+            began_s = now_s()
             if await _held_open(host, port):
                 was_there = True
+                if now_s() - began_s < RETRY_S:
+                    await asyncio.sleep(RETRY_S)
                 continue
             position = self._position()
             await asyncio.sleep(DEAD_S)
@@ -64,7 +73,7 @@ async def _held_open(host: str, port: int) -> bool:
     try:
         async with asyncio.timeout(REACH_LIMIT_S):
             reader, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError):  # the last: what cannot be a host's name
         return False
     try:
         await reader.read(1)
@@ -82,7 +91,7 @@ async def _is_refused(host: str, port: int) -> bool:
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError):
         return False
     writer.close()
     return False

@@ -7,10 +7,11 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
+from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
 from thunderagent.scale import carried
 from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.gateways import FORGET_S, Gateways
+from thunderagent.scale.gateways import EPOCH_JUMP, FORGET_S, Gateways
 from thunderagent.scale.messages import (
     CHUNK_BYTES,
     CHUNK_COUNT,
@@ -159,6 +160,33 @@ def test_a_gateway_that_only_had_a_card_hears_that_its_program_ended() -> None:
 
 
 LEASE = Lease(0, "p", 1, "r", "", None, "fits", 0.0)
+
+
+def test_no_gateway_brings_a_leader_to_an_epoch_below_its_own_or_to_the_last_one() -> None:
+    """What was said late is no news, and what cannot be is refused: no epoch comes after the last one."""
+    gateways, heard = Cell().gateways, list[int]()
+    gateways.on_higher = heard.append
+    gateways.leads_in(50)
+    gateways.deposed(40)
+    assert heard == []
+    gateways.deposed(60)
+    assert heard == [60]
+    for epoch in (50 + EPOCH_JUMP + 1, 2**31 - 1):
+        with pytest.raises(BadFrameError, match="no scheduler can lead"):
+            gateways.deposed(epoch)
+        with pytest.raises(BadFrameError, match="no scheduler can lead"):
+            gateways.linked(Hello("a", 1, 1, epoch, 8))
+    assert (heard, gateways.epoch, gateways.all) == ([60], 50, {})
+
+
+def test_without_a_store_no_gateway_brings_a_scheduler_to_the_last_epoch() -> None:
+    """It takes its epoch from its gateways."""
+    gateways = Cell().gateways
+    with pytest.raises(BadFrameError, match="no scheduler can lead"):
+        gateways.linked(Hello("a", 1, 1, 2**31 - 1, 8))
+    gateways.deposed(60)
+    gateways.linked(Hello("a", 1, 1, 5, 8))
+    assert gateways.epoch == 6
 
 
 def frames_of_a_link(turns: CarriedTurns) -> list[Frame]:

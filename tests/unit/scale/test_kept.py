@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from thunderagent.errors import BadFrameError
+from thunderagent.errors import BadFrameError, StoreError
 from thunderagent.programs.model.kept import BranchRecord, ProgramRecord
 from thunderagent.scale import kept as kept_module
 from thunderagent.scale.candidacy import GIVEN_UP, Candidacy
@@ -27,6 +27,7 @@ from thunderagent.scale.kept import (
     encode,
     program_of,
 )
+from thunderagent.scale.store import Seen, seen_of
 
 PROGRAM = ProgramRecord("p", "t", standing="active", replica_id="r0", branches=(BranchRecord("", 70),), age_s=3.0)
 
@@ -97,7 +98,17 @@ def test_fields_and_kinds_of_a_later_version_are_not_read() -> None:
     assert program_of(["p", "t"]) == ProgramRecord("p", "t")
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"[]", msgspec.msgpack.encode([1, 2.0, [["at", 3]]])])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"[]",
+        msgspec.msgpack.encode([1, 2.0, [["at", 3]]]),
+        msgspec.msgpack.encode([1, 2.0, [["at", "", []]]]),
+        msgspec.msgpack.encode([2**40, 2.0, []]),
+    ],
+)
 def test_what_is_no_entry_is_said_to_be_none(data: bytes) -> None:
     with pytest.raises(BadFrameError):
         decode(data)
@@ -263,3 +274,47 @@ def test_after_the_store_was_away_the_old_owner_comes_first() -> None:
     assert candidacy.may_take(None, 1, 110.0) is None
     assert candidacy.may_take(None, 1, 112.9) is None
     assert candidacy.may_take(None, 1, 113.0) == GIVEN_UP
+
+
+def test_a_store_that_lost_its_data_is_not_new() -> None:
+    """Its leader may live, though nothing tells of it any more: he is let come first."""
+    for seen in (("other", 7), (None, 7), ("other", 0)):
+        candidacy = Candidacy(3.0)
+        candidacy.failed()
+        candidacy.may_take(*seen, 100.0)
+        candidacy.failed()
+        assert candidacy.may_take(None, 0, 110.0) is None
+        assert candidacy.may_take(None, 0, 113.0) == GIVEN_UP
+    always_there = Candidacy(3.0)
+    assert always_there.may_take("other", 7, 100.0) is None
+    assert always_there.may_take(None, 0, 110.0) is None, "the epoch fell: its data went without a word"
+    assert always_there.may_take(None, 0, 112.9) is None
+    assert always_there.may_take(None, 0, 113.0) == GIVEN_UP
+
+
+def test_a_store_that_first_was_away_is_not_new_at_once() -> None:
+    """It may have been another one's meanwhile."""
+    candidacy = Candidacy(3.0)
+    candidacy.failed()
+    assert candidacy.may_take(None, 0, 100.0) is None
+    assert candidacy.may_take(None, 0, 103.0) == GIVEN_UP
+
+
+# --- what a store holds
+
+
+def test_what_a_store_holds_is_read() -> None:
+    entries = [(b"1-0", {b"e": b"words"}), (b"2-0", {b"other": b"x"})]
+    assert seen_of(b"a http://h:1", b"7", entries, has_more=True) == Seen(
+        "a http://h:1", 7, [("1-0", b"words"), ("2-0", b"")], True
+    )
+    assert seen_of(None, None, [], has_more=False) == Seen(None, 0, [], False)
+
+
+@pytest.mark.parametrize(
+    ("owner", "epoch"), [(b"\xff", b"1"), (None, b"rubbish"), (None, b"\xff"), (None, b"-1"), (None, b"2147483648")]
+)
+def test_rubbish_in_a_store_is_an_error_of_the_store(owner: bytes | None, epoch: bytes) -> None:
+    """It ends no scheduler: whoever stands by says so and asks again."""
+    with pytest.raises(StoreError, match="none of a scheduler's"):
+        seen_of(owner, epoch, [], has_more=False)

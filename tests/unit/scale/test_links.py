@@ -147,6 +147,20 @@ async def test_a_scheduler_that_can_say_nothing_by_a_link_ends_it() -> None:
     assert "link_sender_failed" in [each["event"] for each in logs]
 
 
+async def test_a_leader_hears_of_higher_epochs_only_from_gateways_that_follow_another() -> None:
+    """One that read an older frame of this leader does not bring it back there."""
+    cell, heard = Cell(), list[int]()
+    cell.links.gateways.on_higher = heard.append
+    cell.links.lead(50, ())
+    async with served(cell) as (server, http):
+        for epoch in (49, 2**31 - 1, 51):
+            async with http.ws_connect(server.make_url(messages.PATH)) as socket:
+                await socket.receive_bytes(timeout=5)
+                await socket.send_bytes(messages.encode(Frame(1, 0, epoch, (messages.Deposed(epoch),))))
+                assert (await socket.receive(timeout=5)).type is WSMsgType.CLOSE
+    assert heard == [51]
+
+
 async def test_a_gateway_that_can_say_nothing_by_a_link_ends_it() -> None:
     """And dials again."""
     runtime = RemoteRuntime(CarriedTurns("g", 1), RemoteSettings())

@@ -42,8 +42,11 @@ def since_of(before: ReplicaReading, now: ReplicaReading) -> Since:
 
 
 def tier_since_of(before: ReplicaReading, now: ReplicaReading) -> TierSince | None:
-    """Compare what two readings say of the tier; None if nothing was looked up there, or totals began anew."""
-    if now.tier_query_tokens_total is None or now.tier_hit_tokens_total is None:
+    """Compare what two readings say of the tier; None if nothing was looked up there, or totals began anew.
+
+    An engine that had totals and none of its tier had used none yet; of one that was not read before nothing is known.
+    """
+    if now.tier_query_tokens_total is None or now.tier_hit_tokens_total is None or not has_totals(before):
         return None
     queries = now.tier_query_tokens_total - (before.tier_query_tokens_total or 0.0)
     hits = now.tier_hit_tokens_total - (before.tier_hit_tokens_total or 0.0)

@@ -131,6 +131,19 @@ def test_a_tier_is_told_of_by_what_was_asked_of_it_since() -> None:
     assert told_of == [(100, 40), (150, 150), (30, 30)]
 
 
+def test_of_a_tier_that_was_not_read_before_nothing_is_told() -> None:
+    """The engine may have run for days: all of that was not since the last poll."""
+    runtime, events = overheard()
+    polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
+    for asked, found in ((1_000_000, 400_000), (1_000_100, 400_040)):
+        told = ReplicaReading(
+            capacity_tokens=1000, preemptions_total=0, tier_query_tokens_total=asked, tier_hit_tokens_total=found
+        )
+        polls.replica_polled("r0", told)
+    told_of = [(event.query_tokens, event.hit_tokens) for event in events if isinstance(event, TierPolled)]
+    assert told_of == [(100, 40)]
+
+
 def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
     """It counts one for each turn until the next poll, so that an unchanged reading may be news."""
     runtime, events = overheard()

@@ -1,0 +1,75 @@
+"""Who stands by watches a leader's port: whatever is said of it, and whoever listens there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import structlog.testing
+
+from thunderagent.scale.watch import RETRY_S, LeaderWatch
+
+
+def watch(died: list[str]) -> LeaderWatch:
+    return LeaderWatch(died.append, lambda: "1-0")
+
+
+async def test_a_leader_is_dead_once_its_port_is_closed() -> None:
+    """Though whoever accepted there had closed each connection at once."""
+    died, came, gone = list[str](), asyncio.Event(), asyncio.Event()
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        came.set()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    owner = f"a http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    watched = LeaderWatch(lambda each: (died.append(each), gone.set())[0], lambda: "1-0")
+    watched.follow(owner)
+    async with asyncio.timeout(30):
+        await came.wait()
+        server.close()
+        await gone.wait()
+    watched.stop()
+    assert died == [owner]
+
+
+async def test_one_that_closes_each_connection_at_once_is_not_asked_without_a_rest() -> None:
+    """A proxy in front of nobody does so."""
+    loop, accepted_s, enough = asyncio.get_running_loop(), list[float](), asyncio.Event()
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted_s.append(loop.time())
+        writer.close()
+        if len(accepted_s) == 4:
+            enough.set()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    watched = watch([])
+    watched.follow(f"a http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with asyncio.timeout(30):
+        await enough.wait()
+    watched.stop()
+    server.close()
+    assert accepted_s[3] - accepted_s[0] > 2 * RETRY_S
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:port", "http://h:99999", "http://h", "", "no URL at all"])
+async def test_a_leader_without_a_url_is_not_watched(url: str) -> None:
+    """Its name in the store is anybody's; its lock ends by itself."""
+    watched = watch([])
+    watched.follow(f"a {url}")
+    assert watched._task is None
+
+
+async def test_what_cannot_be_a_host_is_one_that_cannot_be_reached() -> None:
+    """Resolving it raises what no other failure does."""
+    watched = watch([])
+    with structlog.testing.capture_logs() as logs:
+        watched.follow(f"a http://{'a' * 70}.:1")
+        task = watched._task
+        assert task is not None
+        await asyncio.wait([task], timeout=3 * RETRY_S)
+        assert not task.done()
+        watched.stop()
+    assert logs == []
