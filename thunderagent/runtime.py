@@ -677,19 +677,23 @@ class Runtime:
         self._superseded_ids.discard(turn_id)
         return "superseded"
 
-    async def close(self) -> None:
-        """Grant nothing more, refuse who waits, let turns in flight end up to the grace period."""
+    async def close(self, *, waits: bool = True) -> None:
+        """Grant nothing more, refuse who waits, let turns in flight end up to the grace period.
+
+        Without `waits` they go on elsewhere: gateways carry them, and tell their end to another scheduler.
+        """
         self._closing = True
         self.served.close()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))
         await asyncio.sleep(0)  # whoever was granted just now begins its lease
-        try:
-            async with asyncio.timeout(self.settings.grace_s):
-                await self._no_lease_left.wait()
-        except TimeoutError:
-            log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
+        if waits:
+            try:
+                async with asyncio.timeout(self.settings.grace_s):
+                    await self._no_lease_left.wait()
+            except TimeoutError:
+                log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
         self._log_events(EventLogWriter.flush)
 
     def _lease_begins(self) -> None:

@@ -173,7 +173,7 @@ async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leadi
         calm_garbage_collector()
         yield url, runtime.scheduler.policy.name, leading
         await links[0].close()
-        await runtime.close()
+        await runtime.close(waits=False)
 
 
 def _own_url(config: ServeConfig) -> str:

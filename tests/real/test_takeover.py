@@ -58,7 +58,8 @@ class Cell:
 
     async def start(self, port: int) -> None:
         some_wait = ("--policy", "cap", "--policy-arg", "n=6", "--idle-limit-s", "0.1", "--tick-s", "0.1")
-        options = ("--backends", self.behind.url, "--lock-s", str(LOCK_S), *some_wait)
+        # Who steps down waits for no turn of its gateways: with so long a grace it would never stand by again.
+        options = ("--backends", self.behind.url, "--lock-s", str(LOCK_S), "--grace-s", "3600", *some_wait)
         quick = ("--poll-interval-s", "0.2", "--gateway-lost-s", "5", "--store", self.redis.url)
         environment = {"PYTHONPATH": self.redis.packages}
         process = command("scheduler", "--listen", f"127.0.0.1:{port}", *quick, *options, settings=environment)
@@ -95,9 +96,14 @@ class Cell:
                 await asyncio.sleep(0.02)
 
     async def until_followed(self) -> None:
-        """Wait until the other one follows."""
+        """Wait until the other one follows, and the leader knows."""
         async with asyncio.timeout(30):
-            while not (await self.said(await self.leader())).get("has_standby"):
+            while True:
+                leader = await self.leader()
+                others = [await self.said(port) for port in self.schedulers if port != leader]
+                stand_by = others and all(each.get("role") == "standby" for each in others)
+                if stand_by and (await self.said(leader)).get("has_standby"):
+                    return
                 await asyncio.sleep(0.05)
 
     async def talk(self, number: int) -> None:
