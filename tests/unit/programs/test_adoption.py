@@ -117,4 +117,4 @@ def test_who_writes_down_programs_hears_of_each_that_changed() -> None:
     driver.tool_starts("a", "x")
     driver.releases("b")
     assert list(book.changed_programs) == ["a", "b"]
-    assert book.changed_programs["b"].place is book.ended
+    assert book.changed_programs["b"] is None
