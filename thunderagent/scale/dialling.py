@@ -87,6 +87,8 @@ class Dialling:
                 log.debug("scheduler_refuses", url=url, why=str(error))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.debug("scheduler_unreachable", url=url, why=str(error))
+            except Exception:  # whatever a scheduler said: turns are carried on, and told again by the next link
+                log.exception("link_failed", url=url)
             await asyncio.sleep(RETRY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(0 if stands_by else SEEK_S):

@@ -1,0 +1,52 @@
+"""The links of a gateway to its schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from thunderagent.scale import messages
+from thunderagent.scale.dialling import Dialling
+from thunderagent.scale.remote import RemoteRuntime
+
+
+async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
+    """The gateway carries on, and dials again."""
+    links_count, again = 0, asyncio.Event()
+
+    async def lead(request: web.Request) -> web.WebSocketResponse:
+        nonlocal links_count
+        links_count += 1
+        if links_count == 2:
+            again.set()
+        socket = web.WebSocketResponse(protocols=(messages.PROTOCOL,))
+        await socket.prepare(request)
+        for number in (1, 2):
+            await socket.send_bytes(messages.encode(messages.Frame(number, 0, 1, ())))
+        await socket.receive()
+        return socket
+
+    def take(_frame: messages.Frame) -> None:
+        raise KeyError("a turn that is not there")
+
+    app = web.Application()
+    app.router.add_get(messages.PATH, lead)
+    runtime: Any = SimpleNamespace(
+        turns=SimpleNamespace(epoch=0, has_news=False),
+        news=asyncio.Event(),
+        leases_count=0,
+        take=take,
+        linked=lambda: None,
+        unlinked=lambda: None,
+        look=lambda: None,
+    )
+    async with TestServer(app, host="127.0.0.1") as server, asyncio.TaskGroup() as group:
+        urls = (str(server.make_url("")),)
+        dialling = Dialling(cast("RemoteRuntime", runtime), urls, headers={}, ssl_context=None)
+        running = group.create_task(dialling.run())
+        await again.wait()
+        running.cancel()
