@@ -184,7 +184,7 @@ async def test_what_runs_is_counted_and_what_is_held_stays_held() -> None:
                 for each in (await held, await post(front.url, "/programs/release", {"program_id": "held"})):
                     assert each.status == 200
                 assert (await beside).status == 200
-                assert await metric(second.url, "turns_total", "finished") == 3
+                await until_metric(second.url, "turns_total", 3, "finished")
                 assert await metric(front.url, "fail_open_turns_total") == 0
 
 
