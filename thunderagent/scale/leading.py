@@ -42,12 +42,7 @@ log = structlog.get_logger("thunderagent.scale")
 LOOK_S = 0.02
 """Who stands by looks into the store so often."""
 
-BATCH_S = 0.005
-"""What changes is gathered for so long, then written."""
-
 RETRY_S = 0.1
-LEARNED_S = 5.0
-"""What was learned is written so often, if a turn ended: no more of it is lost in a crash."""
 
 ADOPT_COUNT = 500
 """Programs that are taken in without giving way to others."""
@@ -57,8 +52,6 @@ FINISH_LIMIT_S = 1.0
 
 LEAVE_LIMIT_S = 2.0
 """Who gave the lock up goes on serving its gateways until they have left for another, for so long at most."""
-
-LAGS_COUNT = 10_000
 
 
 class Leading:
