@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GATEWAYS_COUNT = 4
 ENGINES_COUNT = 2
-LOCK_S = 2.0
+LOCK_S = 3.0
 BACK_S = 1.0
 """So long after a process was killed its supervisor starts it again."""
 

@@ -329,6 +329,7 @@ async def run(case: Case, rig: Rig, load: Load, seconds: float) -> str:
             load.stop.set()
         await running
     quiet_s = await fault_load.until_quiet(load)
+    await rig.until_followed()
     leader = await rig.leader()
     seen = fault_load.check_answers(load, may_fail=case.may_fail)
     fault_load.check_generations(load, may_fail=case.may_fail)
