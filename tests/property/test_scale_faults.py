@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 MANY_SEEDS_COUNT = int(os.environ.get("SCALE_MANY_SEEDS", "2"))
 PROGRAMS_COUNT = int(os.environ.get("SCALE_PROGRAMS", "2000"))
-DAY_S = 86_400.0
+AHEAD_S = {"clock ahead": 86_400.0, "clock behind": -86_400.0}
+"""How far one scheduler's clock is ahead of the other's."""
+
 HEARTBEAT_S = 3.0
 """A link on which nothing comes for so long is given up."""
 
@@ -166,8 +168,10 @@ class FaultyCell(Cell):
     clients: list[Gateway]  # type: ignore[assignment]
 
     def __init__(self, name: str, seed: int, kept_count: int) -> None:
+        self.members: list[Member] = []
         super().__init__(seed)
         self.store = FaultyStore(self)
+        self.members[1].ahead_s = AHEAD_S.get(name, 0.0)
         self.keep(kept_count)
         for client in self.clients:
             for turn_id in range(1, TURNS_COUNT + 1):
@@ -175,7 +179,9 @@ class FaultyCell(Cell):
         self.time.after(self.random.uniform(5, 25), partial(FAULTS[name], self))
 
     def new_member(self, name: str) -> Member:
-        return Scheduler(self, name)
+        member = Scheduler(self, name)
+        member.ahead_s = self.members[1].ahead_s if name == "b" and self.members else 0.0
+        return member
 
     def new_client(self, gateway_id: str) -> Carrier:
         return Gateway(self, gateway_id)
@@ -253,12 +259,10 @@ class FaultyCell(Cell):
         if self.store.owner:
             self.members[1 - self.leader].candidacy.died(self.store.owner)
 
-    def set_clock(self, ahead_s: float) -> None:
-        """Have the next leader's clock be far from this one's."""
+    def hand_to_and_fro(self) -> None:
+        """Have each of the two, whose clocks are far apart, take over from the other."""
         self.kill(self.leader, 1.0)
         self.time.after(3 * LOCK_S, lambda: self.kill(self.leader, 1.0))
-        for member in self.members:
-            member.ahead_s = ahead_s if member.name == "b" else 0.0
 
     def lose_all_with_leaders(self) -> None:
         self.lose_data()
@@ -280,9 +284,9 @@ class FaultyCell(Cell):
         self.time.after(3 * LOCK_S, lambda: self.kill(self.leader, 1.0))
 
     def burst(self) -> None:
-        """Have ten times as many turns come at once as all others together."""
+        """Have as many turns come at once as all others together: what comes in 30 s, and takes 15."""
         for client in self.clients:
-            client.turns_count = 11 * TURNS_COUNT
+            client.turns_count = 2 * TURNS_COUNT
             for turn_id in range(TURNS_COUNT + 1, client.turns_count + 1):
                 client.ask(turn_id)
 
@@ -321,8 +325,8 @@ FAULTS: dict[str, Callable[[FaultyCell], None]] = {
         for s in (1.0, 5.0, 30.0)
     },
     "partition standby wrong about the leader": FaultyCell.mistake,
-    "clock ahead": lambda cell: cell.set_clock(DAY_S),
-    "clock behind": lambda cell: cell.set_clock(-DAY_S),
+    "clock ahead": FaultyCell.hand_to_and_fro,
+    "clock behind": FaultyCell.hand_to_and_fro,
     "data lost": FaultyCell.lose_data,
     "data lost and both schedulers": FaultyCell.lose_all_with_leaders,
     "data older": FaultyCell.come_back_older,
