@@ -418,7 +418,9 @@ def check_answers(client: Carrier) -> None:
     """Check that every turn of a gateway got one answer."""
     assert not client.turns.rows, f"rows are left: {client.turns.rows}"
     assert all(number == 1 for number in client.started.values()), "a turn was started twice"
-    assert client.finished | client.refused | client.abandoned == set(range(1, client.turns_count + 1)), "a turn got no answer"
+    assert client.finished | client.refused | client.abandoned == set(range(1, client.turns_count + 1)), (
+        "a turn got no answer"
+    )
     assert client.epochs == sorted(client.epochs), "an epoch fell"
 
 

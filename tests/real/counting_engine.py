@@ -61,7 +61,7 @@ class CountingEngine(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._buffer = b""
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - a protocol's signature
+    def connection_lost(self, exc: Exception | None) -> None:
         """End what is generated for it."""
         self._note("CUT")
 
