@@ -17,7 +17,7 @@ from thunderagent.runtime import Runtime
 from thunderagent.scale.kept import Kept, decode
 from thunderagent.scale.leading import Leading
 from thunderagent.scale.links import Links
-from thunderagent.scale.store import Seen
+from thunderagent.scale.store import Seen, Store
 
 LOCK_S = 0.03
 """Renewed so often that a test waits for nothing."""
@@ -102,12 +102,12 @@ class MemoryStore:
 class Member:
     """A scheduler with a store."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: MemoryStore, leads_by: Store | None = None) -> None:
         self.store = store
         self.runtime = Runtime(Scheduler(Cap(n=1)))
         links = Links(self.runtime, Replicas(self.runtime, []), Unwatched(), gateway_lost_s=5.0)
         learned = LearnedState(None, self.runtime)
-        self.leading = Leading(store, self.runtime, links, learned, url="", lock_s=LOCK_S)
+        self.leading = Leading(leads_by or store, self.runtime, links, learned, url="", lock_s=LOCK_S)
 
     def opens(self, program_id: str) -> None:
         self.runtime.dispatch(ProgramOpened(self.runtime.now_s(), program_id))
@@ -130,8 +130,9 @@ class Member:
 
 
 @asynccontextmanager
-async def running(store: MemoryStore) -> AsyncIterator[Member]:
-    member = Member(store)
+async def running(store: MemoryStore, leads_by: Store | None = None) -> AsyncIterator[Member]:
+    """Run one; its lock is in the same store, unless `leads_by` has it."""
+    member = Member(store, leads_by)
     async with asyncio.timeout(30):
         task = asyncio.create_task(member.leading.run())
         yield member
