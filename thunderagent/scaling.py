@@ -245,6 +245,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             runtime.say, group, authorization=f"Bearer {api_key}" if api_key else "", ssl_context=ssl_context
         )
         runtime.on_polls, runtime.turns.polls = polls.take, True
+        runtime.polls_count = lambda: polls.count
         app = build_gateway_app(
             runtime,
             client,

@@ -29,6 +29,7 @@ from thunderagent.backends.poller import Poller
 from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByError
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
@@ -123,8 +124,25 @@ class Links:
         self.polls = PollShares(poller, self.gateways)
 
     def routes(self) -> list[web.RouteDef]:
-        """Return where gateways come."""
-        return [web.get(messages.PATH, self.handle)]
+        """Return where gateways come, and what an operator may ask."""
+        return [web.get(messages.PATH, self.handle), web.get("/internal/leader", self._tell)]
+
+    async def _tell(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Say what this scheduler is, as `Leading` does where there is a store."""
+        return web.json_response({**self.report().model_dump(), "took_over_s": None})
+
+    def report(self) -> CellReport:
+        """Say what is there, of a scheduler without a store."""
+        return CellReport(
+            role="leader",
+            epoch=self.gateways.epoch,
+            gateways_count=len(self.gateways.all),
+            links_count=self.linked_count,
+            polled_by_gateways_count=self.polls.shared_count if self.polls is not None else 0,
+            has_store=False,
+            store_answers=True,
+            has_standby=False,
+        )
 
     async def run(self) -> None:
         """Look for gateways that are lost until cancelled."""

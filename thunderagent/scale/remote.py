@@ -84,6 +84,8 @@ class RemoteRuntime:
         self.now_s = clock
         self.on_polls: Callable[[PollShare | Look | None], None] = lambda _word: None
         """Hears what this gateway is to poll; None: nothing, for there is no link."""
+        self.polls_count: Callable[[], int] = lambda: 0
+        """Returns how many engines are polled from here."""
         self.all_told = asyncio.Event()
         """Set while there is no turn of which the scheduler of the link has something to hear, or no link."""
         self.all_told.set()
