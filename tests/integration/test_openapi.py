@@ -210,9 +210,7 @@ OF_EACH = re.compile("samples|lease_id|.*_s")
 def shape_of(answer: Any) -> Any:
     """Return an answer without what differs each time: figures that are no whole numbers, ages, samples, leases."""
     if isinstance(answer, dict):
-        return {
-            name: shape_of(each) for name, each in answer.items() if not name.endswith("_s") and name not in OF_EACH
-        }
+        return {name: shape_of(each) for name, each in answer.items() if not OF_EACH.fullmatch(name)}
     if isinstance(answer, list):
         return [shape_of(each) for each in answer]
     return None if isinstance(answer, float) else answer
