@@ -204,7 +204,7 @@ SIMULATOR_ARROWS: dict[str, frozenset[str]] = {
     "runs": frozenset({"engine", "workloads", "figures"}),
     "comparison": frozenset({"engine", "workloads", "figures", "runs"}),
     "report": frozenset({"figures", "comparison"}),
-    "commands": frozenset({"engine", "workloads", "figures", "runs", "comparison", "report"}),
+    "commands": frozenset({"engine", "embedded", "workloads", "figures", "runs", "comparison", "report"}),
 }
 
 HOUSES = {"thunderagent.proxy": PROXY_ARROWS, "thunderagent.simulator": SIMULATOR_ARROWS}

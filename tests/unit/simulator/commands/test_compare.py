@@ -261,8 +261,8 @@ def test_without_matplotlib_nothing_runs(
 ) -> None:
     """But the other commands do: only this one needs it."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("plots", "comparison_report"):
-        monkeypatch.delitem(sys.modules, f"thunderagent.simulator.{name}", raising=False)
+    for name in ("plots", "page"):
+        monkeypatch.delitem(sys.modules, f"thunderagent.simulator.report.{name}", raising=False)
     assert exit_status(*QUICK, "--out", str(tmp_path / "report")) == 2
     assert "pip install 'thunderagent[plots]'" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
@@ -281,7 +281,7 @@ def test_simulate_runs_whom_compare_runs(capsys: pytest.CaptureFixture[str]) -> 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("compare", "--help") == 0
     out = " ".join(capsys.readouterr().out.split())
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "simulate.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "simulate.md").read_text()
     (takes,) = re.findall(r"takes (about \d+ seconds on two cores)\.\s+The folder `comparison`", page)
     assert takes in out
     for words in ("the same programs for each", "cap-best", "comparison.html", "--baseline", "--processes", "oracle"):
