@@ -174,6 +174,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
     parser.description = "Grant leases to gateways. It has all options of `serve`, its admin API and its dashboard."
     parser.add_argument("--listen", metavar="HOST:PORT", help="address to listen on, as --host and --port together")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input ends, as by SIGTERM")
     _add_serve_options(parser)
     parser.set_defaults(run=run_serve, role="scheduler")
 
@@ -296,7 +297,7 @@ def run_serve(args: argparse.Namespace) -> int:
         if args.role == "gateway":
             serving = scaling.serve_gateway(config, ready=announce, ends_with_stdin=args.end_with_stdin)
         elif args.role == "scheduler":
-            serving = scaling.serve_scheduler(config, ready=announce)
+            serving = scaling.serve_scheduler(config, ready=announce, ends_with_stdin=args.end_with_stdin)
         else:
             serving = scaling.serve_with_gateways(config, _options_as_given(args, given), ready=announce)
     try:

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
+from aiohttp import web
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
@@ -50,6 +51,7 @@ from thunderagent.serving import (
     collect_garbage,
     embedded_engines,
     keep_freed_memory,
+    leave_port,
     listening,
     policy_settings_of,
     proxy,
@@ -90,13 +92,19 @@ def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None
         raise ConfigurationError("tenant_from_key: keys name no tenants with gateways yet; set it to false")
 
 
-async def serve_scheduler(config: ServeConfig, *, ready: Callable[[str, str], None] | None) -> None:
-    """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT. Raises as that does.
+async def serve_scheduler(
+    config: ServeConfig, *, ready: Callable[[str, str], None] | None, ends_with_stdin: bool = False
+) -> None:
+    """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT, or the end of standard input.
+
+    Raises as `serve` does.
 
     With a store it stands by until it can lead, and again after another one took over.
     """
     check_gateways(config)
     stop = _begin_process()
+    if ends_with_stdin:
+        await _end_with_stdin(stop)
     while not stop.is_set():
         async with _scheduler(config) as (url, name, leading):
             if ready is not None:
@@ -190,19 +198,21 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
         raise ConfigurationError("schedulers: a gateway needs the base URL of its scheduler")
     stop = _begin_process()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end it; a gateway reads nothing again
-    async with gateway(config) as (url, runtime, dialling):
+    async with gateway(config) as (url, runtime, dialling, app):
         calm_garbage_collector()
         ready(url, f"gateway {runtime.turns.gateway_id}")
         if ends_with_stdin:
-            await asyncio.get_running_loop().connect_read_pipe(partial(_Ends, stop), sys.stdin)
+            await _end_with_stdin(stop)
         await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
+        if ends_with_stdin:  # whoever started it may be gone, and another one of it about to listen in its place
+            await leave_port(app)
         await runtime.close()
         await dialling.last_words()
 
 
 @asynccontextmanager
-async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime, Dialling]]:
+async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime, Dialling, web.Application]]:
     """Run a gateway for the length of the block; yield its URL, and what it works with."""
     keyring, tls = build_keyring(config), ServerTls.of(config)
     boot_id = secrets.randbits(53)
@@ -249,7 +259,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
         ]
         async with background(*loops), listening(app, config, tls, shares_port=True) as url:
-            yield url, runtime, dialling
+            yield url, runtime, dialling, app
 
 
 class _Fleet:
@@ -274,6 +284,10 @@ class _Fleet:
             known.is_up, known.why_down = state.is_up, "" if state.is_up else "its scheduler says so"
         for replica_id in removed_ids:
             self._group.create_task(self._replicas.remove(replica_id))
+
+
+async def _end_with_stdin(stop: asyncio.Event) -> None:
+    await asyncio.get_running_loop().connect_read_pipe(partial(_Ends, stop), sys.stdin)
 
 
 class _Ends(asyncio.Protocol):

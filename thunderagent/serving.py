@@ -79,6 +79,9 @@ FEW_TURNS_COUNT = 300
 """With more turns than this in hand a collection of what is old would stop their streams for longer than 50 ms."""
 WAITED_COUNT = 240
 """So many collections of young garbage are made while there are more; then one of all, after two hours."""
+LISTENER: web.AppKey[Runner] = web.AppKey("listener", Runner)
+"""What listens for an application."""
+
 CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
 
@@ -478,6 +481,7 @@ async def listening(
         handler_of=app[FRONT].handler_of,
         keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
     )
+    app[LISTENER] = runner
     await runner.setup()
     try:
         site = web.TCPSite(
@@ -501,6 +505,15 @@ async def listening(
         yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         await runner.cleanup()
+
+
+async def leave_port(app: web.Application) -> None:
+    """Take no further connection, and close those that are idle; answers that are due go on."""
+    runner = app[LISTENER]
+    for site in list(runner.sites):
+        await site.stop()
+    if runner.server is not None:
+        runner.server.pre_shutdown()
 
 
 @asynccontextmanager

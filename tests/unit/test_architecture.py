@@ -140,6 +140,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
     # The same for what several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
+    # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
+    "ray": frozenset({"errors", "config", "proxy", "security"}),
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM
@@ -467,7 +469,14 @@ BANNED = (
     Banned("trajectory", "program"),
     Banned("job", "program", allowed_modules=(("thunderagent.nova", "what a stage's thread is given to do"),)),
     Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
-    Banned("node", "replica", allowed_modules=(("thunderagent.workflows", "a process that runs agents"),)),
+    Banned(
+        "node",
+        "replica",
+        allowed_modules=(
+            ("thunderagent.workflows", "a process that runs agents"),
+            ("thunderagent.ray", "Ray's word for a machine"),
+        ),
+    ),
     Banned(
         "slot",
         "lease",
