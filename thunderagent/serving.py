@@ -541,7 +541,7 @@ async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "thunderagent.simulator.server", *options),
+        *("-m", "thunderagent.simulator.embedded.server", *options),
         stdin=PIPE,
         stdout=PIPE,
         start_new_session=True,  # a Ctrl-C in the terminal is the proxy's: its engines outlast the grace period
