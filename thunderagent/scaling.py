@@ -39,10 +39,18 @@ from thunderagent.scale.gateway_app import build_gateway_app
 from thunderagent.scale.leading import Leading
 from thunderagent.scale.links import Links
 from thunderagent.scale.messages import RemoteReplica
+from thunderagent.scale.polling import SharedPolls
 from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 from thunderagent.scale.store import Store
 from thunderagent.scale.writing import Writing
-from thunderagent.security import ServerTls, backend_ssl_context, build_keyring, check_security, guard_settings
+from thunderagent.security import (
+    ServerTls,
+    backend_api_key,
+    backend_ssl_context,
+    build_keyring,
+    check_security,
+    guard_settings,
+)
 from thunderagent.serving import (
     CLOSE_S,
     background,
@@ -181,6 +189,7 @@ async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leadi
             return leading.writing if leading is not None else None
 
         links.append(Links(runtime, replicas, poller, gateway_lost_s=config.gateway_lost_s, log_of=writing))
+        links[0].share_polls(poller)
         if store is None:
             return links[0]
         assert learned is not None, "what is learned is kept where there is a store"
@@ -262,6 +271,12 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
     async with ReplicaClient(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
         replicas.attach(client)
         runtime.fleet.on_replicas = _Fleet(replicas, group).take
+        api_key = backend_api_key(config)
+        polls = SharedPolls(
+            runtime.say, group, authorization=f"Bearer {api_key}" if api_key else "", ssl_context=ssl_context
+        )
+        runtime.on_polls, runtime.turns.polls = polls.take, True
+        runtime.polls_count = lambda: polls.count
         app = build_gateway_app(
             runtime,
             client,
@@ -279,8 +294,11 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             partial(replicas.run, client),
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
         ]
-        async with background(*loops), listening(app, config, tls, shares_port=True) as url:
-            yield url, runtime, dialling, app
+        try:
+            async with background(*loops), listening(app, config, tls, shares_port=True) as url:
+                yield url, runtime, dialling, app
+        finally:
+            polls.close()
 
 
 class _Fleet:

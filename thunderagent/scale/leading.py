@@ -30,7 +30,9 @@ from thunderagent.errors import BadFrameError, FencedError, OperationRefusedErro
 from thunderagent.learned_state import LearnedState, decode_state
 from thunderagent.programs.model.fleet_events import RouteSet
 from thunderagent.programs.model.kept import ProgramRecord, ProgramsAdopted
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.runtime import Runtime
+from thunderagent.scale import messages
 from thunderagent.scale.candidacy import Candidacy
 from thunderagent.scale.kept import Kept, Operated, decode
 from thunderagent.scale.links import Links
@@ -95,7 +97,7 @@ class Leading:
     def routes(self) -> list[web.RouteDef]:
         """Return what an operator may ask, and what gateways come for."""
         return [
-            *self._links.routes(),
+            *(route for route in self._links.routes() if route.path == messages.PATH),
             web.get("/internal/leader", self._tell),
             web.post("/internal/handover", self._hand_over),
         ]
@@ -357,18 +359,26 @@ class Leading:
 
     async def _tell(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say what this scheduler is, and how far what it writes lags."""
-        lags_s = sorted(self.writing.lags_s)
         return web.json_response(
             {
-                "role": self.role,
-                "epoch": self.epoch or self.kept.epoch,
-                "store_answers": self.store_answers,
-                "has_standby": self._has_standby,
+                **self.report().model_dump(),
                 "kept_programs_count": self.kept.programs_count,
                 "took_over_s": self.took_over_s,
-                "gateways_count": self._links.linked_count,
+                "unwritten_turns_count": self.writing.forgone_count,
+            }
+        )
+
+    def report(self) -> CellReport:
+        """Say which place this scheduler has."""
+        lags_s = sorted(self.writing.lags_s)
+        return self._links.report().model_copy(
+            update={
+                "role": self.role,
+                "epoch": self.epoch or self.kept.epoch,
+                "has_store": True,
+                "store_answers": self.store_answers,
+                "has_standby": self._has_standby,
                 "log_lag_p50_s": lags_s[len(lags_s) // 2] if lags_s else None,
                 "log_lag_p99_s": lags_s[len(lags_s) * 99 // 100] if lags_s else None,
-                "unwritten_turns_count": self.writing.forgone_count,
             }
         )
