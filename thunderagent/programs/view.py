@@ -150,7 +150,8 @@ class SchedulerView:
     @property
     def routed_count(self) -> int:
         """See `View`."""
-        return self._book.queue.routed_count
+        queue = self._book.queue
+        return queue.routed_count if queue.routed else 0
 
     def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> Program | None:
         """See `View`."""
@@ -187,7 +188,8 @@ class SchedulerView:
 
     def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
         """See `View`."""
-        return self._core.knowledge.elsewhere_s(program, home.replica_id, self.resident_tokens(program, home))
+        resident_tokens = self.resident_tokens(program, home)
+        return self._core.knowledge.elsewhere_s(program, home.replica_id, resident_tokens)
 
     @property
     def growth_tokens_per_s(self) -> float:

@@ -295,6 +295,8 @@ class Book:
     def resident_tokens(self, program: Program, replica: Replica) -> int:
         """Return how many tokens of a program are expected to lie in a replica's memory."""
         own_tokens = replica.residency.resident_tokens(program.generation)
+        if not self.prefixes.tree.cuts:
+            return own_tokens
         return own_tokens + self.prefixes.tokens_on(program, replica.replica_id)
 
     def note_residency(self, program: Program, replica: Replica) -> None:

@@ -337,13 +337,15 @@ class Knowledge:
         if turns and self._rules.growth_quantile:
             generated_tokens = 0
             for turn in turns.values():
-                generated_tokens = max(generated_tokens, turn.output_tokens)
-            reserve_tokens = max(0, self._output_tokens - generated_tokens)
+                if turn.output_tokens > generated_tokens:
+                    generated_tokens = turn.output_tokens
+            whole_tokens = self._output_tokens
+            reserve_tokens = whole_tokens - generated_tokens if whole_tokens > generated_tokens else 0
         program.reserve_tokens = reserve_tokens
         program.claim_tokens = claim_tokens = program.measure_claim() + reserve_tokens
         first_tokens = program.first_prompt_tokens or claim_tokens
-        whole_tokens = self.growth.whole_tokens
-        if whole_tokens == inf:
-            whole_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
-        growth_tokens = first_tokens + whole_tokens - claim_tokens
+        larger_tokens = self.growth.whole_tokens
+        if larger_tokens == inf:
+            larger_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
+        growth_tokens = first_tokens + larger_tokens - claim_tokens
         program.growth_tokens = int(growth_tokens) if growth_tokens > 0 else 0

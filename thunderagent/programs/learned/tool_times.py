@@ -161,9 +161,9 @@ class ToolTimes:
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
         """Learn that a program that was paused came back in the end: `censored` was not the last of it."""
         censored_id, interval_id = bisect_right(EDGES_S, censored_after_s), bisect_right(EDGES_S, away_s)
-        for table in (self._all, self._table(name)):
-            table.add(table.away, censored_id, -1.0)
-            table.add(table.returned, interval_id, 1.0)
+        for table in (self._all, self._table(name)):  # which hold as many as before
+            table.away[censored_id] -= 1.0
+            table.returned[interval_id] += 1.0
 
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.

@@ -153,7 +153,10 @@ class RankedSet(Generic[T]):
 
     def lowest(self, count: int, highest: Order | None = None) -> list[T]:
         """Return the `count` members with the lowest ranks, in order; with `highest` none of a higher rank."""
-        front, count = self._front, min(count, len(self._entry_of))
+        front = self._front
+        if highest is not None and front and front[0][0] > highest:
+            return []
+        count = min(count, len(self._entry_of))
         while len(front) < count and not (front and highest is not None and front[-1][0] > highest):
             self._order(max(FRONT_COUNT, count) if highest is None else len(front) + FRONT_COUNT)
         if highest is None:
