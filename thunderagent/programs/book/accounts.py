@@ -324,10 +324,16 @@ class Ledger:
         self.accrue(account, now_s)
         if cached_tokens is None:
             cached_tokens = int(prompt_tokens * account.hit_ratio)
-        computed_tokens = max(0, prompt_tokens - cached_tokens) + loaded_tokens
-        recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens) + loaded_tokens)
-        duration_s = now_s - turn.granted_s
-        held_s = min(duration_s, account.flight_s - turn.granted_flight_s)
+        computed_tokens = recomputed_tokens = loaded_tokens
+        if prompt_tokens > cached_tokens:
+            computed_tokens += prompt_tokens - cached_tokens
+        if known_tokens > cached_tokens:
+            recomputed_tokens += known_tokens - cached_tokens
+            if recomputed_tokens > computed_tokens:
+                recomputed_tokens = computed_tokens
+        duration_s, held_s = now_s - turn.granted_s, account.flight_s - turn.granted_flight_s
+        if held_s > duration_s:
+            held_s = duration_s
         first_token_s = turn.first_token_s(now_s)
         if first_token_s is None:
             prefill_weight = computed_tokens * PREFILL_TO_DECODE_RATIO
@@ -343,7 +349,9 @@ class Ledger:
         part_ratio = 1.0
         if prefill_area + decode_area > account.flight_token_s:
             part_ratio = account.flight_token_s / (prefill_area + decode_area)
-        account.flight_token_s = max(0.0, account.flight_token_s - prefill_area - decode_area)
+            account.flight_token_s = 0.0
+        else:
+            account.flight_token_s -= prefill_area + decode_area
         costs = account.costs
         costs.recompute_token_s += part_ratio * prefill_area * recompute_ratio
         costs.prefill_token_s += part_ratio * prefill_area * (1.0 - recompute_ratio)

@@ -67,6 +67,7 @@ class Knowledge:
         "judge_record",
         "mean_tool_s",
         "media_sizes",
+        "median_residence_s",
         "prefill_speed",
         "restore_pace",
         "role_outputs",
@@ -97,6 +98,11 @@ class Knowledge:
         self.tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         """Of programs that are seen for the first time."""
         self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
+        self.median_residence_s = inf
+        """Median time between a program's first turn and the end of its last; infinite until one ended.
+
+        When a program is released, or forgotten because nobody did, says nothing of how long it took.
+        """
         self._corrections: dict[str, CapacityCorrection] = {}
         self._known_capacities: dict[str, CapacityRecord] = {}
         """Of replicas that were not heard of since they were taken in."""
@@ -162,6 +168,7 @@ class Knowledge:
         self.goodput.adopt(learned.prices)
         self.tokens_per_byte_ratio = ratio
         self._residences_s.adopt(learned.residences_s)
+        self.median_residence_s = self._residences_s.quantile(0.5, inf)
         self.role_outputs.adopt(learned.all_roles, learned.roles)
         self.media_sizes.adopt(learned.media_factors)
         self.hints.adopt(learned.hints)
@@ -230,14 +237,6 @@ class Knowledge:
             recompute_s += loaded_tokens * (self.prefill_speed.token_s - self.lost_token_s(home_id))
         return recompute_s
 
-    @property
-    def median_residence_s(self) -> float:
-        """Median time between a program's first turn and the end of its last; infinite until one ended.
-
-        When a program is released, or forgotten because nobody did, says nothing of how long it took.
-        """
-        return self._residences_s.quantile(0.5, inf)
-
     def idle_limit_s(self, tool: str) -> float:
         """Return after how long in a tool a program will most likely not come back any more. Cost: O(intervals)."""
         usual_s = self.tool_times.returned_within_s(tool, LATE_RETURNS_RATIO)
@@ -264,12 +263,13 @@ class Knowledge:
         if not program.first_prompt_tokens:
             program.first_prompt_tokens = prompt_tokens
         context_tokens = prompt_tokens + output_tokens
-        program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
+        if context_tokens > program.first_prompt_tokens:
+            program.larger_tokens_total += context_tokens - program.first_prompt_tokens
         grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
         self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
         self._measure_reserves()
         self.role_outputs.learn(turn.role, output_tokens)
-        uncached_tokens = max(0, prompt_tokens - cached_tokens)
+        uncached_tokens = prompt_tokens - cached_tokens if prompt_tokens > cached_tokens else 0
         first_token_s = turn.first_token_s(now_s)
         speed = self.prefill_speed
         if not self.tiers.by_replica or not self.tiers.turn_finished(
@@ -282,7 +282,9 @@ class Knowledge:
         ):
             speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
         self.goodput.learn(first_token_s, duration_s, output_tokens)
-        new_tokens = min(uncached_tokens, max(0, prompt_tokens - branch.context_tokens))
+        new_tokens = prompt_tokens - branch.context_tokens if prompt_tokens > branch.context_tokens else 0
+        if new_tokens > uncached_tokens:
+            new_tokens = uncached_tokens
         ideal_s = self.goodput.ideal_s(new_tokens, output_tokens, self.prefill_speed.token_s)
         self.goodput.turn_ended(now_s - turn.waiting_since_s, ideal_s)
         program.ideal_s_total += ideal_s
@@ -314,10 +316,16 @@ class Knowledge:
 
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
         """Learn that programs, whose claims are taken, are not back yet."""
+        by_tool: dict[str, list[float]] = {}
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
-                program.censored_after_s = now_s - program.acting_since_s
-                self.tool_times.censored(program.tool, program.censored_after_s)
+                program.censored_after_s = away_s = now_s - program.acting_since_s
+                if program.tool in by_tool:
+                    by_tool[program.tool].append(away_s)
+                else:
+                    by_tool[program.tool] = [away_s]
+        for tool, of_tool_s in by_tool.items():
+            self.tool_times.censored(tool, of_tool_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn how long a program was there."""
@@ -327,6 +335,7 @@ class Knowledge:
         if program.turn_count:
             if program.last_ended_s is not None:
                 self._residences_s.add(program.last_ended_s - program.opened_s)
+                self.median_residence_s = self._residences_s.quantile(0.5, inf)
                 self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 

@@ -162,9 +162,9 @@ class LettingIn:
             roomiest = self._roomiest(view, program, candidates, reserved, foresees)
         claim_tokens, capacity_tokens = program.claim_tokens, roomiest.account.capacity_tokens
         # The one with most room, asked first, is mostly not too small.
-        if capacity_tokens and claim_tokens > self.low_ratio * capacity_tokens:
-            if claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
-                return roomiest, Reason.OVERSIZE
+        may_be_oversize = capacity_tokens and claim_tokens > self.low_ratio * capacity_tokens
+        if may_be_oversize and claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
+            return roomiest, Reason.OVERSIZE
         if home is not None:
             if self._fits(view, program, home, foresees, make_room):
                 return home, Reason.FITS
@@ -186,8 +186,10 @@ class LettingIn:
         most_free_tokens, smallest_tokens = -inf, inf
         for replica in replicas:
             free_tokens, capacity_tokens = self._room_of(replica)
-            most_free_tokens = max(most_free_tokens, free_tokens)
-            smallest_tokens = min(smallest_tokens, capacity_tokens)
+            if free_tokens > most_free_tokens:
+                most_free_tokens = free_tokens
+            if capacity_tokens < smallest_tokens:
+                smallest_tokens = capacity_tokens
         some_share, found = view.some_share, []
         for program in programs:
             claim_tokens = program.claim_tokens
@@ -316,7 +318,7 @@ class LettingIn:
                 program = view.first_to_mark(replica)
                 if program is None or not view.propose_mark(program, Reason.THRASHING):
                     break
-        while (marked := view.last_marked(replica)) is not None:
+        while account.marked_tokens and (marked := view.last_marked(replica)) is not None:
             if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
                 break
             if not view.propose_unmark(marked, Reason.RELIEVED):
