@@ -1,4 +1,4 @@
-"""Run `benchmarks.core` of the folder that is first in PYTHONPATH, once, whichever commit that is of, and print figures.
+"""Run `benchmarks.core` of the folder that is first in PYTHONPATH once, whichever commit that is of; print figures.
 
 `core --beside` starts it, by its path: of the package it uses nothing but what that benchmark had at its first commit.
 """

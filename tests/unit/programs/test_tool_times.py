@@ -108,7 +108,7 @@ def test_who_comes_back_late_counts_as_if_never_censored() -> None:
     """Paused after 2 s and back after 70: the same as a return after 70 s."""
     late, plain = ToolTimes(), ToolTimes()
     for _ in range(5):
-        late.censored("t", [2.0])
+        late.censored("t", 2.0)
         late.came_back_late("t", 2.0, 70.0)
         plain.returned("t", 70.0)
     for name in ("t", "unseen"):
@@ -236,7 +236,7 @@ def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> No
     times.returned("t", 1.0)
     assert 1.0 <= times.returned_within_s("t", 0.99) < 1.5
     for _ in range(100):
-        times.censored("t", [50.0])
+        times.censored("t", 50.0)
     assert times.returned_within_s("t", 0.99) < 1.5
     for _ in range(10):
         times.came_back_late("t", 50.0, 900.0)

@@ -325,7 +325,7 @@ class Knowledge:
                 else:
                     by_tool[program.tool] = [away_s]
         for tool, of_tool_s in by_tool.items():
-            self.tool_times.censored(tool, of_tool_s)
+            self.tool_times.censored(tool, *of_tool_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn how long a program was there."""

@@ -163,7 +163,7 @@ class ToolTimes:
         everything.add(everything.returned, interval_id)
         table.add(table.returned, interval_id)
 
-    def censored(self, name: str, away_s: Sequence[float]) -> None:
+    def censored(self, name: str, *away_s: float) -> None:
         """Learn that programs were not back after so long, when their memory was given away or they ended."""
         interval_ids = [bisect_right(EDGES_S, each_s) for each_s in away_s]
         self._all.add_away(interval_ids)
