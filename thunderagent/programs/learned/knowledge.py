@@ -7,9 +7,9 @@ from math import inf
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.learned.growth import RESIDENCE_EDGES_S, Growth, PrefillSpeed
+from thunderagent.programs.learned.growth import Growth, PrefillSpeed, Residences
 from thunderagent.programs.learned.hint_record import HintRecord
-from thunderagent.programs.learned.histogram import LogHistogram, check_range
+from thunderagent.programs.learned.histogram import check_range
 from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.restore_pace import RestorePace
@@ -58,7 +58,6 @@ class Knowledge:
         "_corrections",
         "_known_capacities",
         "_output_tokens",
-        "_residences_s",
         "_rules",
         "_turn_tokens",
         "goodput",
@@ -67,8 +66,8 @@ class Knowledge:
         "judge_record",
         "mean_tool_s",
         "media_sizes",
-        "median_residence_s",
         "prefill_speed",
+        "residences",
         "restore_pace",
         "role_outputs",
         "tiers",
@@ -97,12 +96,7 @@ class Knowledge:
         """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
         self.tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         """Of programs that are seen for the first time."""
-        self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
-        self.median_residence_s = inf
-        """Median time between a program's first turn and the end of its last; infinite until one ended.
-
-        When a program is released, or forgotten because nobody did, says nothing of how long it took.
-        """
+        self.residences = Residences()
         self._corrections: dict[str, CapacityCorrection] = {}
         self._known_capacities: dict[str, CapacityRecord] = {}
         """Of replicas that were not heard of since they were taken in."""
@@ -146,7 +140,7 @@ class Knowledge:
                 since_refresh,
                 self.tokens_per_byte_ratio,
             ),
-            residences_s=self._residences_s.export(),
+            residences_s=self.residences.export(),
             all_roles=all_roles,
             roles=roles,
             media_factors=self.media_sizes.export(),
@@ -167,8 +161,7 @@ class Knowledge:
         self.prefill_speed.adopt(learned.prices)
         self.goodput.adopt(learned.prices)
         self.tokens_per_byte_ratio = ratio
-        self._residences_s.adopt(learned.residences_s)
-        self.median_residence_s = self._residences_s.quantile(0.5, inf)
+        self.residences.adopt(learned.residences_s)
         self.role_outputs.adopt(learned.all_roles, learned.roles)
         self.media_sizes.adopt(learned.media_factors)
         self.hints.adopt(learned.hints)
@@ -320,22 +313,18 @@ class Knowledge:
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
                 program.censored_after_s = away_s = now_s - program.acting_since_s
-                if program.tool in by_tool:
-                    by_tool[program.tool].append(away_s)
-                else:
-                    by_tool[program.tool] = [away_s]
+                by_tool.setdefault(program.tool, []).append(away_s)
         for tool, of_tool_s in by_tool.items():
             self.tool_times.censored(tool, *of_tool_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
-        """Learn how long a program was there."""
+        """Learn from a program that ended."""
         self.tools_censored((program,), now_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:
             if program.last_ended_s is not None:
-                self._residences_s.add(program.last_ended_s - program.opened_s)
-                self.median_residence_s = self._residences_s.quantile(0.5, inf)
+                self.residences.add(program.last_ended_s - program.opened_s)
                 self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 
