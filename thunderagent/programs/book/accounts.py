@@ -295,9 +295,8 @@ class Ledger:
         account.costs.caching_token_s += elapsed_s * (acting_tokens if acting_tokens < room_tokens else room_tokens)
         waited_s = self._waited_s + now_s - self._waiting_since_s if self.waiting_count else self._waited_s
         if waited_s > account.waited_s and account.usable and capacity_tokens < inf:
-            idle_tokens, passed_s = capacity_tokens - account.demand_tokens, waited_s - account.waited_s
-            if idle_tokens > 0:
-                account.costs.unused_token_s += idle_tokens * (passed_s if passed_s < elapsed_s else elapsed_s)
+            idle_tokens = max(0.0, capacity_tokens - account.demand_tokens)
+            account.costs.unused_token_s += idle_tokens * min(elapsed_s, waited_s - account.waited_s)
             if not account.turn_count:
                 account.idle_waited_s += waited_s - account.waited_s
         account.waited_s = waited_s
@@ -324,16 +323,10 @@ class Ledger:
         self.accrue(account, now_s)
         if cached_tokens is None:
             cached_tokens = int(prompt_tokens * account.hit_ratio)
-        computed_tokens = recomputed_tokens = loaded_tokens
-        if prompt_tokens > cached_tokens:
-            computed_tokens += prompt_tokens - cached_tokens
-        if known_tokens > cached_tokens:
-            recomputed_tokens += known_tokens - cached_tokens
-            if recomputed_tokens > computed_tokens:
-                recomputed_tokens = computed_tokens
-        duration_s, held_s = now_s - turn.granted_s, account.flight_s - turn.granted_flight_s
-        if held_s > duration_s:
-            held_s = duration_s
+        computed_tokens = max(0, prompt_tokens - cached_tokens) + loaded_tokens
+        recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens) + loaded_tokens)
+        duration_s = now_s - turn.granted_s
+        held_s = min(duration_s, account.flight_s - turn.granted_flight_s)
         first_token_s = turn.first_token_s(now_s)
         if first_token_s is None:
             prefill_weight = computed_tokens * PREFILL_TO_DECODE_RATIO
@@ -349,9 +342,7 @@ class Ledger:
         part_ratio = 1.0
         if prefill_area + decode_area > account.flight_token_s:
             part_ratio = account.flight_token_s / (prefill_area + decode_area)
-            account.flight_token_s = 0.0
-        else:
-            account.flight_token_s -= prefill_area + decode_area
+        account.flight_token_s = max(0.0, account.flight_token_s - prefill_area - decode_area)
         costs = account.costs
         costs.recompute_token_s += part_ratio * prefill_area * recompute_ratio
         costs.prefill_token_s += part_ratio * prefill_area * (1.0 - recompute_ratio)
