@@ -150,8 +150,7 @@ class SchedulerView:
     @property
     def routed_count(self) -> int:
         """See `View`."""
-        queue = self._book.queue
-        return queue.routed_count if queue.routed else 0
+        return self._book.queue.routed_count
 
     def first_routed_before(self, program: ProgramView, replica: ReplicaView) -> Program | None:
         """See `View`."""
@@ -188,8 +187,7 @@ class SchedulerView:
 
     def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
         """See `View`."""
-        resident_tokens = self.resident_tokens(program, home)
-        return self._core.knowledge.elsewhere_s(program, home.replica_id, resident_tokens)
+        return self._core.knowledge.elsewhere_s(program, home.replica_id, self.resident_tokens(program, home))
 
     @property
     def growth_tokens_per_s(self) -> float:
