@@ -233,7 +233,7 @@ async def slow_reader(moment: Moment) -> None:
 
 def keep_many(rig: Rig, _give_up: Callable[[str], NoReturn]) -> None:
     """Have the store know very many programs."""
-    records = [encode_record(At("", ProgramRecord(f"kept-{n}", turn_count=1))) for n in range(KEPT_PROGRAMS_COUNT)]
+    records = [encode_record(At("", ProgramRecord(f"kept.{n}", turn_count=1))) for n in range(KEPT_PROGRAMS_COUNT)]
     for first in range(0, KEPT_PROGRAMS_COUNT, 2000):
         parts = records[first : first + 2000]
         parts = [encode_record(Begins())] * (first == 0) + parts
@@ -291,7 +291,7 @@ CASES = [
     Case("data", "log trimmed past the standby", trim),
     Case("load", "burst", burst),
     Case("load", "slow reader", slow_reader),
-    Case("load", "100,000 programs", crash_with_many, keep_many),
+    Case("load", "100k programs", crash_with_many, keep_many),
 ]
 SHORT = ("crash leader", "pause leader 2 s", "partition leader-gateways down 1 s", "clock monotonic clocks apart")
 SHORT += ("data flushall", "load burst")

@@ -159,7 +159,7 @@ class Rig:
             *("--listen", f"127.0.0.1:{self.ports[name]}", "--reached-at", self.watches[name].url),
             *("--store", store, "--lock-s", str(LOCK_S), "--forget-limit-s", str(FORGOTTEN_S)),
             *("--backends", ",".join(engine.url for engine in self.engines.values()), "--poll-interval-s", "0.5"),
-            *("--max-programs-count", "200000"),
+            *("--max-programs-count", "200000", "--tenant-max-programs-count", "200000"),
         )
         environment = {"PYTHONPATH": self.redis.packages, **self.settings.get(name, {})}
         within = self.scheduler_within.get(name, ())

@@ -90,7 +90,7 @@ async def a_rig(cases: Sequence[Case], require_real: Callable[[str], NoReturn], 
 def tell(rig: Rig) -> None:
     """Print what processes said lately, for whoever looks why it failed."""
     for name, process in rig.logs:
-        often = ('"event":"turn"', '"event":"pause"', '"event":"restore"')
+        often = ('"event":"turn"', '"event":"pause"', '"event":"restore"', '"event":"release"')
         lines = [line for line in process.log.splitlines() if not any(each in line for each in often)]
         print(f"--- {name}", *lines[-14:], sep="\n")
 
