@@ -185,7 +185,7 @@ class Mars:
         return Placement(None, Reason.NO_ROOM)
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether a program fits, after those went who expired and one of a lower level, if that is enough."""
+        """Say whether a program fits once expired programs and one of a lower level are paused."""
         account = replica.account
         missing_tokens = view.claim_tokens_on(program, replica) - _free_tokens(replica)
         if missing_tokens <= 0 or not account.active_count:
