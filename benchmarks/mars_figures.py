@@ -46,14 +46,14 @@ from benchmarks.mars import (
 )
 from benchmarks.simulated import Runner, save_plot
 from thunderagent.policy_loader import load_policy
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import ProgramPlan
-from thunderagent.simulator.processes import GoOn
-from thunderagent.simulator.report import nearest_rank
-from thunderagent.simulator.run import simulate
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.comparison.processes import GoOn
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.figures import nearest_rank
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.run import simulate
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.workloads.plans import ProgramPlan
 
 GPT_OSS = "gpt-oss-120b-h100-nvl"
 GPT_OSS_CONTEXT_TOKENS = 131_072

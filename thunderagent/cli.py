@@ -118,12 +118,12 @@ def build_parser() -> argparse.ArgumentParser:
         (
             "simulate",
             "simulate programs, engines and a policy in virtual time",
-            _options_of("simulator.command"),
+            _options_of("simulator.commands.simulate"),
         ),
         (
             "compare",
             "compare policies in the simulator: a report with tables and plots",
-            _options_of("simulator.compare_command"),
+            _options_of("simulator.commands.compare"),
         ),
         (
             "calibrate",
@@ -200,7 +200,7 @@ def _add_picker(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    from thunderagent.simulator import options, server
+    from thunderagent.simulator.embedded import options, server
 
     parser.description = (
         "Run a simulated engine: OpenAI-compatible, with a paged prefix cache that thrashes as a real one."
@@ -397,7 +397,7 @@ def run_replay(args: argparse.Namespace) -> int:
 def run_record(args: argparse.Namespace) -> int:
     """Record the programs of a log and say what was left out."""
     from thunderagent.event_log import read_events
-    from thunderagent.simulator.record import record
+    from thunderagent.simulator.workloads.record import record
 
     try:
         with args.log.open("rb") as lines:

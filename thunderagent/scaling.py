@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,10 +39,18 @@ from thunderagent.scale.gateway_app import build_gateway_app
 from thunderagent.scale.leading import Leading
 from thunderagent.scale.links import Links
 from thunderagent.scale.messages import RemoteReplica
+from thunderagent.scale.polling import SharedPolls
 from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 from thunderagent.scale.store import Store
 from thunderagent.scale.writing import Writing
-from thunderagent.security import ServerTls, backend_ssl_context, build_keyring, check_security, guard_settings
+from thunderagent.security import (
+    ServerTls,
+    backend_api_key,
+    backend_ssl_context,
+    build_keyring,
+    check_security,
+    guard_settings,
+)
 from thunderagent.serving import (
     CLOSE_S,
     background,
@@ -76,6 +85,12 @@ RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
 """Gateways that end are started again, all together so often within that time; then all of it ends."""
 
 READY_S = 30.0
+
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Where a pod finds the name of its namespace."""
+
+LEASE_ANSWER_S = 1.0
+"""An API server that takes longer to answer for a Lease does not answer."""
 
 
 def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None:
@@ -136,11 +151,25 @@ def _store_of(config: ServeConfig) -> Store | None:
     except ImportError as error:
         raise ConfigurationError("store: needs the extra scale: pip install 'thunderagent[scale]'") from error
     try:
-        return RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
+        store = RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
     except ValueError:
         raise ConfigurationError(
             "store: is not a URL that its client takes"
         ) from None  # a password may be in its words
+    return store if config.elector == "redis" else _led_by_a_lease(store, config)
+
+
+def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
+    """Return a store whose lock is a Lease of Kubernetes. Raises `ConfigurationError`."""
+    from thunderagent.backends.discovery.kubernetes import ClusterAccess  # noqa: PLC0415 - needs an extra
+    from thunderagent.scale.kubernetes_store import KubernetesStore  # noqa: PLC0415 - as above
+
+    namespace, _, name = config.lease.rpartition("/")
+    if not namespace:
+        namespace = OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
+    name = name or f"thunderagent-{config.cell.lower().replace('_', '-')}"
+    access = ClusterAccess(config.kubernetes_config, config.kubernetes_url, LEASE_ANSWER_S)
+    return KubernetesStore(store, access, namespace, name, config.lock_s)
 
 
 @asynccontextmanager
@@ -160,6 +189,7 @@ async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leadi
             return leading.writing if leading is not None else None
 
         links.append(Links(runtime, replicas, poller, gateway_lost_s=config.gateway_lost_s, log_of=writing))
+        links[0].share_polls(poller)
         if store is None:
             return links[0]
         assert learned is not None, "what is learned is kept where there is a store"
@@ -241,6 +271,12 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
     async with ReplicaClient(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
         replicas.attach(client)
         runtime.fleet.on_replicas = _Fleet(replicas, group).take
+        api_key = backend_api_key(config)
+        polls = SharedPolls(
+            runtime.say, group, authorization=f"Bearer {api_key}" if api_key else "", ssl_context=ssl_context
+        )
+        runtime.on_polls, runtime.turns.polls = polls.take, True
+        runtime.polls_count = lambda: polls.count
         app = build_gateway_app(
             runtime,
             client,
@@ -258,8 +294,11 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             partial(replicas.run, client),
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
         ]
-        async with background(*loops), listening(app, config, tls, shares_port=True) as url:
-            yield url, runtime, dialling, app
+        try:
+            async with background(*loops), listening(app, config, tls, shares_port=True) as url:
+                yield url, runtime, dialling, app
+        finally:
+            polls.close()
 
 
 class _Fleet:

@@ -29,6 +29,7 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.app import FRONT, HISTORY, LOOP_LAG, build_app
 from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
@@ -94,6 +95,9 @@ class Beside(Protocol):
 
     async def run(self) -> None:
         """Run until cancelled."""
+
+    def report(self) -> CellReport:
+        """Say which place this scheduler has among others."""
 
 
 async def serve(
@@ -386,6 +390,7 @@ async def proxy(
             judge=judge,
             simulated=simulated,
             further_routes=other.routes() if other is not None else (),
+            cell=other.report if other is not None else None,
         )
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             runtime.run,
@@ -536,7 +541,7 @@ async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "thunderagent.simulator.server", *options),
+        *("-m", "thunderagent.simulator.embedded.server", *options),
         stdin=PIPE,
         stdout=PIPE,
         start_new_session=True,  # a Ctrl-C in the terminal is the proxy's: its engines outlast the grace period

@@ -23,8 +23,8 @@ from benchmarks.mars import (
     run_one,
     scenario_of,
 )
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.plans import ProgramPlan
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.workloads.plans import ProgramPlan
 
 
 def test_there_are_twenty_points() -> None:

@@ -179,16 +179,16 @@ class Arrivals:
             return
         place = program.place
         home = place.replica if place.active else None
-        if home is not None:
-            book.move(program, home.asking)
-        elif place.kind is not Kind.WAITING:
-            book.move(program, book.asking)
-        book.resize(program)
-        destination, reason = self._core.take_destination(program)
-        if destination is not None:
-            self._give_up_home(program, turn, reason)
-            self._core.restore(program, destination, reason)
-            return
+        if place.kind is Kind.WAITING:
+            book.resize(program)
+        else:
+            book.move(program, book.asking if home is None else home.asking, resized=True)
+        if program.destination is not None:
+            destination, reason = self._core.take_destination(program)
+            if destination is not None:
+                self._give_up_home(program, turn, reason)
+                self._core.restore(program, destination, reason)
+                return
         target, reason = self._core.placing.find(program, turn.avoid_replica_id)
         if target is None:
             self._hold(program, turn, reason)
