@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy/kubernetes"
-KUSTOMIZATIONS = [KUBERNETES, *(KUBERNETES / name for name in ("vllm", "monitoring", "autoscaling"))]
+KUSTOMIZATIONS = [KUBERNETES, *(KUBERNETES / name for name in ("vllm", "monitoring", "autoscaling", "picker"))]
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 SECRETS = {"thunderagent-keys", "hf-token"}
 """What the documentation has users make."""
