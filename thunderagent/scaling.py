@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -85,6 +86,12 @@ RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
 
 READY_S = 30.0
 
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Where a pod finds the name of its namespace."""
+
+LEASE_ANSWER_S = 1.0
+"""An API server that takes longer to answer for a Lease does not answer."""
+
 
 def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None:
     """Raise `ConfigurationError` for what does not go with gateways, or not with those of the same command."""
@@ -144,11 +151,25 @@ def _store_of(config: ServeConfig) -> Store | None:
     except ImportError as error:
         raise ConfigurationError("store: needs the extra scale: pip install 'thunderagent[scale]'") from error
     try:
-        return RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
+        store = RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
     except ValueError:
         raise ConfigurationError(
             "store: is not a URL that its client takes"
         ) from None  # a password may be in its words
+    return store if config.elector == "redis" else _led_by_a_lease(store, config)
+
+
+def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
+    """Return a store whose lock is a Lease of Kubernetes. Raises `ConfigurationError`."""
+    from thunderagent.backends.discovery.kubernetes import ClusterAccess  # noqa: PLC0415 - needs an extra
+    from thunderagent.scale.kubernetes_store import KubernetesStore  # noqa: PLC0415 - as above
+
+    namespace, _, name = config.lease.rpartition("/")
+    if not namespace:
+        namespace = OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
+    name = name or f"thunderagent-{config.cell.lower().replace('_', '-')}"
+    access = ClusterAccess(config.kubernetes_config, config.kubernetes_url, LEASE_ANSWER_S)
+    return KubernetesStore(store, access, namespace, name, config.lock_s)
 
 
 @asynccontextmanager

@@ -107,8 +107,9 @@ ARROWS: dict[str, frozenset[str]] = {
     "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
+    # `backends` knows how a cluster is asked for a Lease.
     "scale": frozenset(
-        {"errors", "backends", "programs", "leases", "runtime", "learned_state", "proxy", "compilation", "status"}
+        {"errors", "programs", "leases", "runtime", "learned_state", "proxy", "backends", "compilation", "status"}
     ),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
