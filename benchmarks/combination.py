@@ -42,13 +42,13 @@ from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS, save_results
 from benchmarks.simulated import colour_of, save_plot, scenario_of
 from thunderagent.programs.model.events import TurnFinished
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import Workload
-from thunderagent.simulator.processes import GoOn
-from thunderagent.simulator.report import RunResult
-from thunderagent.simulator.scenario import Loop, Scenario
-from thunderagent.simulator.workloads import Poisson, workload
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.comparison.processes import GoOn
+from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.scenario import Loop, Scenario
+from thunderagent.simulator.workloads.distributions import Poisson, workload
+from thunderagent.simulator.workloads.plans import Workload
 
 RUNS = RESULTS / "combination-runs.json"
 

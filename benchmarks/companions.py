@@ -13,11 +13,11 @@ from rich.table import Table
 
 from benchmarks.findings import OTHER_COLOUR, Pick, ratio_of
 from benchmarks.simulated import Runner, colour_of, save_plot, scenario_of
-from thunderagent.simulator.comparison import COSTS, ComparisonResult
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.report import RunResult
-from thunderagent.simulator.scenario import Loop
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.comparison.results import COSTS, ComparisonResult
+from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.scenario import Loop
+from thunderagent.simulator.workloads.distributions import workload
 
 BASELINE = "fcfs"
 DISCARD_ALL, PRESERVE_ALL = "ttl:ttl_s=0", "ttl:ttl_s=inf"

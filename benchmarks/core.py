@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
 
+from benchmarks.core_beside import beside
 from benchmarks.machine import save_results
 from thunderagent.compilation import build_kind
 from thunderagent.policy_loader import load_policy
@@ -157,7 +158,16 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--policy", default="breakeven")
+    parser.add_argument(
+        "--beside", metavar="REV", help="take turns with the code of that commit, and with today's compiled"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="with --beside: how often each has its turn")
+    parser.add_argument("--interpreted", action="store_true", help="with --beside: compile nothing")
     args = parser.parse_args()
+    if args.beside:
+        counts = (args.programs, args.replicas, args.events)
+        beside(args.beside, (args.policy, *map(str, counts)), args.rounds, compiles=not args.interpreted)
+        return
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     load = build(args.policy, args.programs, args.replicas, CAPACITY_TOKENS)
     by_kind = mixed_events(load, args.events, args.programs)
@@ -179,7 +189,8 @@ def main() -> None:
     print(f"the build is {build_kind()}")
     for name, value in figures.items():
         print(f"{name:24} {value:.4f}")
-    save_results("core", {"arguments": vars(args), "build": build_kind(), "figures": figures})
+    arguments = {name: vars(args)[name] for name in ("programs", "replicas", "events", "policy")}
+    save_results("core", {"arguments": arguments, "build": build_kind(), "figures": figures})
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from benchmarks.ideal import goodputs
 from benchmarks.load import LoadResult, LoadSpec, TurnRecord, plan_program, run_programs
 from benchmarks.machine import describe_machine
 from benchmarks.processes import ServerError, thunderagent
-from thunderagent.simulator.bounds import Engines
-from thunderagent.simulator.timing import COSTS_US, profile
+from thunderagent.simulator.engine.timing import COSTS_US, profile
+from thunderagent.simulator.figures.bounds import Engines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

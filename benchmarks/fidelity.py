@@ -39,15 +39,15 @@ from benchmarks.real_engine import RealEngine, RealEngineConfig
 from thunderagent.calibrate.command import picture
 from thunderagent.calibrate.measurement import calibrate
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
-from thunderagent.simulator.bounds import Engines
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.report import RunResult
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import COSTS_US
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import COSTS_US
+from thunderagent.simulator.figures.bounds import Engines
+from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.runs.scenario import Scenario
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.timing import TimingProfile
+    from thunderagent.simulator.engine.timing import TimingProfile
 
 OTHER_COSTS_RATIOS = (0.85, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.09, 1.12, 1.15)
 """What other engines in a forecast take for the same work. From one minute to the next the cores that this was written

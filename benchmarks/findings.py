@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.simulated import colour_of
-from thunderagent.simulator.comparison import Run
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.report import RunResult
+from thunderagent.simulator.comparison.results import Run
+from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.figures.intervals import Interval
 
 Pick = Callable[[RunResult], float | None]
 """A figure of a run; None where the run does not have it."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.load import LoadResult, LoadSpec, TurnRecord, plan_program
-from thunderagent.simulator.bounds import Engines, turn_shapes
-from thunderagent.simulator.plans import ProgramPlan, TurnPlan
-from thunderagent.simulator.report import Goodput
+from thunderagent.simulator.figures.bounds import Engines, turn_shapes
+from thunderagent.simulator.figures.figures import Goodput
+from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
 
 MARKER_TOKENS = 1
 """Of `real_model`'s chat template: one before each message, and one for the answer to come."""

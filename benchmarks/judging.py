@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from random import Random
 
 from thunderagent.programs.model.verdicts import FAILURE
-from thunderagent.simulator.contexts import Context, TokenSpace
-from thunderagent.simulator.plans import ProgramPlan
-from thunderagent.simulator.records import EngineRequest
+from thunderagent.simulator.engine.records import EngineRequest
+from thunderagent.simulator.workloads.contexts import Context, TokenSpace
+from thunderagent.simulator.workloads.plans import ProgramPlan
 
 Curve = tuple[tuple[float, float], ...]
 """Turns, and the part that is predicted to fail by then, in rising order; straight lines between."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.machine import describe_code
-from thunderagent.simulator.processes import GoOn, do_all
+from thunderagent.simulator.comparison.processes import GoOn, do_all
 
 Figures = dict[str, float]
 

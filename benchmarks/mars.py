@@ -4,11 +4,10 @@ Four regimes, by the mean volume of input of a program - all prompts of its turn
 saturation: 20 points, at each of which every policy has the same programs at the same times. Tools share 8 cores. A
 regime is a mix of five kinds of programs (`workloads.toml`); the part of those with a long document grows with it.
 
-`mars` is run three times: on the engine that the paper changed too (`simulator/mlfq.py`); as `mars, few long` on the
-same engine with our own order of admission; and, as `mars, stock engine`, on one that knows priorities only, which is
-what a proxy can have. Every run is kept when it is done
-(`results/papers-mars-runs.json`), so that a benchmark that was ended goes on where it was; delete the file to begin
-anew.
+`mars` is run three times: on the engine that the paper changed too (`mlfq.py`); as `mars, few long` on the same engine
+with our own order of admission; and, as `mars, stock engine`, on one that knows priorities only, which is what a proxy
+can have. Every run is kept when it is done (`results/papers-mars-runs.json`), so that a benchmark that was ended goes
+on where it was; delete the file to begin anew.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from rich.table import Table
 
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS
+from benchmarks.mlfq import Mlfq
 from benchmarks.simulated import Runner, save_plot
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import ProgramPlan
-from thunderagent.simulator.processes import GoOn
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.report import RunResult
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import profile
-from thunderagent.simulator.tools import ToolSettings
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.comparison.processes import GoOn
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.runs.tools import ToolSettings
+from thunderagent.simulator.workloads.distributions import workload
+from thunderagent.simulator.workloads.plans import ProgramPlan
 
 TOOL_CORES_COUNT = 8
 PROGRAMS_COUNT = 200
@@ -154,7 +154,7 @@ def scenario_of(point: Point, policy: str, seed: int) -> Scenario:
     engine = EngineConfig.of(timing, block_size=BLOCK_TOKENS, max_num_batched_tokens=8192)
     engine = replace(engine, max_model_len=CONTEXT_LIMIT_TOKENS)
     if policy in (MARS, FEW_LONG):
-        engine = replace(engine, scheduling_policy="mlfq")
+        engine = replace(engine, scheduling_policy="priority", discipline=Mlfq)
     return Scenario(
         engine,
         loop="open",

@@ -46,14 +46,14 @@ from benchmarks.mars import (
 )
 from benchmarks.simulated import Runner, save_plot
 from thunderagent.policy_loader import load_policy
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import ProgramPlan
-from thunderagent.simulator.processes import GoOn
-from thunderagent.simulator.report import nearest_rank
-from thunderagent.simulator.run import simulate
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.comparison.processes import GoOn
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.figures import nearest_rank
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.run import simulate
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.workloads.plans import ProgramPlan
 
 GPT_OSS = "gpt-oss-120b-h100-nvl"
 GPT_OSS_CONTEXT_TOKENS = 131_072
@@ -189,7 +189,7 @@ def _run_of(task: Task) -> tuple[Scenario, Mix | Bounded | Framed]:
     point = Point(task.regime, task.gpu, task.load)
     scenario = scenario_of(point, on_engine, task.seed)
     if task.policy == WITHOUT_COORDINATOR:
-        scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="fcfs"))
+        scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="fcfs", discipline=None))
     if task.policy == WITHOUT_COSCHEDULER:
         scenario = replace(scenario, engines_retain=False)
     programs = mix(point.regime, point.rate_per_s)

@@ -26,11 +26,11 @@ from benchmarks.findings import Finding, mean_of, ratio_of, table
 from benchmarks.judging import JudgeModel
 from benchmarks.simulated import Runner, save_plot, scenario_of
 from thunderagent.programs.model.verdicts import FAILURE, SUCCESS
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.workloads.distributions import workload
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.comparison import Run
-    from thunderagent.simulator.report import RunResult
+    from thunderagent.simulator.comparison.results import Run
+    from thunderagent.simulator.figures.figures import RunResult
 
 JUDGE = JudgeModel(
     recall=((15, 0.03), (40, 0.9), (45, 1.0)),

@@ -38,10 +38,10 @@ from benchmarks.companions import companions
 from benchmarks.machine import save_results
 from benchmarks.orbit import orbit, orbit_front
 from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plot_lines, save_plot, scenario_of
-from thunderagent.simulator.comparison import ComparisonResult, Row
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.timing import profile
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.comparison.results import ComparisonResult, Row
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.workloads.distributions import workload
 
 Figures = dict[str, Any]
 

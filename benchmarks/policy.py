@@ -48,25 +48,26 @@ from benchmarks.machine import RESULTS, save_results
 from benchmarks.real import engine_model
 from benchmarks.real_engine import RealEngineConfig
 from benchmarks.simulated import Runner, add_legend, colour_of, goodput_table, save_plot, scenario_of
+from benchmarks.together import Model, simulate_together
 from thunderagent.errors import ConfigurationError, TraceError
 from thunderagent.programs.model.decisions import Pause, Restore
 from thunderagent.programs.model.events import Event, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.simulator.bounds import Engines, turn_shapes
-from thunderagent.simulator.comparison import CAP_BEST, Run
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import ProgramPlan, Workload
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.report import RunResult
-from thunderagent.simulator.run import simulate
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import COSTS_US, TimingProfile
-from thunderagent.simulator.together import Model, simulate_together
-from thunderagent.simulator.traces import Limits, TraceWorkload, load_recorded
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.comparison.results import CAP_BEST, Run
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import COSTS_US, TimingProfile
+from thunderagent.simulator.figures.bounds import Engines, turn_shapes
+from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.run import simulate
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.workloads.distributions import workload
+from thunderagent.simulator.workloads.formats import load_recorded
+from thunderagent.simulator.workloads.plans import ProgramPlan, Workload
+from thunderagent.simulator.workloads.traces import Limits, TraceWorkload
 
 BASELINES = ("passthrough", "sticky", CAP_BEST, "thunderagent", "thunderagent-ports", "ttl")
 

@@ -41,14 +41,14 @@ from benchmarks.real_engine import RealEngine, RealEngineConfig
 from thunderagent.calibrate.measurement import Settings, calibrate
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
-from thunderagent.simulator.bounds import Engines
-from thunderagent.simulator.contestants import ORACLE, Contestant
-from thunderagent.simulator.records import EngineConfig
+from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.figures.bounds import Engines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from thunderagent.simulator.timing import TimingProfile
+    from thunderagent.simulator.engine.timing import TimingProfile
 
 DIRECT = "direct"
 BASELINES = ("passthrough", DIRECT)  # what ratios are taken against, in order of preference

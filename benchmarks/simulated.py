@@ -15,11 +15,12 @@ from rich.table import Table
 
 from benchmarks.machine import RESULTS
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
-from thunderagent.simulator.comparison import ComparisonPlan, ComparisonResult, Row, compare
-from thunderagent.simulator.plans import Workload
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.scenario import Loop, Scenario
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.comparison.comparison import compare
+from thunderagent.simulator.comparison.results import ComparisonPlan, ComparisonResult, Row
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.runs.scenario import Loop, Scenario
+from thunderagent.simulator.workloads.plans import Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,13 +23,13 @@ from benchmarks.simulated import scenario_of
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.goodput import in_time
 from thunderagent.programs.model.events import TurnArrived, TurnFinished
-from thunderagent.simulator.console import table_of_numbers
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import ProgramPlan, TurnPlan, Workload
-from thunderagent.simulator.report import Goodput, RunResult
-from thunderagent.simulator.run import Simulation
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.commands.console import table_of_numbers
+from thunderagent.simulator.figures.figures import Goodput, RunResult
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.run import Simulation
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.workloads.distributions import workload
+from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan, Workload
 
 SMALL, LARGE, FANNING = "small", "large", "fanning-out"
 PARENT = "fanning-out-parent"

@@ -1,7 +1,7 @@
 """The paper's three workflows (its Fig. 9) in virtual time, with LLMs whose latencies come from the engine's model.
 
 An instance stands for an agent with an LLM of its own, which serves one request at a time: its prompt at the cost of a
-prefill, each token of its answer at that of a decoding step (`simulator.timing`). The baselines are this very runtime
+prefill, each token of its answer at that of a decoding step (`simulator.engine`). The baselines are this very runtime
 with its policies off: first come, first served, sticky sessions, static instances. They are not AutoGen, CrewAI or Ayo.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from thunderagent.simulator.timing import IterationWork, TimingProfile, load_profiles
+from thunderagent.simulator.engine.timing import IterationWork, TimingProfile, load_profiles
 from thunderagent.workflows import Deployment, deploy, managed_list, stubs
 
 

@@ -23,11 +23,11 @@ from thunderagent.programs.hints import LATE_RATIO, LEAST_CONFIDENCE_RATIO, TOLE
 from thunderagent.programs.model.events import Tick
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
-from thunderagent.simulator.contexts import Context, TokenSpace
-from thunderagent.simulator.engine import Engine
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.records import EngineConfig, EngineRequest, FinishedRequest
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.engine.engine import Engine
+from thunderagent.simulator.engine.records import EngineConfig, EngineRequest, FinishedRequest
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.workloads.contexts import Context, TokenSpace
 from thunderagent.workflows import Deployment, deploy, stubs
 from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.llm import turn_headers

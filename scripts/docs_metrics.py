@@ -11,12 +11,15 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from thunderagent.backends import backend_of
+from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import ServeConfig
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.admin.cell import CellCollector
 from thunderagent.proxy.admin.replica_routes import SourceCollector
 from thunderagent.proxy.admin.sandboxes import SandboxCollector
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldTurns
 from thunderagent.proxy.gate.keys.quotas import Quotas
@@ -30,6 +33,7 @@ from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
 from thunderagent.scale.carried import CarriedTurns
 from thunderagent.scale.gateway_app import GatewayCollector
+from thunderagent.scale.links import Links
 from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 
 OTHERS = "Programs and turns"
@@ -39,7 +43,7 @@ GROUPS = {
     "Tenants": r"tenant",
     "Hints": r"hint",
     "Judge": r"judge_|programs_by_level|program_outcomes",
-    "Gateways": r"gateway|fail_open",
+    "Gateways and schedulers": r"gateway|fail_open|scheduler_",
 }
 """Headings of the page, and how names of metrics begin after `thunderagent_`; the first that matches counts."""
 
@@ -77,7 +81,8 @@ def described() -> list[Described]:
     registry.register(SandboxCollector(manager, registry))
     registry.register(JudgeCollector(Judge(runtime, _nobody)))
     of_gateways = GatewayCollector(RemoteRuntime(CarriedTurns("g", 1), RemoteSettings()))
-    collectors = [*dict.fromkeys(registry._collector_to_names), of_gateways]  # noqa: SLF001 - there is no other way
+    links = Links(runtime, replicas, Poller(Polls(runtime, replicas), PollerSettings()), gateway_lost_s=5.0)
+    collectors = [*dict.fromkeys(registry._collector_to_names), of_gateways, CellCollector(links.report)]  # noqa: SLF001 - there is no other way
     found = [each for collector in collectors for each in _described_by(collector)]
     return list({each.name: each for each in reversed(found)}.values())[::-1]
 

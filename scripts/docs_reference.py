@@ -31,7 +31,7 @@ from thunderagent.programs import policies
 from thunderagent.programs.model import places
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
-from thunderagent.simulator.timing import load_profiles
+from thunderagent.simulator.engine.timing import load_profiles
 from thunderagent.tools.template import Template
 
 ROOT = Path(__file__).parents[1]

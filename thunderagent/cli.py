@@ -117,12 +117,12 @@ def build_parser() -> argparse.ArgumentParser:
         (
             "simulate",
             "simulate programs, engines and a policy in virtual time",
-            _options_of("simulator.command"),
+            _options_of("simulator.commands.simulate"),
         ),
         (
             "compare",
             "compare policies in the simulator: a report with tables and plots",
-            _options_of("simulator.compare_command"),
+            _options_of("simulator.commands.compare"),
         ),
         (
             "calibrate",
@@ -174,6 +174,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
     parser.description = "Grant leases to gateways. It has all options of `serve`, its admin API and its dashboard."
     parser.add_argument("--listen", metavar="HOST:PORT", help="address to listen on, as --host and --port together")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input ends, as by SIGTERM")
     _add_serve_options(parser)
     parser.set_defaults(run=run_serve, role="scheduler")
 
@@ -189,7 +190,7 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    from thunderagent.simulator import options, server
+    from thunderagent.simulator.embedded import options, server
 
     parser.description = (
         "Run a simulated engine: OpenAI-compatible, with a paged prefix cache that thrashes as a real one."
@@ -296,7 +297,7 @@ def run_serve(args: argparse.Namespace) -> int:
         if args.role == "gateway":
             serving = scaling.serve_gateway(config, ready=announce, ends_with_stdin=args.end_with_stdin)
         elif args.role == "scheduler":
-            serving = scaling.serve_scheduler(config, ready=announce)
+            serving = scaling.serve_scheduler(config, ready=announce, ends_with_stdin=args.end_with_stdin)
         else:
             serving = scaling.serve_with_gateways(config, _options_as_given(args, given), ready=announce)
     try:
@@ -382,7 +383,7 @@ def run_replay(args: argparse.Namespace) -> int:
 def run_record(args: argparse.Namespace) -> int:
     """Record the programs of a log and say what was left out."""
     from thunderagent.event_log import read_events
-    from thunderagent.simulator.record import record
+    from thunderagent.simulator.workloads.record import record
 
     try:
         with args.log.open("rb") as lines:

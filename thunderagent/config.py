@@ -185,13 +185,25 @@ class ServeConfig(BaseSettings):
         description="of a scheduler: redis://HOST:PORT/DATABASE that it shares with others of its cell, one of which "
         "leads while the others stand by; it needs the extra scale",
     )
+    elector: Literal["redis", "kubernetes"] = Field(
+        "redis",
+        description="of a scheduler with a store: what says who leads: the store's own lock, or a Lease of Kubernetes, "
+        "which needs the extra kubernetes",
+    )
+    lease: str = Field(
+        "",
+        pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
+        description="of elector kubernetes: NAMESPACE/NAME of the Lease; by default thunderagent-CELL in the namespace "
+        "of the pod this runs in",
+    )
     cell: str = Field(
         "default", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="of a scheduler: the name of its cell in the store"
     )
     lock_s: float = Field(
         3.0,
         ge=0.3,
-        description="of a scheduler with a store: another one leads when it was not heard of for so long, in seconds",
+        description="of a scheduler with a store: another one leads when it was not heard of for so long, in seconds; "
+        "a Lease lasts 1 s longer",
     )
     reached_at: str = Field(
         "",

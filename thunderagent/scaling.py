@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
+from aiohttp import web
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
@@ -37,10 +39,18 @@ from thunderagent.scale.gateway_app import build_gateway_app
 from thunderagent.scale.leading import Leading
 from thunderagent.scale.links import Links
 from thunderagent.scale.messages import RemoteReplica
+from thunderagent.scale.polling import SharedPolls
 from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 from thunderagent.scale.store import Store
 from thunderagent.scale.writing import Writing
-from thunderagent.security import ServerTls, backend_ssl_context, build_keyring, check_security, guard_settings
+from thunderagent.security import (
+    ServerTls,
+    backend_api_key,
+    backend_ssl_context,
+    build_keyring,
+    check_security,
+    guard_settings,
+)
 from thunderagent.serving import (
     CLOSE_S,
     background,
@@ -50,6 +60,7 @@ from thunderagent.serving import (
     collect_garbage,
     embedded_engines,
     keep_freed_memory,
+    leave_port,
     listening,
     policy_settings_of,
     proxy,
@@ -75,6 +86,12 @@ RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
 
 READY_S = 30.0
 
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Where a pod finds the name of its namespace."""
+
+LEASE_ANSWER_S = 1.0
+"""An API server that takes longer to answer for a Lease does not answer."""
+
 
 def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None:
     """Raise `ConfigurationError` for what does not go with gateways, or not with those of the same command."""
@@ -90,13 +107,19 @@ def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None
         raise ConfigurationError("tenant_from_key: keys name no tenants with gateways yet; set it to false")
 
 
-async def serve_scheduler(config: ServeConfig, *, ready: Callable[[str, str], None] | None) -> None:
-    """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT. Raises as that does.
+async def serve_scheduler(
+    config: ServeConfig, *, ready: Callable[[str, str], None] | None, ends_with_stdin: bool = False
+) -> None:
+    """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT, or the end of standard input.
+
+    Raises as `serve` does.
 
     With a store it stands by until it can lead, and again after another one took over.
     """
     check_gateways(config)
     stop = _begin_process()
+    if ends_with_stdin:
+        await _end_with_stdin(stop)
     while not stop.is_set():
         async with _scheduler(config) as (url, name, leading):
             if ready is not None:
@@ -128,11 +151,25 @@ def _store_of(config: ServeConfig) -> Store | None:
     except ImportError as error:
         raise ConfigurationError("store: needs the extra scale: pip install 'thunderagent[scale]'") from error
     try:
-        return RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
+        store = RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
     except ValueError:
         raise ConfigurationError(
             "store: is not a URL that its client takes"
         ) from None  # a password may be in its words
+    return store if config.elector == "redis" else _led_by_a_lease(store, config)
+
+
+def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
+    """Return a store whose lock is a Lease of Kubernetes. Raises `ConfigurationError`."""
+    from thunderagent.backends.discovery.kubernetes import ClusterAccess  # noqa: PLC0415 - needs an extra
+    from thunderagent.scale.kubernetes_store import KubernetesStore  # noqa: PLC0415 - as above
+
+    namespace, _, name = config.lease.rpartition("/")
+    if not namespace:
+        namespace = OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
+    name = name or f"thunderagent-{config.cell.lower().replace('_', '-')}"
+    access = ClusterAccess(config.kubernetes_config, config.kubernetes_url, LEASE_ANSWER_S)
+    return KubernetesStore(store, access, namespace, name, config.lock_s)
 
 
 @asynccontextmanager
@@ -152,6 +189,7 @@ async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leadi
             return leading.writing if leading is not None else None
 
         links.append(Links(runtime, replicas, poller, gateway_lost_s=config.gateway_lost_s, log_of=writing))
+        links[0].share_polls(poller)
         if store is None:
             return links[0]
         assert learned is not None, "what is learned is kept where there is a store"
@@ -190,19 +228,21 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
         raise ConfigurationError("schedulers: a gateway needs the base URL of its scheduler")
     stop = _begin_process()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end it; a gateway reads nothing again
-    async with gateway(config) as (url, runtime, dialling):
+    async with gateway(config) as (url, runtime, dialling, app):
         calm_garbage_collector()
         ready(url, f"gateway {runtime.turns.gateway_id}")
         if ends_with_stdin:
-            await asyncio.get_running_loop().connect_read_pipe(partial(_Ends, stop), sys.stdin)
+            await _end_with_stdin(stop)
         await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
+        if ends_with_stdin:  # whoever started it may be gone, and another one of it about to listen in its place
+            await leave_port(app)
         await runtime.close()
         await dialling.last_words()
 
 
 @asynccontextmanager
-async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime, Dialling]]:
+async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime, Dialling, web.Application]]:
     """Run a gateway for the length of the block; yield its URL, and what it works with."""
     keyring, tls = build_keyring(config), ServerTls.of(config)
     boot_id = secrets.randbits(53)
@@ -231,6 +271,12 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
     async with ReplicaClient(client_settings_of(config, keyring)) as client, asyncio.TaskGroup() as group:
         replicas.attach(client)
         runtime.fleet.on_replicas = _Fleet(replicas, group).take
+        api_key = backend_api_key(config)
+        polls = SharedPolls(
+            runtime.say, group, authorization=f"Bearer {api_key}" if api_key else "", ssl_context=ssl_context
+        )
+        runtime.on_polls, runtime.turns.polls = polls.take, True
+        runtime.polls_count = lambda: polls.count
         app = build_gateway_app(
             runtime,
             client,
@@ -248,8 +294,11 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             partial(replicas.run, client),
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
         ]
-        async with background(*loops), listening(app, config, tls, shares_port=True) as url:
-            yield url, runtime, dialling
+        try:
+            async with background(*loops), listening(app, config, tls, shares_port=True) as url:
+                yield url, runtime, dialling, app
+        finally:
+            polls.close()
 
 
 class _Fleet:
@@ -274,6 +323,10 @@ class _Fleet:
             known.is_up, known.why_down = state.is_up, "" if state.is_up else "its scheduler says so"
         for replica_id in removed_ids:
             self._group.create_task(self._replicas.remove(replica_id))
+
+
+async def _end_with_stdin(stop: asyncio.Event) -> None:
+    await asyncio.get_running_loop().connect_read_pipe(partial(_Ends, stop), sys.stdin)
 
 
 class _Ends(asyncio.Protocol):

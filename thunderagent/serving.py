@@ -29,6 +29,7 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provisioning import build_provisioning
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.app import FRONT, HISTORY, LOOP_LAG, build_app
 from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
@@ -79,6 +80,9 @@ FEW_TURNS_COUNT = 300
 """With more turns than this in hand a collection of what is old would stop their streams for longer than 50 ms."""
 WAITED_COUNT = 240
 """So many collections of young garbage are made while there are more; then one of all, after two hours."""
+LISTENER: web.AppKey[Runner] = web.AppKey("listener", Runner)
+"""What listens for an application."""
+
 CLOSE_S = 2.0
 """How long connections get to close after the grace period."""
 
@@ -91,6 +95,9 @@ class Beside(Protocol):
 
     async def run(self) -> None:
         """Run until cancelled."""
+
+    def report(self) -> CellReport:
+        """Say which place this scheduler has among others."""
 
 
 async def serve(
@@ -383,6 +390,7 @@ async def proxy(
             judge=judge,
             simulated=simulated,
             further_routes=other.routes() if other is not None else (),
+            cell=other.report if other is not None else None,
         )
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             runtime.run,
@@ -478,6 +486,7 @@ async def listening(
         handler_of=app[FRONT].handler_of,
         keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
     )
+    app[LISTENER] = runner
     await runner.setup()
     try:
         site = web.TCPSite(
@@ -503,6 +512,15 @@ async def listening(
         await runner.cleanup()
 
 
+async def leave_port(app: web.Application) -> None:
+    """Take no further connection, and close those that are idle; answers that are due go on."""
+    runner = app[LISTENER]
+    for site in list(runner.sites):
+        await site.stop()
+    if runner.server is not None:
+        runner.server.pre_shutdown()
+
+
 @asynccontextmanager
 async def embedded_engines(config: ServeConfig) -> AsyncIterator[tuple[str, ...]]:
     """Run simulated engines, each a process of its own, for the length of the block; yield their URLs."""
@@ -523,7 +541,7 @@ async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
     options = ("--port", "0", "--kv-tokens", str(config.embedded_kv_tokens), "--end-with-stdin")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "thunderagent.simulator.server", *options),
+        *("-m", "thunderagent.simulator.embedded.server", *options),
         stdin=PIPE,
         stdout=PIPE,
         start_new_session=True,  # a Ctrl-C in the terminal is the proxy's: its engines outlast the grace period

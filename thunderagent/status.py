@@ -167,12 +167,12 @@ def _picture(client: httpx2.Client, programs_count: int) -> Group:
     replicas = _get(client, "/replicas")
     programs = _get(client, f"/programs?limit={programs_count}")
     queue = _get(client, f"/queue?limit={programs_count}")
-    tools = _get(client, "/tools")
+    tools, cell = _get(client, "/tools"), _get(client, "/summary").get("cell")
     head = Text(
         f"policy {replicas['policy']}   programs {programs['total']}   turns held {queue['turns_held_count']}   "
         f"paused: {queue['waiting_count']} waiting, {queue['paused_acting_count']} acting\n"
         f"tools running {tools['running_count']}, {tools['mean_s']:.1f} s each   sandboxes {tools['sandbox_count']}"
-        f"{_taken(tools['sandbox_disk_bytes'])}",
+        f"{_taken(tools['sandbox_disk_bytes'])}{_place(cell)}",
         style="bold",
     )
     return Group(
@@ -182,6 +182,21 @@ def _picture(client: httpx2.Client, programs_count: int) -> Group:
         _program_table(programs),
         _queue_table(queue),
     )
+
+
+def _place(cell: dict[str, Any] | None) -> str:
+    """Return a line about a scheduler that has gateways, and about who stands by."""
+    if cell is None:
+        return ""
+    line = (
+        f"\nscheduler {cell['role']}, epoch {cell['epoch']}   gateways {cell['gateways_count']}, "
+        f"links {cell['links_count']}, engines polled by them {cell['polled_by_gateways_count']}"
+    )
+    if cell["has_store"]:
+        lag_s, store = cell["log_lag_p99_s"], "" if cell["store_answers"] else "   the store is away"
+        lag = "" if lag_s is None else f"   log lag p99 {lag_s * 1000:.1f} ms"
+        line += f"\nstandby {'there' if cell['has_standby'] else 'none'}{lag}{store}"
+    return line
 
 
 def _taken(disk_bytes: int | None) -> str:

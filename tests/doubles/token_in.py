@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from thunderagent.simulator.answers import Json, event_bytes, final_usage_of
-from thunderagent.simulator.requests import ApiError, GenerationBody, StreamOptions, parse
-from thunderagent.simulator.server import EngineServer, main
+from thunderagent.simulator.embedded.answers import Json, event_bytes, final_usage_of
+from thunderagent.simulator.embedded.endpoints import EngineServer
+from thunderagent.simulator.embedded.requests import ApiError, GenerationBody, StreamOptions, parse
+from thunderagent.simulator.embedded.server import main
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.options import ServerConfig
-    from thunderagent.simulator.records import FinishedRequest
+    from thunderagent.simulator.embedded.options import ServerConfig
+    from thunderagent.simulator.engine.records import FinishedRequest
 
 
 class SamplingParams(msgspec.Struct):

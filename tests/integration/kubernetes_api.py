@@ -1,4 +1,4 @@
-"""A Kubernetes API server of the tests' own: pods, Jobs and network policies with real object semantics, and a cluster.
+"""A Kubernetes API server of the tests' own: pods, Jobs, Leases, network policies with real semantics, and a cluster.
 
 It runs on the test's event loop and has no clock: what takes time in a cluster happens when a test says
 `pass_time`. What a pod does follows from its image, see `Behaviour`. Whoever speaks HTTP needs the rights given to it;
@@ -33,6 +33,7 @@ Right = tuple[str, str, str]
 RESOURCES = {
     "pods": ("", "v1", "Pod"),
     "jobs": ("batch", "batch/v1", "Job"),
+    "leases": ("coordination.k8s.io", "coordination.k8s.io/v1", "Lease"),
     "networkpolicies": ("networking.k8s.io", "networking.k8s.io/v1", "NetworkPolicy"),
 }
 METRICS = "metrics.k8s.io"
@@ -252,6 +253,8 @@ class KubernetesApi:
         if "deletionTimestamp" in before["metadata"]:
             kept["deletionTimestamp"] = before["metadata"]["deletionTimestamp"]
         after = {**copy.deepcopy(manifest), "metadata": {**copy.deepcopy(metadata), **kept}}
+        if plural == "leases":
+            validate(after)
         self._store("MODIFIED", plural, after)
         if "deletionTimestamp" in kept and not after["metadata"].get("finalizers"):
             self._remove(plural, after)
@@ -829,8 +832,19 @@ def _problems(manifest: Json) -> Iterator[str]:
             yield "spec.template.spec.restartPolicy: must be Never or OnFailure"
         if spec.get("activeDeadlineSeconds", 1) < 1:
             yield "spec.activeDeadlineSeconds: must be greater than 0"
+    elif manifest["kind"] == "Lease":
+        yield from _lease_problems(spec)
     elif "podSelector" not in spec:
         yield "spec.podSelector: Required value"
+
+
+def _lease_problems(spec: Json) -> Iterator[str]:
+    if "holderIdentity" in spec and not spec["holderIdentity"]:
+        yield "spec.holderIdentity: must not be empty"
+    if spec.get("leaseDurationSeconds", 1) < 1:
+        yield "spec.leaseDurationSeconds: must be greater than 0"
+    if not 0 <= spec.get("leaseTransitions", 0) < 2**31:
+        yield "spec.leaseTransitions: must be an int32, and not negative"
 
 
 def _label_problems(metadata: Json) -> Iterator[str]:

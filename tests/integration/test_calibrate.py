@@ -21,10 +21,10 @@ from tests.virtual_time import VirtualTimeLoop
 from thunderagent.calibrate.measurement import Calibration, Settings, calibrate
 from thunderagent.cli import main
 from thunderagent.errors import CalibrationError
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import running
-from thunderagent.simulator.timing import IterationWork, TimingProfile, profile, profile_from
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import IterationWork, TimingProfile, profile, profile_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

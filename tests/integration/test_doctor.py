@@ -27,10 +27,11 @@ from thunderagent.doctor.asking import Answer
 from thunderagent.doctor.command import examine
 from thunderagent.doctor.findings import Finding, Level, exit_status
 from thunderagent.proxy.gate.keys import mint_key
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import Build, EngineServer, running
-from thunderagent.simulator.timing import profile_from
+from thunderagent.simulator.embedded.endpoints import EngineServer
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import Build, running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

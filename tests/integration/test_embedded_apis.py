@@ -13,10 +13,10 @@ import pytest
 
 from tests.doubles.token_in import token_in_server
 from tests.integration.support import running_proxy
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import running
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -16,11 +16,11 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import main, running, serve
-from thunderagent.simulator.timing import profile
-from thunderagent.simulator.tokens import WordTokenizer
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import main, running, serve
+from thunderagent.simulator.embedded.tokens import WordTokenizer
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -32,7 +32,7 @@ LONG = {"messages": HELLO, "max_tokens": 5000, "ignore_eos": True}  # about 40 s
 @contextmanager
 def engine_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start the server on a free port, and yield it with its URL."""
-    command = [sys.executable, "-m", "thunderagent.simulator.server", "--port", "0", *options]
+    command = [sys.executable, "-m", "thunderagent.simulator.embedded.server", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -408,7 +408,7 @@ def test_sigterm_lets_a_short_request_finish_and_ends_a_long_one() -> None:
 
 @pytest.mark.parametrize("stdin", [subprocess.PIPE, subprocess.DEVNULL])
 def test_the_engine_ends_with_its_standard_input(stdin: int) -> None:
-    command = [sys.executable, "-m", "thunderagent.simulator.server", "--port", "0", "--end-with-stdin"]
+    command = [sys.executable, "-m", "thunderagent.simulator.embedded.server", "--port", "0", "--end-with-stdin"]
     with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "ready at" in process.stdout.readline()

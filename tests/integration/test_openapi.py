@@ -171,3 +171,88 @@ def test_each_operation_answers_as_described(operation: Operation, mode: Generat
         case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=10)
 
     ask()
+
+
+@pytest.fixture(scope="module")
+def cell_urls() -> Iterator[tuple[str, str]]:
+    """Run a scheduler and a gateway, with a program; give both URLs, and the gateway polls."""
+    keys = ("--admin-keys", ADMIN_LINE)
+    with (
+        running("engine") as engine,
+        running(
+            "scheduler", "--backends", engine, *keys, "--policy", "passthrough", "--poll-interval-s", "0.1"
+        ) as leader,
+        running("gateway", "--schedulers", leader, "--scheduler-key", ADMIN_KEY, *keys) as front,
+        httpx2.Client(base_url=front, headers=HEADERS, timeout=30) as client,
+    ):
+        while client.get("/ready").status_code != 200:
+            pass
+        turn = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        assert client.post("/p/there/v1/chat/completions", json=turn).status_code == 200
+        while client.get("/summary").json()["cell"]["polled_by_gateways_count"] != 1:
+            pass
+        yield leader, front
+
+
+ANSWERED_BY_BOTH = {"/health", "/ready", "/metrics"}
+"""What each process says of itself."""
+
+FORWARDED = [
+    each
+    for each in OPERATIONS
+    if each.path not in ANSWERED_BY_BOTH and each.answer_type != EVENTS_TYPE and not each.path.startswith("/v1/")
+]
+
+
+OF_EACH = re.compile("samples|lease_id|.*_s")
+
+
+def shape_of(answer: Any) -> Any:
+    """Return an answer without what differs each time: figures that are no whole numbers, ages, samples, leases."""
+    if isinstance(answer, dict):
+        return {name: shape_of(each) for name, each in answer.items() if not OF_EACH.fullmatch(name)}
+    if isinstance(answer, list):
+        return [shape_of(each) for each in answer]
+    return None if isinstance(answer, float) else answer
+
+
+@pytest.mark.parametrize("operation", FORWARDED, ids=lambda each: f"{each.method} {each.path}")
+def test_a_gateway_answers_as_its_leader_does(cell_urls: tuple[str, str], operation: Operation) -> None:
+    """Programs, stories, replicas, keys, the dashboard's data: whichever is asked."""
+    path = re.sub(r"\{program_id\}", "there" if operation.method == "GET" else "nobody", operation.path)
+    path = re.sub(r"\{[^}]*\}", "nothing", path)
+    answers = []
+    leader, front = cell_urls
+    for url in (leader, leader, front):  # the first time something may change by it
+        with httpx2.Client(base_url=url, headers=HEADERS, timeout=30) as client:
+            content = None if operation.method in ("GET", "DELETE") else b"{}"
+            answers.append(client.request(operation.method, path, content=content))
+    _, of_leader, of_gateway = answers
+    assert of_gateway.status_code == of_leader.status_code
+    assert of_gateway.headers.get("Content-Type") == of_leader.headers.get("Content-Type")
+    if "json" in of_leader.headers.get("Content-Type", ""):
+        assert shape_of(of_gateway.json()) == shape_of(of_leader.json())
+
+
+def test_processes_say_their_part(cell_urls: tuple[str, str]) -> None:
+    """In `/health`, in the metrics, and in the dashboard at either."""
+    leader, front = cell_urls
+    with httpx2.Client(headers=HEADERS) as client:
+        healths = [client.get(f"{url}/health").json() for url in cell_urls]
+        assert [(each["role"], each["epoch"]) for each in healths] == [("leader", 1), ("gateway", 1)]
+        of_leader, of_gateway = (client.get(f"{url}/metrics").text for url in cell_urls)
+        for line in ("leads 1.0", "epoch 1.0", "gateways 1.0", "links 1.0", "polled_by_gateways 1.0"):
+            assert f"\nthunderagent_scheduler_{line}\n" in of_leader
+        assert "\nthunderagent_gateway_polls 1.0\n" in of_gateway
+        for url in cell_urls:
+            cell = client.get(f"{url}/summary").json()["cell"]
+            assert (cell["role"], cell["links_count"], cell["has_store"]) == ("leader", 1, False)
+            assert client.get(f"{url}/dashboard").text == client.get(f"{leader}/dashboard").text
+        told = subprocess.run(
+            [sys.executable, "-m", "thunderagent", "status", "--url", front],
+            env={**os.environ, "THUNDERAGENT_KEY": ADMIN_KEY},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    assert re.search(r"scheduler leader, epoch 1 +gateways 1,\s+links 1,\s+engines polled by them 1", told), told

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.support import CHAT, Gate, ask, fake_replica, get, metrics_of, post, running_proxy, turn, until
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import running
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -36,10 +36,10 @@ from tests.integration.support import (
     word,
 )
 from thunderagent.backends.discovery.dns import DnsSource
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import running
-from thunderagent.simulator.timing import profile_from
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -31,10 +31,11 @@ from tests.integration.support import (
 )
 from thunderagent.config import ServeConfig
 from thunderagent.serving import build_runtime, proxy
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import Build, EngineServer, running
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.embedded.endpoints import EngineServer
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import Build, running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -138,7 +138,7 @@ def namespace_of(access: Access, folder: Path, standard: str, name: str = "") ->
         if access.lab is not None:
             group = f"--group=system:serviceaccounts:{name}"
             made.kubectl("create", "rolebinding", "psp", f"--clusterrole=psp-{standard}", group)
-        for file in ("service-account", "sandboxes-rbac", "replicas-rbac"):
+        for file in ("service-account", "sandboxes-rbac", "replicas-rbac", "leases-rbac"):
             text = (DEPLOY / f"{file}.yaml").read_text().replace("namespace: default", f"namespace: {name}")
             made.kubectl("apply", "--filename=-", given=list(yaml.safe_load_all(text)))
         settings = json.loads(access.kubectl("config", "view", "--raw", "--minify", "--flatten", "--output=json"))

@@ -18,10 +18,10 @@ from benchmarks.real import Comparison
 from benchmarks.real_engine import RealEngineConfig
 from tests.real.conftest import MAX_SEQS, free_ports
 from tests.real.support import COMPLETIONS, completion
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.engine import Engine
-from thunderagent.simulator.records import EngineConfig, EngineRequest
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.engine.engine import Engine
+from thunderagent.simulator.engine.records import EngineConfig, EngineRequest
+from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
     from benchmarks.fidelity import Pair

@@ -21,10 +21,10 @@ from tests.integration.support import metrics_of, running_proxy
 from tests.real.scripted_model import ScriptedModel
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, ProgramReleased, TurnArrived, TurnFinished
-from thunderagent.simulator.options import ServerConfig
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.server import running
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

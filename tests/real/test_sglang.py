@@ -34,7 +34,7 @@ from tests.real.support import (
 from thunderagent.cli import build_parser
 from thunderagent.doctor.command import examine
 from thunderagent.doctor.findings import Level
-from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.comparison.contestants import Contestant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

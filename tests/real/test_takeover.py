@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from tests.integration.support import ask, command, engine, events_of, get, metrics_of
 from tests.real.redis_server import redis_server
+from thunderagent.errors import FencedError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -183,6 +185,35 @@ async def cell(require_real: Callable[[str], NoReturn], folder: Path) -> AsyncIt
                     finally:
                         running.stop.set()
                 await running.check()
+
+
+async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
+    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart with older data between two commands: no command failed, so nobody else would notice."""
+    with redis_server(require_real, tmp_path) as server:
+        monkeypatch.syspath_prepend(server.packages)
+        redis_store = importlib.import_module("thunderagent.scale.redis_store")
+        client = importlib.import_module("redis.asyncio").Redis.from_url(server.url)
+        store = redis_store.RedisStore(server.url, "c", LOCK_S)
+        assert await store.take("a", "", 6) == 7
+        await store.append("a", 7, b"first")
+        await store.trim(await store.append("a", 7, b"second"))
+        last = await store.append("a", 7, b"third")
+        await client.xdel("ta:{c}:log", last)
+        with pytest.raises(StoreError, match="lost"):
+            await store.append("a", 7, b"fourth")
+        await store.append("a", 7, b"all")
+        assert [data for _, data in (await store.look("0")).entries] == [b"second", b"all"]
+
+        await client.set("ta:{c}:epoch", 6)
+        with pytest.raises(StoreError, match="lost"):
+            await store.append("a", 7, b"fifth")
+        await client.set("ta:{c}:epoch", 8)
+        with pytest.raises(FencedError):
+            await store.append("a", 7, b"fifth")
+        await store.close()
+        await client.aclose()
 
 
 async def test_nothing_is_lost_whoever_leads(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +17,16 @@ import pytest
 
 from benchmarks.processes import thunderagent
 from scripts.docs_site import whole
+from tests.real.ray_cluster import MEMORY_BYTES, two_nodes
 from thunderagent.workflows import CallError, Deployment, LostError, deploy, stubs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.real.ray_cluster import TwoNodes
+
 DOCS = Path(__file__).parents[2] / "docs/how-to/workflows.md"
 HERE = "tests.real.ray_agents"
-MEMORY_BYTES = 1 << 30
-"""Of a node, as Ray counts it: so much that one keeper has room."""
-NODE = {"num_cpus": 2, "memory": MEMORY_BYTES, "object_store_memory": 80 << 20, "include_dashboard": False}
-SOON_DEAD = {
-    "health_check_initial_delay_ms": 2000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 5000,
-    "health_check_failure_threshold": 3,
-}
 AGENTS: dict[str, Any] = {
     "worker": {
         "class": f"{HERE}:Worker",
@@ -55,31 +45,6 @@ AGENTS: dict[str, Any] = {
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
-class TwoNodes:
-    """A cluster whose second node can be taken away and given back."""
-
-    def __init__(self, folder: Path) -> None:
-        from ray.cluster_utils import Cluster  # noqa: PLC0415 - where Ray is
-
-        self.folder = folder
-        head = {**NODE, "_system_config": SOON_DEAD, "node_ip_address": "127.0.0.1"}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.second: Any = None
-        self.add()
-
-    @property
-    def address(self) -> str:
-        return self.cluster.address
-
-    def add(self) -> None:
-        self.second = self.cluster.add_node(**NODE, node_ip_address="127.0.0.1")
-
-    def remove(self) -> None:
-        """Kill all that is of the second node, without a word to anybody."""
-        self.cluster.remove_node(self.second, allow_graceful=False)
-        self.second = None
-
-
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tutorial's files are, for this process and those of Ray."""
@@ -90,41 +55,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nodes(code: Path) -> Iterator[TwoNodes]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("no Ray here: test_workflows_ray.py runs this with it")
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a longer path has no room for Ray's sockets
-    (folder / "ray").mkdir()
-    nodes = None
-    changes = pytest.MonkeyPatch()
-    changes.setenv("PYTHONPATH", os.pathsep.join([str(code), str(DOCS.parents[2]), os.environ.get("PYTHONPATH", "")]))
-    changes.setenv("RAY_TMPDIR", str(folder))
-    for name in ("ray._private.services.get_node_ip_address", "ray.util.get_node_ip_address"):
-        changes.setattr(name, lambda *_: "127.0.0.1")  # Ray takes a loopback address for the machine's outward one
-    try:
-        nodes = TwoNodes(folder)
+    with two_nodes(str(code)) as nodes:
         yield nodes
-    finally:
-        if nodes is not None:
-            nodes.cluster.shutdown()
-        left = processes_of(folder)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-        changes.undo()
-    assert left == [], "processes outlive the cluster"
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Return what still runs of a cluster, when it has had some time to end."""
-    for _ in range(100):
-        left = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if str(folder).encode() in (entry / "cmdline").read_bytes():
-                    left.append(int(entry.name))
-        if not left:
-            return []
-        time.sleep(0.1)
-    return left
 
 
 def call(agent: str, method: str, *args: Any) -> Any:

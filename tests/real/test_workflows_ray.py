@@ -13,12 +13,20 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 REQUIREMENTS = ["ray==2.60.0"]
-TESTS = ["tests/real/test_workflows_on_ray.py"]
+NAME, SIZE, HOW = "workflows-ray", "about 250 MB, half a minute", {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.mark.nightly  # Ray gives up a node that is not there in 30 s, whatever else the machine does
 @pytest.mark.timeout(300, func_only=True)
 def test_workflows_on_a_real_cluster(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
     """Two nodes on this machine, one of which is lost; nothing is skipped."""
-    name, size, how = "workflows-ray", "about 250 MB, half a minute", {"RAY_USAGE_STATS_ENABLED": "0"}
-    assert_tests_pass_in(name, REQUIREMENTS, size, TESTS, require_real, pytestconfig, timeout_s=280, **how)
+    tests = ["tests/real/test_workflows_on_ray.py"]
+    assert_tests_pass_in(NAME, REQUIREMENTS, SIZE, tests, require_real, pytestconfig, timeout_s=280, **HOW)
+
+
+@pytest.mark.nightly  # each process that is killed and comes back costs Ray seconds
+@pytest.mark.timeout(420, func_only=True)
+def test_a_cell_on_a_real_cluster(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
+    """Gateways and schedulers as actors: killed, started again, stood in for, and stopped."""
+    tests = ["tests/real/test_cell_on_ray.py"]
+    assert_tests_pass_in(NAME, REQUIREMENTS, SIZE, tests, require_real, pytestconfig, timeout_s=400, **HOW)

@@ -107,7 +107,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
-    "scale": frozenset({"errors", "programs", "leases", "runtime", "learned_state", "proxy", "compilation", "status"}),
+    # `backends` knows how a cluster is asked for a Lease.
+    "scale": frozenset(
+        {"errors", "programs", "leases", "runtime", "learned_state", "proxy", "backends", "compilation", "status"}
+    ),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "compilation": frozenset(),
@@ -140,6 +143,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
     # The same for what several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
+    # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
+    "ray": frozenset({"errors", "config", "proxy", "security"}),
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM
@@ -169,7 +174,7 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     (
         "thunderagent.simulator",
         frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx2", "uvloop"}),
-        frozenset(f"thunderagent.simulator.{module}" for module in ("server", "live", "vllm_control")),
+        frozenset({"thunderagent.simulator.embedded"}),
     ),
 ]
 
@@ -195,20 +200,38 @@ UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
     "gate": frozenset({"thunderagent.runtime"}),
 }
 
+# The rooms of the simulator, from the engine up to the commands: each with those it may import from, beside itself.
+SIMULATOR_ARROWS: dict[str, frozenset[str]] = {
+    "engine": frozenset(),
+    "embedded": frozenset({"engine"}),
+    "workloads": frozenset(),
+    "figures": frozenset({"engine", "workloads"}),
+    "runs": frozenset({"engine", "workloads", "figures"}),
+    "comparison": frozenset({"engine", "workloads", "figures", "runs"}),
+    "report": frozenset({"figures", "comparison"}),
+    "commands": frozenset({"engine", "embedded", "workloads", "figures", "runs", "comparison", "report"}),
+}
+
+HOUSES = {"thunderagent.proxy": PROXY_ARROWS, "thunderagent.simulator": SIMULATOR_ARROWS}
+
 ROOM_MODULE_COUNT = 12
 """A room has a dozen modules at most, beside its `__init__`."""
 
 
 def wrong_arrows(module: Module) -> Iterator[str]:
-    """Find what a module of the proxy imports from rooms that its own must not know."""
-    if not module.is_in("thunderagent.proxy") or module.name == "thunderagent.proxy":
-        return
+    """Find what a module of a house with rooms imports from rooms that its own must not know."""
+    for house, arrows in HOUSES.items():
+        if module.is_in(house) and module.name != house:
+            yield from _wrong_in_house(module, house, arrows)
+
+
+def _wrong_in_house(module: Module, house: str, arrows: dict[str, frozenset[str]]) -> Iterator[str]:
     room = module.name.split(".")[2]
-    if room not in PROXY_ARROWS:
+    if room not in arrows:
         yield f"{module.name}: it is in no room"
         return
     for line, dotted in imports_of(module):
-        if is_under(dotted, "thunderagent.proxy") and dotted.split(".")[2] not in PROXY_ARROWS[room] | {room}:
+        if is_under(dotted, house) and dotted.split(".")[2] not in arrows[room] | {room}:
             yield f"{module.name}:{line}: {room} must not import {dotted}"
         for each in UNKNOWN_TO_ROOMS.get(room, ()):
             if is_under(dotted, each):
@@ -449,7 +472,14 @@ BANNED = (
     Banned("trajectory", "program"),
     Banned("job", "program", allowed_modules=(("thunderagent.nova", "what a stage's thread is given to do"),)),
     Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
-    Banned("node", "replica", allowed_modules=(("thunderagent.workflows", "a process that runs agents"),)),
+    Banned(
+        "node",
+        "replica",
+        allowed_modules=(
+            ("thunderagent.workflows", "a process that runs agents"),
+            ("thunderagent.ray", "Ray's word for a machine"),
+        ),
+    ),
     Banned(
         "slot",
         "lease",
@@ -472,7 +502,7 @@ BANNED = (
         "evict",
         "pause",
         allowed_modules=(
-            ("thunderagent.simulator.engine", "an engine evicts blocks"),
+            ("thunderagent.simulator.engine.engine", "an engine evicts blocks"),
             ("thunderagent.nova.slots", "an engine evicts slots"),
         ),
     ),
@@ -674,8 +704,8 @@ def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
 
 
 def test_a_room_is_no_attic() -> None:
-    """A room of the proxy, and a folder in one, has a dozen modules at most."""
-    folders = [module.name for module in all_modules() if module.is_package and module.is_in("thunderagent.proxy")]
+    """A room of the proxy or the simulator, and a folder in one, has a dozen modules at most."""
+    folders = [module.name for module in all_modules() if module.is_package and module.is_in(*HOUSES)]
     for folder in folders:
         inside = [each.name for each in all_modules() if each.name.rpartition(".")[0] == folder and not each.is_package]
         assert len(inside) <= ROOM_MODULE_COUNT, inside
@@ -812,9 +842,9 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.backends.vllm", "from thunderagent.programs.policies import breakeven"),
         ("thunderagent.backends.vllm", "if TYPE_CHECKING:\n    from thunderagent.runtime import Runtime"),
         ("thunderagent.tools.docker", "def f():\n    import thunderagent.backends.vllm"),
-        ("thunderagent.simulator.run", "from thunderagent.runtime import Runtime"),
-        ("thunderagent.simulator.run", "import asyncio"),
-        ("thunderagent.simulator.engine", "from socket import socket"),
+        ("thunderagent.simulator.runs.run", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.simulator.runs.run", "import asyncio"),
+        ("thunderagent.simulator.engine.engine", "from socket import socket"),
         ("thunderagent.runtime", "import aiohttp.web"),
         ("thunderagent.runtime", "from thunderagent.proxy import app"),
         ("thunderagent.proxy.turns.flow", "from thunderagent.config import Settings"),
@@ -850,6 +880,9 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("thunderagent.proxy.admin.admin", "from thunderagent.proxy.wire import headers"),
         ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.app import create_app"),
         ("thunderagent.proxy.attic", "import json"),
+        ("thunderagent.simulator.engine.blocks", "from thunderagent.simulator.runs.run import simulate"),
+        ("thunderagent.simulator.runs.tally", "from thunderagent.simulator.report import plots"),
+        ("thunderagent.simulator.attic", "import json"),
     ],
 )
 def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
@@ -863,7 +896,7 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
         ("thunderagent.programs.core", "from thunderagent.errors import LifecycleError"),
         ("thunderagent.programs.core", "from . import policies"),
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
-        ("thunderagent.simulator.server", "import asyncio\nfrom aiohttp import web"),
+        ("thunderagent.simulator.embedded.server", "import asyncio\nfrom aiohttp import web"),
         (
             "thunderagent.proxy.turns.flow",
             "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__",
@@ -982,7 +1015,7 @@ def test_a_synonym_is_found(source: str) -> None:
         ("thunderagent.proxy.app", "import aiohttp\nclient = aiohttp.ClientSession()"),
         ("thunderagent.programs.core", "class A:\n    __slots__ = ('b',)"),
         ("thunderagent.programs.core", "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass A: ..."),
-        ("thunderagent.simulator.engine", "def evict_blocks(): ..."),
+        ("thunderagent.simulator.engine.engine", "def evict_blocks(): ..."),
         ("thunderagent.programs.core", "obsession = jobless = sparkle = None"),
         ("thunderagent.runtime", "def wake(): ..."),
     ],

@@ -14,7 +14,7 @@ from thunderagent.cli import FILE_FIELDS, LIST_FIELDS, build_parser, main
 from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
 from thunderagent.serving import build_runtime
-from thunderagent.simulator.traces import load_recorded
+from thunderagent.simulator.workloads.formats import load_recorded
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
-from thunderagent.simulator.timing import load_profiles
+from thunderagent.simulator.engine.timing import load_profiles
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:

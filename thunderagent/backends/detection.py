@@ -86,3 +86,10 @@ class DetectedBackend:
         if capacity_tokens is not None:
             self.found = _BY_PREFIX["sglang:"]
         return capacity_tokens
+
+
+def learn_kind(backend: Backend, kind: str) -> None:
+    """Have a backend know which kind answers, as another one found; one that was named stays what it is."""
+    found = next((each for each in _BY_PREFIX.values() if each.kind == kind), None)
+    if isinstance(backend, DetectedBackend) and found is not None:
+        backend.found = found

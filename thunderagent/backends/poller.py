@@ -14,17 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field, replace
-from functools import cache
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
 import httpx2
-import msgspec
 import structlog
 
+from thunderagent.backends.asking import Asker, Failure, Found, Watch
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
-from thunderagent.backends.discovery.base import replica_id_of
-from thunderagent.backends.ranks import of_rank, rank_count_of
+from thunderagent.backends.detection import learn_kind
 from thunderagent.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,9 +34,8 @@ _log = structlog.get_logger(__name__)
 # golden ratio spread evenly over the interval, however many there are, and the same way every time.
 _GOLDEN_RATIO = 0.6180339887
 
-MODELS_PATH = "/v1/models"
-MODELS_EVERY_POLLS = 10
-"""An engine that is up is asked so often which models it serves; at once when it is suspected."""
+ELSEWHERE_POLLS_COUNT = 3
+"""A URL that others poll is polled here once nothing was heard of it for so many intervals."""
 
 
 class ReplicaListener(Protocol):
@@ -58,6 +55,19 @@ class ReplicaListener(Protocol):
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Learn how many data-parallel ranks a URL has whose endpoints are `finds_ranks`, when that changes."""
+
+
+class Elsewhere(Protocol):
+    """Who has others poll in place of the poller, and tells it what they find: see `Poller.told`."""
+
+    def watch(self, watch: Watch) -> None:
+        """Learn of a URL that is to be polled, or what changed of it."""
+
+    def unwatch(self, number: int) -> None:
+        """Learn that a URL is not to be polled any more."""
+
+    def look(self, number: int) -> None:
+        """Have a URL polled at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,37 +104,27 @@ class ReplicaEndpoint:
     """Whether the listener wants to hear how many ranks the URL has."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    why: str
-    is_refusal: bool = False
-    is_silence: bool = False
-    is_answer: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class _Watched:
     """One URL under watch: the only mutable thing here, written by its own task alone."""
 
+    number: int
     key: tuple[str, str, str] = field(repr=False)
     """Under which it was added: a backend that finds out its kind changes it."""
-    backend: Backend
-    url: str = field(repr=False)
-    health_url: httpx2.URL
-    metrics_url: httpx2.URL
+    asker: Asker
     first_poll_after_s: float
     endpoints: dict[str, ReplicaEndpoint] = field(default_factory=dict)
     is_up: dict[str, bool] = field(default_factory=dict)
     """Of each replica there that was heard of."""
     ranks_count: int = 0
     models: tuple[str, ...] | None = None
-    polls_to_models: int = 0
-    """How many polls until it is asked again."""
     failure_count: int = 0
     silent_since_s: float | None = None
     trouble: dict[str, str | None] = field(default_factory=dict)
-    asked_s: float = 0.0
-    """When the poll that runs, or ran last, began."""
+    asked_s: float = float("-inf")
+    """When the last poll began that was heard of."""
+    told_s: float | None = None
+    """When others were last heard of it, or were first asked to poll it; None while nobody else is."""
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -134,11 +134,13 @@ class Poller:
 
     def __init__(self, listener: ReplicaListener, settings: PollerSettings) -> None:
         self._listener = listener
-        self._settings = settings
         self._watched: dict[str, _Watched] = {}
         """By the id of each replica; ranks of one URL share theirs."""
         self._by_url: dict[tuple[str, str, str], _Watched] = {}
+        self._by_number: dict[int, _Watched] = {}
         self._added_count = 0
+        self.settings = settings
+        self.elsewhere: Elsewhere | None = None
         self._start: Callable[[_Watched], asyncio.Task[None]] | None = None
 
     def __repr__(self) -> str:
@@ -152,20 +154,29 @@ class Poller:
         key = _key_of(replica)
         watched = self._by_url.get(key)
         if watched is None:
-            watched = _Watched(
-                key=key,
-                backend=replica.backend,
-                url=replica.url,
-                health_url=_url_of(replica, replica.backend.health_path),
-                metrics_url=_url_of(replica, replica.backend.metrics_path),
-                first_poll_after_s=self._added_count * _GOLDEN_RATIO % 1.0 * self._settings.interval_s,
-            )
+            try:
+                asker = Asker(replica.url, replica.backend, self.settings.deadline_s)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"replica {replica.replica_id!r}: {error.message}") from error
+            first_s = self._added_count * _GOLDEN_RATIO % 1.0 * self.settings.interval_s
+            watched = _Watched(self._added_count, key, asker, first_s)
             self._added_count += 1
-            self._by_url[key] = watched
+            self._by_url[key] = self._by_number[watched.number] = watched
             if self._start is not None:
                 watched.task = self._start(watched)
         watched.endpoints[replica.replica_id] = replica
         self._watched[replica.replica_id] = watched
+        self._say(watched)
+
+    def _say(self, watched: _Watched) -> None:
+        """Have whoever polls in place of this know of a URL as it is now."""
+        if self.elsewhere is not None:
+            self.elsewhere.watch(_watch_of(watched))
+
+    @property
+    def watches(self) -> list[Watch]:
+        """Return all that is polled."""
+        return [_watch_of(watched) for watched in self._by_url.values()]
 
     def remove(self, replica_id: str) -> None:
         """Watch a replica no longer; the listener hears nothing more of it. An unknown id is no error."""
@@ -175,8 +186,12 @@ class Poller:
         del watched.endpoints[replica_id]
         watched.is_up.pop(replica_id, None)
         watched.trouble.pop(replica_id, None)
-        if not watched.endpoints:
-            del self._by_url[watched.key]
+        if watched.endpoints:
+            self._say(watched)
+        else:
+            del self._by_url[watched.key], self._by_number[watched.number]
+            if self.elsewhere is not None:
+                self.elsewhere.unwatch(watched.number)
             # A task in which a listener removes what it hears of ends by itself: it closes its connections then.
             if watched.task is not None and watched.task is not asyncio.current_task():
                 watched.task.cancel()
@@ -196,8 +211,20 @@ class Poller:
         """Take a replica for down until a poll finds it healthy, because it refused a connection."""
         watched = self._watched.get(replica_id)
         if watched is not None:
-            self._heard_failure(watched, _Failure("connection refused", is_refusal=True))
+            self._heard_failure(watched, Failure("connection refused", is_refusal=True))
             watched.suspected.set()
+
+    def entrusted(self, number: int, *, elsewhere: bool) -> None:
+        """Learn whether others poll a URL from now on. An unknown number is no error."""
+        if (watched := self._by_number.get(number)) is not None:
+            watched.told_s = asyncio.get_running_loop().time() if elsewhere else None
+
+    def told(self, number: int, found: Found) -> None:
+        """Take what another one found as if it had been found here; polls that come too late are passed over."""
+        if (watched := self._by_number.get(number)) is not None:
+            if watched.told_s is not None:
+                watched.told_s = asyncio.get_running_loop().time()
+            self._heard(watched, found)
 
     async def run(self) -> None:
         """Poll until cancelled. Runs once at a time; a bug in a listener ends it, loudly."""
@@ -215,13 +242,8 @@ class Poller:
             self._start = None
 
     async def _watch_with_client(self, watched: _Watched) -> None:
-        # A client for each URL, so that its connections close with its watch. Redirects are not followed: one that
-        # speaks no TLS needs nobody to trust.
-        tls = (self._settings.ssl_context or _system_trust()) if watched.health_url.scheme == "https" else False
-        # httpx2's timeouts are for each read, where our deadline is for the whole answer.
-        authorization = self._settings.authorization
-        headers = {"Authorization": authorization} if authorization else None
-        async with httpx2.AsyncClient(verify=tls, trust_env=False, timeout=None, headers=headers) as client:
+        settings = self.settings
+        async with watched.asker.client(settings.authorization, settings.ssl_context) as client:
             await self._watch(watched, client)
 
     async def _watch(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
@@ -233,109 +255,79 @@ class Poller:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await watched.suspected.wait()
-            if watched.suspected.is_set():
-                watched.suspected.clear()
-                watched.polls_to_models = 0
-            await self._poll(watched, client)
-            wait_s = (origin_s - loop.time()) % self._settings.interval_s
+            is_suspected = watched.suspected.is_set()
+            watched.suspected.clear()
+            if self._is_told(watched):
+                if is_suspected and self.elsewhere is not None:
+                    self.elsewhere.look(watched.number)
+            else:
+                if is_suspected:
+                    watched.asker.polls_to_models = 0
+                await self._poll(watched, client)
+            wait_s = (origin_s - loop.time()) % self.settings.interval_s
+
+    def _is_told(self, watched: _Watched) -> bool:
+        """Say whether others poll a URL, and tell of it."""
+        limit_s = ELSEWHERE_POLLS_COUNT * self.settings.interval_s + self.settings.deadline_s
+        return watched.told_s is not None and asyncio.get_running_loop().time() - watched.told_s < limit_s
 
     async def _poll(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
-        watched.asked_s = asyncio.get_running_loop().time()
-        async with asyncio.TaskGroup() as group:
-            health = group.create_task(self._get(client, watched.health_url))
-            metrics = group.create_task(self._get(client, watched.metrics_url))
-        failure, answer = health.result(), metrics.result()
-        if watched.polls_to_models <= 0 and (isinstance(answer, str) or not isinstance(failure, _Failure)):
-            await self._ask_for_models(watched, client)  # on a connection that is there
-        watched.polls_to_models -= 1
-        info = await self._info(watched, answer, client)
-        if not isinstance(failure, _Failure):
-            self._heard_health(watched, answer, info)
-        elif failure.is_silence and not isinstance(answer, _Failure):
-            self._heard_metrics_alone(watched, answer, info)
-        else:
-            self._heard_failure(watched, failure)
+        answers = await watched.asker.ask(client)
+        watch = _watch_of(watched)
+        self._heard(watched, watched.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks))
 
-    async def _ask_for_models(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
-        """Take in which models a URL serves; what it said before stands while it does not answer."""
-        endpoint = ReplicaEndpoint(replica_id_of(watched.url), watched.url, watched.backend)
-        answer = await self._get(client, _url_of(endpoint, MODELS_PATH))
-        if isinstance(answer, str):
-            watched.models = models_in(answer)
-        elif answer.is_answer:
-            watched.models = watched.models or ()
-        else:
+    def _heard(self, watched: _Watched, found: Found) -> None:
+        """Take in what a poll found, unless a later one was heard of."""
+        asked_s = asyncio.get_running_loop().time() - found.age_s
+        if asked_s < watched.asked_s:
             return
-        watched.polls_to_models = MODELS_EVERY_POLLS
+        watched.asked_s = asked_s
+        if found.models is not None:
+            watched.models = found.models
+        elif found.lists_no_models:
+            watched.models = watched.models or ()
+        if found.failure is None:
+            self._heard_health(watched, found)
+        elif found.is_bad:
+            self._heard_failure(watched, found.failure)
+        else:
+            self._heard_metrics_alone(watched, found)
 
-    async def _info(self, watched: _Watched, metrics: str | _Failure, client: httpx2.AsyncClient) -> str | None:
-        """Ask a URL for its capacity where its kind says it besides the metrics, if those lack it."""
-        reading = NOTHING_READ if isinstance(metrics, _Failure) else watched.backend.read_metrics(metrics)
-        if reading.capacity_tokens is None:
-            endpoint = ReplicaEndpoint(replica_id_of(watched.url), watched.url, watched.backend)
-            for path in watched.backend.info_paths:
-                info = await self._get(client, _url_of(endpoint, path))
-                if not isinstance(info, _Failure):
-                    return info
-        return None
-
-    async def _get(self, client: httpx2.AsyncClient, url: httpx2.URL) -> str | _Failure:
-        """Return the body of a 2xx answer, or how the request failed. Expected failures end here."""
-        deadline_s = self._settings.deadline_s
-        response: httpx2.Response | None = None
-        try:
-            async with asyncio.timeout(deadline_s), client.stream("GET", url) as response:
-                await response.aread()
-        except TimeoutError:
-            return _Failure(f"no answer within {deadline_s:g} s", is_silence=True)
-        except httpx2.HTTPError as error:
-            if _is_refusal(error):
-                return _Failure("connection refused", is_refusal=True)
-            return _Failure(f"{type(error).__name__}: {error}")
-        finally:
-            if response is not None:  # it and its stream hold each other, body and connection, for a collection
-                del response.stream
-        assert response is not None
-        if not response.is_success:
-            return _Failure(f"{url.path} answered {response.status_code}", is_answer=True)
-        return response.text
-
-    def _heard_health(self, watched: _Watched, metrics: str | _Failure, info: str | None) -> None:
+    def _heard_health(self, watched: _Watched, found: Found) -> None:
         watched.failure_count = 0
         watched.silent_since_s = None
-        if isinstance(metrics, str):
-            self._find_ranks(watched, metrics)
+        self._find_ranks(watched, found.ranks_count)
         for endpoint in list(watched.endpoints.values()):  # a listener may remove the very replica it hears of
             replica_id = endpoint.replica_id
             is_split = endpoint.finds_ranks and endpoint.rank_id is None and watched.ranks_count > 1
             if is_split or replica_id not in watched.endpoints:  # its ranks stand for it, or it was removed
                 continue
-            reading = self._read(watched, endpoint, metrics, info)
+            reading = self._read(watched, endpoint, found)
+            if reading is None:
+                continue
             # The reading goes first, so that nothing is granted on a replica whose capacity is about to be known.
             self._listener.replica_polled(replica_id, reading)
             if replica_id in watched.endpoints and not watched.is_up.get(replica_id):
                 watched.is_up[replica_id] = True
                 self._listener.replica_up(replica_id)
 
-    def _find_ranks(self, watched: _Watched, metrics: str) -> None:
-        """Tell the listener how many ranks there are, if it wants to know and that is news; it may change them."""
-        if not any(endpoint.finds_ranks for endpoint in watched.endpoints.values()):
-            return
-        ranks_count = rank_count_of(metrics, watched.backend.rank_label)
+    def _find_ranks(self, watched: _Watched, ranks_count: int) -> None:
+        """Tell the listener how many ranks there are, if that is news; it may change them."""
         if ranks_count and ranks_count != watched.ranks_count:
             watched.ranks_count = ranks_count
-            self._listener.ranks_found(watched.url, ranks_count)
+            self._listener.ranks_found(watched.asker.url, ranks_count)
 
-    def _heard_metrics_alone(self, watched: _Watched, metrics: str, info: str | None) -> None:
+    def _heard_metrics_alone(self, watched: _Watched, found: Found) -> None:
         """Leave replicas as they are, up or down, and take the readings of those that are up."""
         watched.silent_since_s = None
         for endpoint in list(watched.endpoints.values()):
             if endpoint.replica_id in watched.endpoints and watched.is_up.get(endpoint.replica_id):
-                reading = self._read(watched, endpoint, metrics, info)
-                self._listener.replica_polled(endpoint.replica_id, reading)
+                reading = self._read(watched, endpoint, found)
+                if reading is not None:
+                    self._listener.replica_polled(endpoint.replica_id, reading)
 
-    def _heard_failure(self, watched: _Watched, failure: _Failure) -> None:
-        settings = self._settings
+    def _heard_failure(self, watched: _Watched, failure: Failure) -> None:
+        settings = self.settings
         if failure.is_silence:
             now_s = asyncio.get_running_loop().time()
             if watched.silent_since_s is None:
@@ -351,48 +343,34 @@ class Poller:
                 watched.is_up[replica_id] = False
                 self._listener.replica_down(replica_id, failure.why)
 
-    def _read(
-        self, watched: _Watched, endpoint: ReplicaEndpoint, metrics: str | _Failure, info: str | None
-    ) -> ReplicaReading:
-        """Read metrics, and the capacity from elsewhere; log what is wrong with them when that changes."""
+    def _read(self, watched: _Watched, endpoint: ReplicaEndpoint, found: Found) -> ReplicaReading | None:
+        """Return what metrics say of a replica, and the capacity from elsewhere; None if it was not asked about.
+
+        What is wrong with them is logged when that changes.
+        """
+        learn_kind(endpoint.backend, found.kind)
+        reading = next((each.reading for each in found.readings if each.rank_id == endpoint.rank_id), None)
+        if reading is None:
+            return None
         why = None
         trouble: str | None = "unavailable"
-        backend = endpoint.backend
-        if isinstance(metrics, _Failure):
-            reading, why = NOTHING_READ, metrics.why
+        if found.metrics_failure is not None:
+            why = found.metrics_failure.why
         else:
-            if endpoint.rank_id is not None:
-                # The URL's own backend has read all of the metrics, so it knows the kind; a rank's has not yet.
-                metrics = of_rank(metrics, watched.backend.rank_label, endpoint.rank_id)
-            reading = backend.read_metrics(metrics)
             trouble = None if reading != NOTHING_READ else "unreadable"
-        if info is not None and reading.capacity_tokens is None and endpoint.rank_id is None:
-            reading = replace(reading, capacity_tokens=backend.read_info(info))
+        if found.info_capacity_tokens is not None and reading.capacity_tokens is None and endpoint.rank_id is None:
+            reading = replace(reading, capacity_tokens=found.info_capacity_tokens)
         if trouble is None and reading.capacity_tokens is None:
             trouble = "capacity unknown"
         if trouble != watched.trouble.get(endpoint.replica_id):
             watched.trouble[endpoint.replica_id] = trouble
-            log = _log.bind(replica_id=endpoint.replica_id, url=str(watched.metrics_url.copy_with(userinfo=b"")))
+            metrics_url = watched.asker.metrics_url.copy_with(userinfo=b"")
+            log = _log.bind(replica_id=endpoint.replica_id, url=str(metrics_url))
             if trouble is None:
                 log.info("replica metrics are usable again")
             else:
                 log.warning("replica metrics are not usable", trouble=trouble, why=why)
         return replace(reading, models=watched.models, age_s=asyncio.get_running_loop().time() - watched.asked_s)
-
-
-def models_in(answer: str) -> tuple[str, ...]:
-    """Return the names in a list of models as OpenAI's API has it, each once; none if it is no such list."""
-    try:
-        data = msgspec.json.decode(answer)["data"]
-        return tuple(dict.fromkeys(each["id"] for each in data if each["id"] and isinstance(each["id"], str)))
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return ()
-
-
-@cache
-def _system_trust() -> SSLContext:
-    """Trust whom the system trusts. It takes 20 ms to read."""
-    return httpx2.create_ssl_context(trust_env=False)
 
 
 def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:
@@ -401,20 +379,9 @@ def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:
     return replica.url.rstrip("/"), replica.backend.kind, replica.replica_id if is_whole else ""
 
 
-def _url_of(replica: ReplicaEndpoint, path: str) -> httpx2.URL:
-    try:
-        url = httpx2.URL(replica.url.rstrip("/") + path)
-    except httpx2.InvalidURL as error:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is none") from error
-    if url.scheme not in {"http", "https"} or not url.host:
-        raise ConfigurationError(f"replica {replica.replica_id!r}: its URL is not an http or https URL")
-    return url
-
-
-def _is_refusal(error: BaseException | None) -> bool:
-    """Say whether nobody listens there: the connection was refused, at every address that was tried."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(_is_refusal(each) for each in error.exceptions)
-    if error is None or isinstance(error, ConnectionRefusedError):
-        return error is not None
-    return _is_refusal(error.__cause__ or error.__context__)
+def _watch_of(watched: _Watched) -> Watch:
+    endpoints = watched.endpoints.values()
+    rank_ids = tuple(dict.fromkeys(each.rank_id for each in endpoints))
+    return Watch(
+        watched.number, watched.asker.url, watched.key[1], rank_ids, any(each.finds_ranks for each in endpoints)
+    )

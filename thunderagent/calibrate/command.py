@@ -14,8 +14,8 @@ from rich.text import Text
 
 from thunderagent.calibrate.measurement import Calibration, Settings, calibrate
 from thunderagent.errors import CalibrationError, ConfigurationError
-from thunderagent.simulator.console import table_of_numbers
-from thunderagent.simulator.timing import PROFILE_SUFFIX, profile_text
+from thunderagent.simulator.commands.console import table_of_numbers
+from thunderagent.simulator.engine.timing import PROFILE_SUFFIX, profile_text
 
 DESCRIPTION = """\
 Measure a running engine and write its timing profile, for `thunderagent simulate` and `thunderagent engine`.

@@ -12,7 +12,7 @@ so that only what is meant to hits the prefix cache. Four experiments, smallest 
 
 A round is all of that once. The first finds out how large the sizes can be: a series ends where the next size would
 take more than a part of the budget, or, on an engine that does not tell its context limit, where it refuses one. Rounds
-are repeated until the time is over; `simulator/calibration.py` fits.
+are repeated until the time is over; `simulator/engine/calibration.py` fits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import aiohttp
 
 from thunderagent.calibrate.client import Answer, EngineClient, EngineFacts
 from thunderagent.errors import CalibrationError, CalibrationRefusedError
-from thunderagent.simulator.calibration import (
+from thunderagent.simulator.engine.calibration import (
     ASSUMED_CHUNK_TOKENS,
     POOR_FIT_RATIO,
     ChunkSize,
@@ -43,7 +43,7 @@ from thunderagent.simulator.calibration import (
     prefill_observation,
     tell_chunk_size,
 )
-from thunderagent.simulator.timing import COSTS_US, TimingProfile
+from thunderagent.simulator.engine.timing import COSTS_US, TimingProfile
 
 ROUNDS_COUNT: Final = 5  # at most: more repetitions tell little more
 SERIES_RATIO: Final = 1 / 20  # of the budget, that one size may take

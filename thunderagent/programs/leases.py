@@ -38,7 +38,8 @@ class Leases:
         account = replica.account
         turn.account_id = replica.replica_id
         turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
-        turn.resident_tokens = min(turn.prompt_tokens, self._book.resident_tokens(program, replica))
+        resident_tokens = self._book.resident_tokens(program, replica)
+        turn.resident_tokens = resident_tokens if resident_tokens < turn.prompt_tokens else turn.prompt_tokens
         account.turn_granted()
         if self._stream.flows:  # who hears of it finds the turns before it in the program's count
             self._stream.submitted(program, turn)

@@ -142,14 +142,18 @@ class Scheduler:
         replica that is not known, or no longer, changes nothing.
         """
         book, core = self.book, self.core
-        book.now_s = max(book.now_s, event.now_s)
+        now_s = event.now_s
+        if now_s > book.now_s:
+            book.now_s = now_s
+        else:
+            now_s = book.now_s
         if self.tenants is not None:
-            self.tenants.advance(book.now_s)
+            self.tenants.advance(now_s)
         decisions = book.decisions = []
         core.active_before_count = book.active_count
         self._handlers[type(event)](event)
         for rule in self._rules:
-            if rule.due_s <= book.now_s:
+            if rule.due_s <= now_s:
                 rule.settle(core)
         queue, granting = self.queue, book.granting_replicas
         if queue.waiting.count or queue.unadmitted.count:
@@ -157,7 +161,7 @@ class Scheduler:
         else:
             waiting = bool(queue.routed) and any(replica.replica_id in queue.routed for replica in granting)
         if waiting is not self._pace.waiting:
-            self._pace.accrue(book.now_s, waiting=waiting)
+            self._pace.accrue(now_s, waiting=waiting)
         return decisions
 
     def listen(self, listener: Callable[[Any], None]) -> Callable[[], None]:

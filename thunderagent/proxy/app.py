@@ -20,6 +20,7 @@ from thunderagent.errors import (
 )
 from thunderagent.proxy.admin.admin import Admin
 from thunderagent.proxy.admin.between_turns import BetweenTurns
+from thunderagent.proxy.admin.cell import CellCollector, CellReport
 from thunderagent.proxy.admin.configuration import ConfigurationHandlers, Reloads
 from thunderagent.proxy.admin.dashboard import Dashboard
 from thunderagent.proxy.admin.keys import KeyHandlers
@@ -129,8 +130,12 @@ def build_app(
     judge: Judge | None = None,
     simulated: bool = False,
     further_routes: Iterable[web.RouteDef] = (),
+    cell: Callable[[], CellReport] | None = None,
 ) -> web.Application:
-    """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer."""
+    """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer.
+
+    `cell` tells the place of a scheduler that has gateways.
+    """
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
     websockets = Websockets(turn_settings.websocket_limit_s)
@@ -161,6 +166,8 @@ def build_app(
     models = Models(runtime.replicas, client, replicas, aliases)
     for collector in (StateCollector(runtime, replicas), AutoscalingCollector(runtime), SourceCollector(discovery)):
         registry.register(collector)
+    if cell is not None:
+        registry.register(CellCollector(cell))
     if judge is not None:
         registry.register(JudgeCollector(judge))
     if sandboxes is not None:
@@ -179,7 +186,7 @@ def build_app(
         LoopLag(registry),
     )
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
-    live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated)
+    live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated, cell=cell)
     if simulated:
         app.on_response_prepare.append(_say_simulated)
     app.on_shutdown.extend((live.close, _closing(websockets)))
@@ -192,7 +199,7 @@ def build_app(
         *leases.routes(),
         *SandboxHandlers(sandboxes, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
-        *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens).routes(),
+        *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens, cell).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *Operations(runtime, provisioner).routes(),
         *live.routes(),

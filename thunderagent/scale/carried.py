@@ -33,6 +33,7 @@ from thunderagent.scale.messages import (
     Left,
     Message,
     Ok,
+    Polled,
     Progress,
     Refusal,
     Released,
@@ -90,6 +91,8 @@ class CarriedTurns:
         self.unheard_count = 0
         """Turns whose ends no scheduler will hear of."""
         self.link_number = 0
+        self.polls = False
+        """Whether this gateway polls the share that a scheduler gives it."""
         self._leader_id = 0
         self._released: dict[str, Released] = {}
         self._outbox: list[Message] = []
@@ -148,8 +151,8 @@ class CarriedTurns:
             del self._released[next(iter(self._released))]
         self._say(word)
 
-    def seen(self, digest: Digest) -> None:
-        """Pass on what was seen of a replica; it is not said again."""
+    def seen(self, digest: Digest | Polled) -> None:
+        """Pass on what was seen of a replica, or found by a poll; it is not said again."""
         self._say(digest)
 
     def _note_card(self, row: Row, end: TurnEnd) -> None:
@@ -181,7 +184,7 @@ class CarriedTurns:
         self.is_linked, self.is_led = True, False
         self.link_number += 1
         self._number = self._heard = 0
-        hello = Hello(self.gateway_id, self.boot_id, self.link_number, self.epoch, self._leader_id)
+        hello = Hello(self.gateway_id, self.boot_id, self.link_number, self.epoch, self._leader_id, polls=self.polls)
         self._outbox = [hello, *self._all_turns(now_s), *self._released.values(), Told(tuple(tripped_ids))]
 
     def unlinked(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from ssl import SSLContext
+from typing import Literal
 
 import aiohttp
 from aiohttp import web
@@ -179,9 +180,9 @@ class GatewayHandlers:
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say that the process answers."""
-        return report_response(
-            HealthReport(status="ok", build="compiled" if build_kind() == "compiled" else "interpreted")
-        )
+        epoch = self._runtime.turns.epoch
+        build: Literal["compiled", "interpreted"] = "compiled" if build_kind() == "compiled" else "interpreted"
+        return report_response(HealthReport(status="ok", build=build, role="gateway", epoch=epoch))
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""
@@ -219,6 +220,7 @@ class GatewayCollector:
         yield GaugeMetricFamily(
             "thunderagent_gateway_epoch", "Highest epoch seen; each new scheduler raises it.", turns.epoch
         )
+        yield GaugeMetricFamily("thunderagent_gateway_polls", "Engines that this gateway polls.", runtime.polls_count())
         yield CounterMetricFamily(
             "thunderagent_gateway_links", "Links to schedulers that were opened.", turns.link_number
         )

@@ -42,6 +42,7 @@ from thunderagent.scale.messages import (
     Left,
     Message,
     Ok,
+    Polled,
     Progress,
     Refusal,
     Released,
@@ -78,6 +79,8 @@ class Gateways:
         """Hears of each turn that was counted, and says later that it was `written`; None: there is no store."""
         self.on_higher: Callable[[int], None] | None = None
         """Hears of a higher epoch than this; None: this scheduler takes its epoch from its gateways."""
+        self.on_polled: Callable[[Gateway, Polled], None] = lambda _gateway, _word: None
+        """Hears what a gateway found at a replica that it polls."""
         self._grants = grants
         self._on_news = on_news
         self._served: dict[str, set[str]] = {}
@@ -177,8 +180,10 @@ class Gateways:
         before, gateway.tripped_ids = gateway.tripped_ids, set(replica_ids)
         self._trip(before | gateway.tripped_ids)
 
-    def _saw(self, gateway: Gateway, digest: Digest) -> None:
-        if digest.seen == "tripped":
+    def _saw(self, gateway: Gateway, digest: Digest | Polled) -> None:
+        if isinstance(digest, Polled):
+            self.on_polled(gateway, digest)
+        elif digest.seen == "tripped":
             self._has_tripped(gateway, gateway.tripped_ids | {digest.replica_id})
         elif digest.seen == "tried":
             self._has_tripped(gateway, gateway.tripped_ids - {digest.replica_id})
@@ -262,7 +267,7 @@ class Gateways:
             case Released():
                 self._grants.released(self._of_ours(message))
                 self.say(gateway, Gone(message.program_id))
-            case Digest():
+            case Digest() | Polled():
                 self._saw(gateway, message)
             case Turns():
                 self._told(gateway, message)

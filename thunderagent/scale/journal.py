@@ -24,6 +24,7 @@ from thunderagent.scale.kept import (
     Learned,
     Linked,
     Lost,
+    Operated,
     Record,
     Sums,
     Whole,
@@ -71,6 +72,7 @@ class Journal:
         self._linked: dict[str, Linked] = {}
         self._lost: dict[str, Lost] = {}
         self._learned: Learned | None = None
+        self._operated: Operated | None = None
         self._counted: dict[Turn, None] = {}
         self._changed: Iterator[Record] | None = None
         """What changed and found no place in the last entry."""
@@ -108,6 +110,10 @@ class Journal:
         """Take in what was learned so far."""
         self._learned = Learned(content)
 
+    def operated(self, record: Operated) -> None:
+        """Take in what operators said so far."""
+        self._operated = record
+
     def tell_all(self) -> None:
         """Have all be told again: the store has lost it, or nobody knows what it has."""
         self._tells_anew, self._told = True, None
@@ -133,9 +139,8 @@ class Journal:
 
     def _take_facts(self) -> list[Record]:
         facts: list[Record] = [*self._linked.values(), *self._lost.values()]
-        if self._learned is not None:
-            facts.append(self._learned)
-        self._linked, self._lost, self._learned = {}, {}, None
+        facts += [each for each in (self._learned, self._operated) if each is not None]
+        self._linked, self._lost, self._learned, self._operated = {}, {}, None, None
         return facts
 
     def _take_told(self) -> list[bytes]:

@@ -83,6 +83,15 @@ class Learned(Struct, frozen=True, array_like=True, tag="learned", gc=False):
     content: bytes
 
 
+class Operated(Struct, frozen=True, array_like=True, tag="operated"):
+    """What operators, and a global policy, said that lasts: routes, and where nothing is granted for which causes."""
+
+    routes: tuple[tuple[str, str, dict[str, float]], ...] = ()
+    """Scope, name, and weights of replicas."""
+    causes: tuple[tuple[str | None, str], ...] = ()
+    """Each with its replica, or none: on all."""
+
+
 class Begins(Struct, frozen=True, array_like=True, tag="begins", gc=False):
     """From here on all programs are told again."""
 
@@ -91,7 +100,7 @@ class Whole(Struct, frozen=True, array_like=True, tag="whole", gc=False):
     """All were told: there is no other."""
 
 
-Record = At | Ended | Linked | Lost | Counted | Sums | Learned | Begins | Whole
+Record = At | Ended | Linked | Lost | Counted | Sums | Learned | Operated | Begins | Whole
 
 
 class Entry(Struct, frozen=True, array_like=True):
@@ -175,6 +184,7 @@ class Kept:
         self.gateways: dict[str, KeptGateway] = {}
         self.sums = Sums({})
         self.learned = b""
+        self.operated = Operated()
         self.entries_count = 0
         self._programs: dict[tuple[str, str], tuple[Sequence[Any], int, float]] = {}
         self._told: set[tuple[str, str]] | None = None
@@ -219,13 +229,16 @@ class Kept:
                 self.sums = record
             case Learned():
                 self.learned = record.content
-            case Begins():
-                self._told, self._told_gateway_ids = set(), set()
-            case Whole():
-                self._forget_untold()
+            case Operated():
+                self.operated = record
+            case Begins() | Whole():
+                self._forget_untold(begins=isinstance(record, Begins))
 
-    def _forget_untold(self) -> None:
-        """Forget programs and gateways that were not told again: they are gone."""
+    def _forget_untold(self, *, begins: bool) -> None:
+        """Begin to note what is told again; or forget programs and gateways that were not: they are gone."""
+        if begins:
+            self._told, self._told_gateway_ids = set(), set()
+            return
         if self._told is not None:
             self._programs = {key: each for key, each in self._programs.items() if key in self._told}
             self.gateways = {key: each for key, each in self.gateways.items() if key in self._told_gateway_ids}

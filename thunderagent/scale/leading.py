@@ -28,10 +28,13 @@ from aiohttp import web
 
 from thunderagent.errors import BadFrameError, FencedError, OperationRefusedError, StateError, StoreError
 from thunderagent.learned_state import LearnedState, decode_state
+from thunderagent.programs.model.fleet_events import RouteSet
 from thunderagent.programs.model.kept import ProgramRecord, ProgramsAdopted
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.runtime import Runtime
+from thunderagent.scale import messages
 from thunderagent.scale.candidacy import Candidacy
-from thunderagent.scale.kept import Kept, decode
+from thunderagent.scale.kept import Kept, Operated, decode
 from thunderagent.scale.links import Links
 from thunderagent.scale.store import Seen, Store
 from thunderagent.scale.watch import LeaderWatch
@@ -83,6 +86,9 @@ class Leading:
         self._asking: asyncio.Task[None] | None = None
         self._since_s: float | None = None
         self._has_standby = False
+        self._taking = asyncio.Lock()
+        self._has_tried = False
+        """To take the lock: it may be had, whatever was answered."""
         runtime.stands_by = True
 
     def __repr__(self) -> str:
@@ -91,7 +97,7 @@ class Leading:
     def routes(self) -> list[web.RouteDef]:
         """Return what an operator may ask, and what gateways come for."""
         return [
-            *self._links.routes(),
+            *(route for route in self._links.routes() if route.path == messages.PATH),
             web.get("/internal/leader", self._tell),
             web.post("/internal/handover", self._hand_over),
         ]
@@ -102,7 +108,8 @@ class Leading:
             links = group.create_task(self._links.run())
             try:
                 await self._stand_by()
-                await self._lead()
+                if self.role == "standby":
+                    await self._lead()
             finally:
                 self._watch.stop()
                 links.cancel()
@@ -114,7 +121,7 @@ class Leading:
         said_s = -self._lock_s
         for warning in await self._warnings():
             log.warning("store_settings", warning=warning)
-        while not self.epoch:
+        while not self.epoch and self.role == "standby":
             seen = await self._look()
             if seen is None:
                 await asyncio.sleep(RETRY_S)
@@ -127,12 +134,19 @@ class Leading:
                 expected = self.owner
             with suppress(StoreError):
                 if expected is not None:
-                    self.epoch = await self._store.take(self.owner, expected, self.kept.epoch)
+                    await self._take(expected)
                 elif now_s() - said_s >= self._lock_s / 3:
                     said_s = now_s()
                     await self._store.stand_by()
             if not self.epoch:
                 await asyncio.sleep(LOOK_S)
+
+    async def _take(self, expected: str) -> None:
+        """Take the lock, unless this scheduler leaves."""
+        async with self._taking:
+            if self.role == "standby":
+                self._has_tried = True
+                self.epoch = await self._store.take(self.owner, expected, self.kept.epoch)
 
     async def _warnings(self) -> list[str]:
         try:
@@ -197,6 +211,7 @@ class Leading:
         kept, runtime, gateways = self.kept, self._runtime, self._links.gateways
         self._learn(kept.learned)
         await self._adopt(kept.programs(runtime.now_s()))
+        self._operate(kept.operated)
         runtime.outcome_counts.update(kept.sums.outcome_counts)
         runtime.prompt_tokens_total += kept.sums.prompt_tokens
         runtime.output_tokens_total += kept.sums.output_tokens
@@ -215,6 +230,17 @@ class Leading:
                 self._learned.take(decode_state(content))
             except StateError as error:
                 log.warning("state_refused", file="the store", why=error.message)
+
+    def _operate(self, operated: Operated) -> None:
+        """Go by what operators said, as far as its replicas are there."""
+        runtime = self._runtime
+        for scope, name, targets in operated.routes:
+            there = tuple((each, weight) for each, weight in targets.items() if runtime.replicas.get(each) is not None)
+            if there:
+                runtime.dispatch(RouteSet(runtime.now_s(), scope, name, there))
+        for replica_id, cause in operated.causes:
+            if replica_id is None or runtime.replicas.get(replica_id) is not None:
+                runtime.suspend_grants(cause, replica_id)
 
     async def _adopt(self, programs: Iterable[tuple[str, ProgramRecord]]) -> None:
         """Have the core adopt programs, each in its pool."""
@@ -293,6 +319,8 @@ class Leading:
 
     async def give_up(self) -> None:
         """Write the last, leave the lock to another, and serve gateways until they have left for that one."""
+        if self.role == "standby":
+            await self._stand_by_no_more()
         if self.role != "leader":
             return
         with suppress(StoreError, TimeoutError):
@@ -305,6 +333,15 @@ class Leading:
                 async with asyncio.timeout(LEAVE_LIMIT_S):
                     await self._links.until_left()
         self._end()
+
+    async def _stand_by_no_more(self) -> None:
+        """Take the lock no more; if that is just being tried, leave it to another one."""
+        self.role = "over"
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(FINISH_LIMIT_S), self._taking:
+                if self._has_tried:
+                    await self._store.give_up(self.owner)
+        self.over.set()
 
     async def _hand_over(self, request: web.Request) -> web.Response:
         """Give the lock up, if somebody is there to take it. Raises `OperationRefusedError`."""
@@ -322,18 +359,26 @@ class Leading:
 
     async def _tell(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say what this scheduler is, and how far what it writes lags."""
-        lags_s = sorted(self.writing.lags_s)
         return web.json_response(
             {
-                "role": self.role,
-                "epoch": self.epoch or self.kept.epoch,
-                "store_answers": self.store_answers,
-                "has_standby": self._has_standby,
+                **self.report().model_dump(),
                 "kept_programs_count": self.kept.programs_count,
                 "took_over_s": self.took_over_s,
-                "gateways_count": self._links.linked_count,
+                "unwritten_turns_count": self.writing.forgone_count,
+            }
+        )
+
+    def report(self) -> CellReport:
+        """Say which place this scheduler has."""
+        lags_s = sorted(self.writing.lags_s)
+        return self._links.report().model_copy(
+            update={
+                "role": self.role,
+                "epoch": self.epoch or self.kept.epoch,
+                "has_store": True,
+                "store_answers": self.store_answers,
+                "has_standby": self._has_standby,
                 "log_lag_p50_s": lags_s[len(lags_s) // 2] if lags_s else None,
                 "log_lag_p99_s": lags_s[len(lags_s) * 99 // 100] if lags_s else None,
-                "unwritten_turns_count": self.writing.forgone_count,
             }
         )

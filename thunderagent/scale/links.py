@@ -25,9 +25,11 @@ from typing import Protocol
 import structlog
 from aiohttp import WSMsgType, web
 
+from thunderagent.backends.poller import Poller
 from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByError
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
@@ -35,6 +37,7 @@ from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.gateways import Gateways
 from thunderagent.scale.granting import Granting
 from thunderagent.scale.messages import Deposed, Frame, Hello
+from thunderagent.scale.poll_shares import PollShares
 from thunderagent.scale.replica_news import ReplicaNews
 
 log = structlog.get_logger("thunderagent.scale")
@@ -101,6 +104,8 @@ class Links:
         self._waits_for_all = False
         self._log_of = log_of
         self._say_replicas = ReplicaNews(runtime, replicas, self.gateways).say_all
+        self.polls: PollShares | None = None
+        """Which gateway polls what; None: they poll nothing."""
         self._closing = False
         self.dropped_count = 0
         """Messages of kinds that nobody here knows."""
@@ -114,9 +119,30 @@ class Links:
         """Gateways that have a link."""
         return len(self._links)
 
+    def share_polls(self, poller: Poller) -> None:
+        """Have gateways poll in place of the poller, while there are some."""
+        self.polls = PollShares(poller, self.gateways)
+
     def routes(self) -> list[web.RouteDef]:
-        """Return where gateways come."""
-        return [web.get(messages.PATH, self.handle)]
+        """Return where gateways come, and what an operator may ask."""
+        return [web.get(messages.PATH, self.handle), web.get("/internal/leader", self._tell)]
+
+    async def _tell(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
+        """Say what this scheduler is, as `Leading` does where there is a store."""
+        return web.json_response({**self.report().model_dump(), "took_over_s": None})
+
+    def report(self) -> CellReport:
+        """Say what is there, of a scheduler without a store."""
+        return CellReport(
+            role="leader",
+            epoch=self.gateways.epoch,
+            gateways_count=len(self.gateways.all),
+            links_count=self.linked_count,
+            polled_by_gateways_count=self.polls.shared_count if self.polls is not None else 0,
+            has_store=False,
+            store_answers=True,
+            has_standby=False,
+        )
 
     async def run(self) -> None:
         """Look for gateways that are lost until cancelled."""
@@ -228,6 +254,8 @@ class Links:
             link_log.linked(gateway.gateway_id, gateway.boot_id)
         link.sender = asyncio.create_task(self._send(link))
         self._say_replicas(gateway)
+        if self.polls is not None and hello.polls:
+            self.polls.came(gateway)
         return link, frame
 
     def _take(self, gateway: Gateway, frame: Frame) -> None:
@@ -239,6 +267,8 @@ class Links:
         gateway = link.gateway
         link.sender.cancel()
         self.gateways.unlinked(gateway, link.number, self._runtime.now_s())
+        if not gateway.is_linked and self.polls is not None:
+            self.polls.went(gateway)
         if not gateway.is_linked and not gateway.turns:
             self._writes_lost(gateway)
         if self._links.get(gateway.gateway_id) is link:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from thunderagent.backends.asking import Found, Watch
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, ReplicaState, TurnAsk, TurnEnd
 
@@ -55,6 +56,8 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     leader_id: int = 0
     """Who led it in that epoch, as `Lead` said."""
     version: int = VERSION
+    polls: bool = False
+    """Whether it can poll a share of the replicas."""
 
 
 class Running(Struct, frozen=True, array_like=True):
@@ -125,6 +128,14 @@ class Digest(Struct, frozen=True, array_like=True, tag="replica", gc=False):
     seen: str
 
 
+class Polled(Struct, frozen=True, array_like=True, tag="polled"):
+    """What a gateway found at a URL of its share, or at one that it was asked to look at."""
+
+    number: int
+    """As the scheduler of the link named it."""
+    found: Found
+
+
 class Deposed(Struct, frozen=True, array_like=True, tag="deposed", gc=False):
     """The only message of a link to a scheduler of an epoch that is over: another one leads in this one."""
 
@@ -191,8 +202,22 @@ class Replicas(Struct, frozen=True, array_like=True, tag="replicas"):
     is_whole: bool = False
 
 
-FromGateway = Hello | Turns | Told | TurnAsk | TurnEnd | Left | Progress | Released | Digest | Deposed
-FromScheduler = Lead | Lease | Hold | Refusal | Ok | Gone | Replicas
+class PollShare(Struct, frozen=True, array_like=True, tag="polls"):
+    """All that a gateway is to poll, how often, and how long each answer may take."""
+
+    watches: tuple[Watch, ...] = ()
+    interval_s: float = 1.0
+    deadline_s: float = 2.0
+
+
+class Look(Struct, frozen=True, array_like=True, tag="look"):
+    """Poll this once, now, whether it is in the share or not."""
+
+    watch: Watch
+
+
+FromGateway = Hello | Turns | Told | TurnAsk | TurnEnd | Left | Progress | Released | Digest | Polled | Deposed
+FromScheduler = Lead | Lease | Hold | Refusal | Ok | Gone | Replicas | PollShare | Look
 Message = FromGateway | FromScheduler
 
 _KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Message))

@@ -4,7 +4,8 @@ Theory of operation
 ===================
 Each operation is one script or one command, so it happens as a whole. The epoch rises with each new owner of the lock,
 and an entry is appended only in the epoch of the day, and not while the lock is another's: whoever lost the lock cannot
-write any more, whatever it believes. No decision waits for any of this.
+write any more, whatever it believes. It is appended to the entry before it and to no other: so a store that was started
+again between two commands, with older data, is found out. No decision waits for any of this.
 
 All keys begin with `ta:{CELL}:`, so that they are in one slot of a cluster. Whoever can write there decides what a new
 scheduler believes: keep it as safe as the schedulers themselves.
@@ -62,9 +63,13 @@ return 0
 
 APPEND = """
 local epoch, owner = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[3])
-if not epoch then return 'lost' end
-if tonumber(epoch) ~= tonumber(ARGV[1]) then return 'fenced' end
+if not epoch or tonumber(epoch) < tonumber(ARGV[1]) then return 'lost' end
+if tonumber(epoch) > tonumber(ARGV[1]) then return 'fenced' end
 if owner and owner ~= '' and owner ~= ARGV[3] then return 'fenced' end
+if ARGV[4] ~= '' then
+  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+  if not last or last[1] ~= ARGV[4] then return 'lost' end
+end
 return redis.call('XADD', KEYS[2], '*', 'e', ARGV[2])
 """
 
@@ -90,6 +95,8 @@ class RedisStore:
         self._lock, self._epoch, self._log = f"{prefix}:leader", f"{prefix}:epoch", f"{prefix}:log"
         self._standby = f"{prefix}:standby"
         self._lock_ms = int(lock_s * 1000)
+        self._last = ""
+        """The entry that was last written; empty if that is not known."""
         self._take, self._renew = self._client.register_script(TAKE), self._client.register_script(RENEW)
         self._append, self._give_up = self._client.register_script(APPEND), self._client.register_script(GIVE_UP)
 
@@ -124,14 +131,17 @@ class RedisStore:
             return int(await self._renew(keys=[self._lock, self._epoch], args=[owner, self._lock_ms, epoch]))
 
     async def append(self, owner: str, epoch: int, data: bytes) -> str:
-        """Write an entry."""
+        """Write an entry. Whoever leads is the only one who writes: the log ends with what was written last."""
+        last, self._last = self._last, ""
         async with _errors():
-            where: bytes = await self._append(keys=[self._epoch, self._log, self._lock], args=[epoch, data, owner])
+            keys = [self._epoch, self._log, self._lock]
+            where: bytes = await self._append(keys=keys, args=[epoch, data, owner, last])
         if where == b"fenced":
             raise FencedError(f"epoch {epoch} is over")
         if where == b"lost":
-            raise StoreError("the store lost its epoch")
-        return where.decode()
+            raise StoreError("the store lost its epoch, or what was written last")
+        self._last = where.decode()
+        return self._last
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""

@@ -36,7 +36,10 @@ from thunderagent.scale.messages import (
     Gone,
     Hold,
     Lead,
+    Look,
     Message,
+    Polled,
+    PollShare,
     Refusal,
     Replicas,
 )
@@ -79,6 +82,10 @@ class RemoteRuntime:
         self.observe = self.fleet.observe
         self.ids_serving = self.fleet.ids_serving
         self.now_s = clock
+        self.on_polls: Callable[[PollShare | Look | None], None] = lambda _word: None
+        """Hears what this gateway is to poll; None: nothing, for there is no link."""
+        self.polls_count: Callable[[], int] = lambda: 0
+        """Returns how many engines are polled from here."""
         self.all_told = asyncio.Event()
         """Set while there is no turn of which the scheduler of the link has something to hear, or no link."""
         self.all_told.set()
@@ -237,6 +244,7 @@ class RemoteRuntime:
         if self._alone_since_s is None:
             self._alone_since_s = self.now_s()
         self.turns.unlinked()
+        self.on_polls(None)
         self.all_told.set()
         for waiter in self._waiters.values():
             if not waiter.done():
@@ -272,6 +280,8 @@ class RemoteRuntime:
                 self.fleet.take(message)
             case Gone():
                 self._program_gone(message.program_id)
+            case PollShare() | Look():
+                self.on_polls(message)
             case _:
                 pass  # acknowledgements are the table's
 
@@ -336,7 +346,11 @@ class RemoteRuntime:
         self._seen(replica_id, "refused")
 
     def _seen(self, replica_id: str, what: str) -> None:
-        self.turns.seen(Digest(replica_id, what))
+        self.say(Digest(replica_id, what))
+
+    def say(self, word: Digest | Polled) -> None:
+        """Tell the scheduler what was seen or found here, if there is one."""
+        self.turns.seen(word)
         self.news.set()
 
     # --- what becomes of a turn with a lease; see `LeaseKeeper`

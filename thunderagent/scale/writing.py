@@ -10,18 +10,21 @@ from contextlib import suppress
 from thunderagent.errors import StoreError
 from thunderagent.learned_state import LearnedState, encode_state
 from thunderagent.programs.handlers.adoption import record_of
+from thunderagent.programs.model.decisions import SetRoute
 from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import GrantsContinued, GrantsSuspended, RouteSet
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.pools import Pool
+from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.runtime import Runtime
 from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.journal import Journal
-from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Lost, Record, Sums
+from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Lost, Operated, Record, Sums
 from thunderagent.scale.links import Links
 from thunderagent.scale.store import Store
 
-BATCH_S = 0.005
-"""What changes is gathered for so long, then written."""
+BATCH_S = 0.002
+"""So long after the begin of a write the next one begins at the earliest: what changes meanwhile is gathered."""
 
 RETRY_S = 0.1
 LEARNED_S = 5.0
@@ -57,7 +60,7 @@ class Writing:
         self._news = asyncio.Event()
         self._lock = asyncio.Lock()
         self._learned_content = b""
-        self._stop_observing: Callable[[], None] = lambda: None
+        self._stops: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"<Writing {self._journal!r}>"
@@ -69,7 +72,9 @@ class Writing:
         for pool in self._runtime.pools.all:
             pool.scheduler.book.changed_programs = {}
         self._links.gateways.on_counted = self._counted
-        self._stop_observing = self._runtime.observe(self._observed)
+        kinds = RouteSet, SetRoute, GrantsSuspended, GrantsContinued
+        observe = self._runtime.observe
+        self._stops = [observe(self._observed), observe(self._operated, *kinds)]
         self._news.set()
 
     def goes_on_in(self, epoch: int) -> None:
@@ -86,7 +91,8 @@ class Writing:
     def end(self) -> None:
         """Gather nothing more; turns that are counted from now on are not acknowledged."""
         self._journal = None
-        self._stop_observing()
+        for stop in self._stops:
+            stop()
 
     async def finish(self) -> None:
         """End, with all written that was gathered so far, and no more. Raises `StoreError`."""
@@ -124,6 +130,10 @@ class Writing:
     def _observed(self, event: Event, decisions: object) -> None:  # noqa: ARG002 - an observer's signature
         self._news.set()
 
+    def _operated(self, event: Event, decisions: object) -> None:  # noqa: ARG002 - an observer's signature
+        if self._journal is not None:
+            self._journal.operated(operated_of(self._runtime))
+
     def _sums(self) -> Sums:
         runtime = self._runtime
         tokens = runtime.prompt_tokens_total, runtime.output_tokens_total, runtime.cached_tokens_total
@@ -152,6 +162,7 @@ class Writing:
                 yield Lost(gateway.gateway_id)
         if self._learned_content:
             yield Learned(self._learned_content)
+        yield operated_of(self._runtime)
         for pool in list(self._runtime.pools.all):
             yield from self._programs_of(pool)
 
@@ -165,11 +176,12 @@ class Writing:
 
     async def run(self) -> None:
         """Write what is gathered until cancelled."""
-        now_s = self._runtime.now_s
+        now_s, next_s = self._runtime.now_s, 0.0
         while True:
             await self._news.wait()
             began_s = now_s()
-            await asyncio.sleep(BATCH_S)
+            await asyncio.sleep(max(0.0, next_s - began_s))  # at least what this turn of the loop brings
+            next_s = now_s() + BATCH_S
             self._news.clear()
             while (journal := self._journal) is not None:
                 try:
@@ -211,3 +223,17 @@ class Writing:
                 self._learned_content = await asyncio.to_thread(encode_state, self._learned.records())
                 self._journal.learned(self._learned_content)
                 self._news.set()
+
+
+def operated_of(runtime: Runtime) -> Operated:
+    """Return the routes there are, and what is suspended: not for a call under way, nor for what engines say again."""
+    routes: dict[tuple[str, str], dict[str, float]] = {}
+    causes: dict[tuple[str | None, str], None] = {}
+    for scheduler in runtime.pools.schedulers:
+        for scope, name, route in scheduler.core.routing.routes:
+            routes.setdefault((scope.value, name), {}).update(route.targets)
+        causes.update({(None, cause): None for cause in scheduler.book.suspended_for})
+        for replica_id, replica in scheduler.book.replicas.items():
+            causes.update({(replica_id, cause): None for cause in replica.own_causes})
+    lasting = [each for each in causes if each[1] != OBSERVED and not each[1].startswith(CALL)]
+    return Operated(tuple((*whose, targets) for whose, targets in routes.items()), tuple(lasting))

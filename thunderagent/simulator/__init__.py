@@ -1,1 +1,1 @@
-"""A model of a vLLM engine, and the same model served in real time: the embedded engine."""
+"""Simulate agent programs on modelled engines, in virtual time; and serve the engine model: the embedded engine."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from thunderagent.simulator.answers import usage_of
-from thunderagent.simulator.tokens import END_TOKEN, SPOKEN_WORD_COUNT
+from thunderagent.simulator.embedded.answers import usage_of
+from thunderagent.simulator.embedded.tokens import END_TOKEN, SPOKEN_WORD_COUNT
 
 if TYPE_CHECKING:
     from tests.doubles.sglang.requests import Asked
-    from thunderagent.simulator.realtime import Generation
-    from thunderagent.simulator.tokens import WordTokenizer
+    from thunderagent.simulator.embedded.tokens import WordTokenizer
+    from thunderagent.simulator.engine.realtime import Generation
 
 Json: TypeAlias = dict[str, Any]
 WEIGHT_VERSION = "default"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 from tests.doubles.sglang.answers import WEIGHT_VERSION, Running
 from tests.doubles.sglang.kv_tags import KvTags
 from tests.doubles.sglang.metrics import TokenCounts
-from thunderagent.simulator.blocks import hash_blocks
+from thunderagent.simulator.engine.blocks import hash_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.doubles.sglang.requests import Asked
-    from thunderagent.simulator.live import LiveEngine
+    from thunderagent.simulator.embedded.live import LiveEngine
 
 
 class SglangEngine:

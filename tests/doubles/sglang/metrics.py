@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from tests.doubles.sglang.kv_tags import KvTags
-    from thunderagent.simulator.realtime import RealtimeEngine
+    from thunderagent.simulator.engine.realtime import RealtimeEngine
 
 
 @dataclass(slots=True)

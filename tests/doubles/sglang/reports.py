@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.engine import Engine
+    from thunderagent.simulator.engine.engine import Engine
 
 Json: TypeAlias = dict[str, Any]
 VERSION: Final = "0.5.23+simulated"  # of the dialect

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from thunderagent.simulator.requests import ApiError, ChatBody, CompletionBody, StreamOptions
+from thunderagent.simulator.embedded.requests import ApiError, ChatBody, CompletionBody, StreamOptions
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.tokens import WordTokenizer
+    from thunderagent.simulator.embedded.tokens import WordTokenizer
 
 
 @dataclass(frozen=True, slots=True)

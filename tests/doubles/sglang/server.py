@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-As `thunderagent/simulator/server.py` does for vLLM's. Three things are SGLang's own. A request has an id that the
+As the embedded engine does for vLLM's. Three things are SGLang's own. A request has an id that the
 client may choose (`rid`), and `/abort_request` ends the one whose id is given, and all whose ids begin with it: they
 answer at once, with what they have got. The engine can be paused (`/pause_generation`): new requests wait at the door,
 and those inside are aborted, stand still, or lose their memory and wait (`abort`, `in_place`, `retract`). And KV can be
@@ -38,13 +38,13 @@ from tests.doubles.sglang.requests import (
     asked_of,
     wants_usage,
 )
-from thunderagent.simulator.answers import event_bytes
-from thunderagent.simulator.live import LiveEngine, answering_errors, json_response
-from thunderagent.simulator.requests import ApiError, parse
-from thunderagent.simulator.server import main
+from thunderagent.simulator.embedded.answers import event_bytes
+from thunderagent.simulator.embedded.live import LiveEngine, answering_errors, json_response
+from thunderagent.simulator.embedded.requests import ApiError, parse
+from thunderagent.simulator.embedded.server import main
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.options import ServerConfig
+    from thunderagent.simulator.embedded.options import ServerConfig
 
 HEALTH_CHECK_S: Final = 20.0
 DONE: Final = b"data: [DONE]\n\n"

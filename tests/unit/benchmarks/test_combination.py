@@ -33,8 +33,8 @@ from benchmarks.combination import (
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import code_hash
 from benchmarks.policy import mean_context_tokens
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.workloads import load_workloads
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.workloads.distributions import load_workloads
 
 MORE = {"longest_hold_s": 1.0, "p99_s": 1.0, "hit_ratio": 1.0, "simulated_s": 1.0}
 THROUGHPUT, LATENCY, GOODPUT = MEASURES

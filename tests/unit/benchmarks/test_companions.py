@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from benchmarks.companions import BASELINE, CASES, CONTESTANTS, rows_of, table
 from benchmarks.simulated import goodput_table, in_time_rows, scenario_of
-from thunderagent.simulator.comparison import ComparisonPlan, compare
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.comparison.comparison import compare
+from thunderagent.simulator.comparison.results import ComparisonPlan
+from thunderagent.simulator.workloads.distributions import workload
 
 
 def test_every_policy_has_a_row_over_the_stock_engine() -> None:

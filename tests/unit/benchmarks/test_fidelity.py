@@ -10,11 +10,11 @@ from benchmarks.load import LoadSpec, plan_program
 from benchmarks.papers import COMMANDS, SETTINGS, scenario_of
 from benchmarks.real import Comparison, engine_model
 from benchmarks.real_engine import RealEngineConfig
-from thunderagent.simulator.bounds import turn_shapes
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.report import Goodput
-from thunderagent.simulator.timing import profile
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.bounds import turn_shapes
+from thunderagent.simulator.figures.figures import Goodput
+from thunderagent.simulator.workloads.distributions import workload
 
 REAL, SIMULATED = (
     goodput_figures([Goodput(alpha, 0.0, 0.0, *ratios) for alpha, ratios in enumerate(each, start=1)])

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.ideal import StandardLoad, goodput_figures, goodputs
 from benchmarks.load import LoadResult, LoadSpec, TurnRecord
-from thunderagent.simulator.bounds import Engines, turn_shapes
-from thunderagent.simulator.timing import TimingProfile
+from thunderagent.simulator.engine.timing import TimingProfile
+from thunderagent.simulator.figures.bounds import Engines, turn_shapes
 
 SPEC = LoadSpec(seed=3)
 ENGINES = Engines(TimingProfile("unit", base_s=0.0, prefill_token_s=0.01, decode_request_s=0.1), 16_000)

@@ -9,13 +9,13 @@ import pytest
 from benchmarks.judging import JudgeModel, at
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import ProgramJudged, ProgramReleased, TurnArrived
-from thunderagent.simulator.plans import ProgramPlan, TurnPlan
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.replicas import Outage
-from thunderagent.simulator.report import RunResult
-from thunderagent.simulator.run import simulate
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import profile
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.runs.replicas import Outage
+from thunderagent.simulator.runs.run import simulate
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
 
 CURVE = ((10.0, 0.5), (20.0, 0.9))
 CERTAIN = JudgeModel(recall=((0.5, 1.0),), false_alarms=((0.5, 0.0),), noise_ratio=0.0, every_turns_count=2)

@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.judging import at
 from benchmarks.orbit import IN_FRONT_OF_IT, IN_THE_ENGINE, JUDGE, PROFILE, latency_s, questions_count, recall_by_step
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.scenario import Scenario
-from thunderagent.simulator.timing import profile
-from thunderagent.simulator.workloads import workload
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.workloads.distributions import workload
 
 
 def test_right_and_wrong_tasks_are_read_apart() -> None:

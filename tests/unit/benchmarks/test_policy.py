@@ -31,12 +31,12 @@ from benchmarks.policy import (
     whole_numbers,
 )
 from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.simulator.comparison import CAP_BEST, Run
-from thunderagent.simulator.contestants import Contestant
-from thunderagent.simulator.intervals import Interval
-from thunderagent.simulator.plans import ProgramPlan, TurnPlan
-from thunderagent.simulator.records import EngineConfig
-from thunderagent.simulator.timing import TimingProfile
+from thunderagent.simulator.comparison.contestants import Contestant
+from thunderagent.simulator.comparison.results import CAP_BEST, Run
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import TimingProfile
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmarks.real import (
 )
 from benchmarks.real_engine import RealEngineConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.simulator.contestants import Contestant
+from thunderagent.simulator.comparison.contestants import Contestant
 
 
 def run(policy: str, seed: int, turns_per_min: float, programs: int = 8) -> Run:

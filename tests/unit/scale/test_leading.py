@@ -10,14 +10,16 @@ from tests.unit.scale.test_links import Unwatched
 from thunderagent.errors import StoreError
 from thunderagent.learned_state import LearnedState
 from thunderagent.programs.model.events import ProgramOpened, ProgramReleased
+from thunderagent.programs.model.fleet_events import ReplicaUp
 from thunderagent.programs.policies.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 from thunderagent.scale.kept import Kept, decode
 from thunderagent.scale.leading import Leading
 from thunderagent.scale.links import Links
-from thunderagent.scale.store import Seen
+from thunderagent.scale.store import Seen, Store
 
 LOCK_S = 0.03
 """Renewed so often that a test waits for nothing."""
@@ -33,6 +35,11 @@ class MemoryStore:
         self.is_away = self.loses_the_answer_of_take = self.fails_for_standby = False
         self.renews_as = 0
         """What the next renewal answers, if it is not 0."""
+        self.on_take = asyncio.Event()
+        self.may_take = asyncio.Event()
+        self.may_take.set()
+        self.loses_entries = False
+        """The next append finds the log to be of another time."""
         self.on_append = asyncio.Event()
         self.may_append = asyncio.Event()
         self.may_append.set()
@@ -57,6 +64,8 @@ class MemoryStore:
         if self.owner not in (None, "", expected):
             return 0
         self.owner, self.epoch = owner, max(self.epoch, least_epoch) + 1
+        self.on_take.set()
+        await self.may_take.wait()
         if self.loses_the_answer_of_take:
             self.loses_the_answer_of_take = False
             raise StoreError("it did as told, and nobody heard so")
@@ -75,6 +84,9 @@ class MemoryStore:
         self.on_append.set()
         await self.may_append.wait()
         self._answer()
+        if self.loses_entries:
+            self.log, self.loses_entries = [], False
+            raise StoreError("it lost what was written last")
         self.while_appending()
         self.log.append(data)
         return str(len(self.log))
@@ -102,15 +114,19 @@ class MemoryStore:
 class Member:
     """A scheduler with a store."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: MemoryStore, leads_by: Store | None = None) -> None:
         self.store = store
         self.runtime = Runtime(Scheduler(Cap(n=1)))
         links = Links(self.runtime, Replicas(self.runtime, []), Unwatched(), gateway_lost_s=5.0)
         learned = LearnedState(None, self.runtime)
-        self.leading = Leading(store, self.runtime, links, learned, url="", lock_s=LOCK_S)
+        self.leading = Leading(leads_by or store, self.runtime, links, learned, url="", lock_s=LOCK_S)
 
     def opens(self, program_id: str) -> None:
         self.runtime.dispatch(ProgramOpened(self.runtime.now_s(), program_id))
+
+    def has_replicas(self, *replica_ids: str) -> None:
+        for replica_id in replica_ids:
+            self.runtime.dispatch(ReplicaUp(self.runtime.now_s(), replica_id, 1000))
 
     async def until_written(self, *program_ids: str, since_count: int = 0) -> None:
         """Wait until the log says of these programs, and of no others, from an entry on."""
@@ -130,8 +146,9 @@ class Member:
 
 
 @asynccontextmanager
-async def running(store: MemoryStore) -> AsyncIterator[Member]:
-    member = Member(store)
+async def running(store: MemoryStore, leads_by: Store | None = None) -> AsyncIterator[Member]:
+    """Run one; its lock is in the same store, unless `leads_by` has it."""
+    member = Member(store, leads_by)
     async with asyncio.timeout(30):
         task = asyncio.create_task(member.leading.run())
         yield member
@@ -189,6 +206,66 @@ async def test_a_lock_that_was_taken_without_an_answer_is_taken_again_at_once() 
     async with running(store) as member:
         await until_leading(member)
         assert (store.owner, member.leading.epoch) == (member.leading.owner, 2)
+
+
+async def test_who_leaves_while_it_takes_the_lock_leaves_no_lock_behind() -> None:
+    store = MemoryStore()
+    store.may_take.clear()
+    async with running(store) as member:
+        await store.on_take.wait()
+        leaving = asyncio.create_task(member.leading.give_up())
+        await asyncio.sleep(0)
+        assert store.owner == member.leading.owner
+        store.may_take.set()
+        await leaving
+        assert (store.owner, member.leading.role, member.leading.took_over_s) == ("", "over", None)
+
+
+async def test_who_leaves_does_not_touch_another_ones_lock() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        async with running(store) as other:
+            await other.leading.give_up()
+            assert (store.owner, other.leading.role) == (member.leading.owner, "over")
+
+
+async def test_a_store_that_lost_entries_between_two_commands_is_told_all_again() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        member.opens("p")
+        await member.until_written("p")
+        store.loses_entries = True
+        member.opens("q")
+        await member.until_written("p", "q")
+
+
+async def test_what_operators_said_is_told_to_the_next_leader() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        member.has_replicas("r", "s")
+        await until_leading(member)
+        member.opens("p")
+        runtime = member.runtime
+        runtime.set_route("group", "g", (("r", 2.0), ("s", 1.0)))
+        runtime.set_route("tenant", "t", (("s", 1.0),))
+        runtime.set_route("tenant", "t", ())
+        for cause in ("sleep", OBSERVED, CALL, f"{CALL} to one"):
+            runtime.suspend_grants(cause, "r")
+        runtime.suspend_grants("weight_sync")
+        runtime.suspend_grants("pause", "s")
+        runtime.continue_grants("pause", "s")
+        await member.until_written("p")
+        await member.leading.give_up()
+    async with running(store) as member:
+        member.has_replicas("r")  # the other one is no longer there
+        await until_leading(member)
+        scheduler = member.runtime.scheduler
+        found = [(scope, name, route.targets) for scope, name, route in scheduler.core.routing.routes]
+        assert found == [("group", "g", (("r", 2.0),))]
+        assert dict(scheduler.replicas["r"].own_causes) == {"sleep": None}
+        assert dict(scheduler.book.suspended_for) == {"weight_sync": None}
 
 
 async def test_who_leaves_while_it_takes_over_gives_the_lock_up_and_lets_nobody_in() -> None:

@@ -33,7 +33,7 @@ from thunderagent.errors import ConfigurationError, DiscoveryError
 try:
     from thunderagent.cluster import cluster_configuration, version_problem
 except ImportError as error:
-    raise ConfigurationError("kubernetes_replicas needs the extra: pip install 'thunderagent[kubernetes]'") from error
+    raise ConfigurationError("Kubernetes needs the extra: pip install 'thunderagent[kubernetes]'") from error
 
 _log = structlog.get_logger(__name__)
 
@@ -46,6 +46,14 @@ Json = dict[str, Any]
 
 class _GoneError(DiscoveryError):
     """The server no longer knows the version that a watch should go on from."""
+
+
+class NotThereError(DiscoveryError):
+    """There is no such object (404)."""
+
+
+class ConflictError(DiscoveryError):
+    """The object is there already, or is not of the version that was named (409)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +185,12 @@ class Cluster:
         self._configuration = configuration
         self._timeout_s = timeout_s
 
-    async def ask(self, method: str, path: str, patch: Json | None = None) -> Json:
-        """Return an object, or send a merge patch of one and return what came of it."""
-        content = None if patch is None else msgspec.json.encode(patch)
+    async def ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Return an object, or send a new one or a merge patch of one and return what came of it."""
+        content = None if body is None else msgspec.json.encode(body)
         headers = await self._headers()
         if content is not None:
-            headers["Content-Type"] = "application/merge-patch+json"
+            headers["Content-Type"] = f"application/{'merge-patch+' if method == 'PATCH' else ''}json"
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.request(method, path, content=content, headers=headers)
@@ -302,6 +310,8 @@ def _refusal(code: int, status: Json, what: str = "list and watch pods") -> Disc
     message = str(status.get("message") or "no reason given")
     if code == 410:
         return _GoneError(message)
+    if code in (404, 409):
+        return (NotThereError if code == 404 else ConflictError)(message)
     if code == 403:
         return DiscoveryError(f"we lack the right to {what}: {message}")
     return DiscoveryError(f"the Kubernetes API answered {code}: {message}")

@@ -292,7 +292,7 @@ class Ledger:
             account.flight_s += elapsed_s
         account.flight_token_s += elapsed_s * fitting_tokens
         room_tokens = capacity_tokens - fitting_tokens
-        account.costs.caching_token_s += elapsed_s * (min(room_tokens, acting_tokens))
+        account.costs.caching_token_s += elapsed_s * (acting_tokens if acting_tokens < room_tokens else room_tokens)
         waited_s = self._waited_s + now_s - self._waiting_since_s if self.waiting_count else self._waited_s
         if waited_s > account.waited_s and account.usable and capacity_tokens < inf:
             idle_tokens = max(0.0, capacity_tokens - account.demand_tokens)

@@ -169,32 +169,43 @@ class Book:
         gone = acting.take_until(most_tokens, least_count, now_s, self.prefixes)
         resting: list[Program] = []
         destined: list[Program] = []
+        replica_id, programs, shares = replica.replica_id, replica.programs, self._shares
         for program in gone:
-            is_resting = program.destination is None and program.routed_to is None
-            program.place = self.queue.resting if is_resting else self.destined
-            (resting if is_resting else destined).append(program)
-            program.note(now_s, "pause", why, replica.replica_id)
-            del replica.programs[program.program_id]
-            if self._shares is not None:
-                self._shares.claims(program.tenant, -program.claim_tokens)
+            if program.destination is None and program.routed_to is None:
+                program.place = self.queue.resting
+                resting.append(program)
+            else:
+                program.place = self.destined
+                destined.append(program)
+            program.note(now_s, "pause", why, replica_id)
+            del programs[program.program_id]
+            if shares is not None:
+                shares.claims(program.tenant, -program.claim_tokens)
         self.active_count -= len(gone)
         replica.let_in.difference_update(gone)
         if self.changed_programs is not None:
             self.changed_programs.update((program.program_id, program) for program in gone)
         self.destined.enter_all(destined, now_s)
         self.queue.resting.enter_all(resting, now_s)
-        self.decisions += [Pause(program.program_id, replica.replica_id, why) for program in gone]
+        self.decisions += [Pause(program.program_id, replica_id, why) for program in gone]
         return gone
 
     def resize(self, program: Program) -> None:
-        """Measure what a program claims, and book that; one that has no claim is not ranked anew."""
+        """Measure what a program claims, and book that; one that has no claim is not ranked anew.
+
+        Where that is what it was, its replica has not changed, and no policy is asked about that.
+        """
         place, now_s = program.place, self.now_s
-        if place.active:
-            self.changes(place.replica)
         claim_tokens, growth_tokens = program.claim_tokens, program.growth_tokens
         self._measure(program)
         if self.changed_programs is not None:
             self.changed_programs[program.program_id] = program
+        if program.claim_tokens == claim_tokens and program.growth_tokens == growth_tokens:
+            if place.active:
+                place.rank(program)
+            return
+        if place.active:
+            self.changes(place.replica)
         if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
             self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
         place.resize(program, claim_tokens, growth_tokens, now_s)
@@ -295,6 +306,8 @@ class Book:
     def resident_tokens(self, program: Program, replica: Replica) -> int:
         """Return how many tokens of a program are expected to lie in a replica's memory."""
         own_tokens = replica.residency.resident_tokens(program.generation)
+        if not self.prefixes.tree.cuts:
+            return own_tokens
         return own_tokens + self.prefixes.tokens_on(program, replica.replica_id)
 
     def note_residency(self, program: Program, replica: Replica) -> None:

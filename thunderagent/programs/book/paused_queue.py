@@ -75,12 +75,6 @@ class QueuePlace(Place):
         self.tokens += program.claim_tokens
         self.order.add(program, (program.priority, self._rank_of(program)))
 
-    def enter_all(self, programs: Sequence[Program], now_s: float) -> None:
-        """Take several programs in, in their order."""
-        super().enter_all(programs, now_s)
-        for program in programs:
-            self.order.add(program, (program.priority, self._rank_of(program)))
-
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Take a program out that is here."""
         self.count -= 1
@@ -90,6 +84,22 @@ class QueuePlace(Place):
     def rank(self, program: Program) -> None:
         """Put a program that is here where its rank says."""
         self.order.add(program, (program.priority, self._rank_of(program)))
+
+
+class RestingPlace(QueuePlace):
+    """Where programs stand that were paused while their tools run: many may come at once."""
+
+    __slots__ = ("_ranked",)
+
+    def __init__(self, rank_of: RankOf) -> None:
+        """Make an empty one."""
+        self._ranked: RankedSet[Program] = RankedSet()
+        super().__init__(Kind.RESTING, rank_of, self._ranked)
+
+    def enter_all(self, programs: Sequence[Program], now_s: float) -> None:
+        """Take several programs in, in their order."""
+        super().enter_all(programs, now_s)
+        self._ranked.add_all(programs, [(program.priority, self._rank_of(program)) for program in programs])
 
 
 class PausedQueue:
@@ -115,7 +125,7 @@ class PausedQueue:
         self._rank = rank
         self._shares = shares
         self.waiting = QueuePlace(Kind.WAITING, rank, self._new_order(None))
-        self.resting = QueuePlace(Kind.RESTING, rank, RankedSet())
+        self.resting = RestingPlace(rank)
         self.unadmitted = QueuePlace(
             Kind.UNADMITTED, unadmitted_rank or rank, self._new_order(None), admitted=unadmitted_rank is None
         )

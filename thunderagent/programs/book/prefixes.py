@@ -171,8 +171,6 @@ class SharedPrefixes:
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program lie on a replica because others claim them there."""
-        if not self.tree.cuts:
-            return 0
         counted_itself = program.place.active and program.replica_id == replica_id
         with_count = 2 if counted_itself else 1
         tokens = 0

@@ -78,7 +78,7 @@ class ReplicaPlace(Place):
         return self.kept
 
     def _fill(self, order: RankedSet[Program], programs: Sequence[Program]) -> None:
-        order.add_all(programs, self._rank_of)
+        order.add_all(programs, [self._rank_of(program) for program in programs])
 
 
 class LeavingPlace(ReplicaPlace):

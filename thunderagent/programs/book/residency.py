@@ -40,14 +40,18 @@ class Residency:
 
     def resident_tokens(self, generation: int) -> int:
         """Return how many tokens of a program lie there."""
-        return self._used.get(generation, 0) or self._idle.get(generation, 0)
+        if generation in self._idle:
+            return self._idle[generation]
+        return self._used.get(generation, 0)
 
     def use(self, generation: int, tokens: int) -> None:
         """Note that a turn of a program runs, or runs on, with `tokens` in all."""
-        self._idle_tokens -= self._idle.pop(generation, 0)
+        if generation in self._idle:
+            self._idle_tokens -= self._idle.pop(generation)
         self._used_tokens += tokens - self._used.get(generation, 0)
         self._used[generation] = tokens
-        self._shrink()
+        if self.capacity_tokens is not None and self._idle_tokens + self._used_tokens > self.capacity_tokens:
+            self._shrink(self.capacity_tokens)
 
     def leave(self, generation: int, tokens: int) -> None:
         """Note that the last turn of a program ended, and left `tokens` behind. Nothing for one that had no turn."""
@@ -59,7 +63,8 @@ class Residency:
         self._idle_tokens += tokens
         if len(self._idle) > PROGRAMS_COUNT:
             self._idle_tokens -= self._idle.popitem(last=False)[1]
-        self._shrink()
+        if self.capacity_tokens is not None and self._idle_tokens + self._used_tokens > self.capacity_tokens:
+            self._shrink(self.capacity_tokens)
 
     def report(self, generation: int, tokens: int) -> None:
         """Replace the estimate for a program without a turn by what the engine says."""
@@ -78,11 +83,9 @@ class Residency:
         self._used.clear()
         self._idle_tokens = self._used_tokens = 0
 
-    def _shrink(self) -> None:
-        if self.capacity_tokens is None:
-            return
+    def _shrink(self, capacity_tokens: int) -> None:
         idle = self._idle
-        excess_tokens = self._idle_tokens + self._used_tokens - self.capacity_tokens
+        excess_tokens = self._idle_tokens + self._used_tokens - capacity_tokens
         while excess_tokens > 0 and idle:
             generation, tokens = next(iter(idle.items()))
             if tokens > excess_tokens:

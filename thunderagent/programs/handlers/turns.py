@@ -64,7 +64,8 @@ class Turns:
         turn = self._core.book.turns.get(event.turn_id)
         if turn is None or turn.program is None or turn.account_id is None:
             return
-        turn.output_tokens = max(turn.output_tokens, event.output_tokens)
+        if event.output_tokens > turn.output_tokens:
+            turn.output_tokens = event.output_tokens
         self._core.book.resize(turn.program)
 
     def _turn_finished(self, event: TurnFinished) -> None:

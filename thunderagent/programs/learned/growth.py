@@ -128,6 +128,35 @@ class Growth:
         return int(self._outputs.quantile(ratio, default_tokens))
 
 
+class Residences:
+    """How long programs are there: from their first turns to the ends of their last ones.
+
+    When a program is released, or forgotten because nobody did, says nothing of how long it took.
+    """
+
+    __slots__ = ("_seen_s", "median_s")
+
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
+        self._seen_s = LogHistogram(RESIDENCE_EDGES_S)
+        self.median_s = inf
+        """Infinite until a program ended."""
+
+    def add(self, residence_s: float) -> None:
+        """Take in a program that ended."""
+        self._seen_s.add(residence_s)
+        self.median_s = self._seen_s.quantile(0.5, inf)
+
+    def export(self) -> HistogramRecord:
+        """Return what it holds."""
+        return self._seen_s.export()
+
+    def adopt(self, record: HistogramRecord) -> None:
+        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        self._seen_s.adopt(record)
+        self.median_s = self._seen_s.quantile(0.5, inf)
+
+
 class PrefillSpeed:
     """Seconds for each prompt token that is not cached.
 

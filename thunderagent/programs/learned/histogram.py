@@ -72,7 +72,7 @@ class LogHistogram:
             index += 1
         self._index, self._below = index, below
         low = self._edges[index - 1] if index else 0.0
-        high = self._edges[min(index, len(self._edges) - 1)]
+        high = self._edges[index] if index < len(self._edges) else self._edges[-1]
         return low + (high - low) * (wanted - below) / counts[index]
 
 

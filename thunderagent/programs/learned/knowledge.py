@@ -7,9 +7,9 @@ from math import inf
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.learned.growth import RESIDENCE_EDGES_S, Growth, PrefillSpeed
+from thunderagent.programs.learned.growth import Growth, PrefillSpeed, Residences
 from thunderagent.programs.learned.hint_record import HintRecord
-from thunderagent.programs.learned.histogram import LogHistogram, check_range
+from thunderagent.programs.learned.histogram import check_range
 from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.restore_pace import RestorePace
@@ -58,7 +58,6 @@ class Knowledge:
         "_corrections",
         "_known_capacities",
         "_output_tokens",
-        "_residences_s",
         "_rules",
         "_turn_tokens",
         "goodput",
@@ -68,6 +67,7 @@ class Knowledge:
         "mean_tool_s",
         "media_sizes",
         "prefill_speed",
+        "residences",
         "restore_pace",
         "role_outputs",
         "tiers",
@@ -96,7 +96,7 @@ class Knowledge:
         """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
         self.tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         """Of programs that are seen for the first time."""
-        self._residences_s = LogHistogram(RESIDENCE_EDGES_S)
+        self.residences = Residences()
         self._corrections: dict[str, CapacityCorrection] = {}
         self._known_capacities: dict[str, CapacityRecord] = {}
         """Of replicas that were not heard of since they were taken in."""
@@ -140,7 +140,7 @@ class Knowledge:
                 since_refresh,
                 self.tokens_per_byte_ratio,
             ),
-            residences_s=self._residences_s.export(),
+            residences_s=self.residences.export(),
             all_roles=all_roles,
             roles=roles,
             media_factors=self.media_sizes.export(),
@@ -161,7 +161,7 @@ class Knowledge:
         self.prefill_speed.adopt(learned.prices)
         self.goodput.adopt(learned.prices)
         self.tokens_per_byte_ratio = ratio
-        self._residences_s.adopt(learned.residences_s)
+        self.residences.adopt(learned.residences_s)
         self.role_outputs.adopt(learned.all_roles, learned.roles)
         self.media_sizes.adopt(learned.media_factors)
         self.hints.adopt(learned.hints)
@@ -230,14 +230,6 @@ class Knowledge:
             recompute_s += loaded_tokens * (self.prefill_speed.token_s - self.lost_token_s(home_id))
         return recompute_s
 
-    @property
-    def median_residence_s(self) -> float:
-        """Median time between a program's first turn and the end of its last; infinite until one ended.
-
-        When a program is released, or forgotten because nobody did, says nothing of how long it took.
-        """
-        return self._residences_s.quantile(0.5, inf)
-
     def idle_limit_s(self, tool: str) -> float:
         """Return after how long in a tool a program will most likely not come back any more. Cost: O(intervals)."""
         usual_s = self.tool_times.returned_within_s(tool, LATE_RETURNS_RATIO)
@@ -264,12 +256,13 @@ class Knowledge:
         if not program.first_prompt_tokens:
             program.first_prompt_tokens = prompt_tokens
         context_tokens = prompt_tokens + output_tokens
-        program.larger_tokens_total += max(0, context_tokens - program.first_prompt_tokens)
+        if context_tokens > program.first_prompt_tokens:
+            program.larger_tokens_total += context_tokens - program.first_prompt_tokens
         grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
         self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
         self._measure_reserves()
         self.role_outputs.learn(turn.role, output_tokens)
-        uncached_tokens = max(0, prompt_tokens - cached_tokens)
+        uncached_tokens = prompt_tokens - cached_tokens if prompt_tokens > cached_tokens else 0
         first_token_s = turn.first_token_s(now_s)
         speed = self.prefill_speed
         if not self.tiers.by_replica or not self.tiers.turn_finished(
@@ -282,7 +275,9 @@ class Knowledge:
         ):
             speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
         self.goodput.learn(first_token_s, duration_s, output_tokens)
-        new_tokens = min(uncached_tokens, max(0, prompt_tokens - branch.context_tokens))
+        new_tokens = prompt_tokens - branch.context_tokens if prompt_tokens > branch.context_tokens else 0
+        if new_tokens > uncached_tokens:
+            new_tokens = uncached_tokens
         ideal_s = self.goodput.ideal_s(new_tokens, output_tokens, self.prefill_speed.token_s)
         self.goodput.turn_ended(now_s - turn.waiting_since_s, ideal_s)
         program.ideal_s_total += ideal_s
@@ -314,19 +309,22 @@ class Knowledge:
 
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
         """Learn that programs, whose claims are taken, are not back yet."""
+        by_tool: dict[str, list[float]] = {}
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
-                program.censored_after_s = now_s - program.acting_since_s
-                self.tool_times.censored(program.tool, program.censored_after_s)
+                program.censored_after_s = away_s = now_s - program.acting_since_s
+                by_tool.setdefault(program.tool, []).append(away_s)
+        for tool, of_tool_s in by_tool.items():
+            self.tool_times.censored(tool, *of_tool_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
-        """Learn how long a program was there."""
+        """Learn from a program that ended."""
         self.tools_censored((program,), now_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:
             if program.last_ended_s is not None:
-                self._residences_s.add(program.last_ended_s - program.opened_s)
+                self.residences.add(program.last_ended_s - program.opened_s)
                 self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 
@@ -337,13 +335,15 @@ class Knowledge:
         if turns and self._rules.growth_quantile:
             generated_tokens = 0
             for turn in turns.values():
-                generated_tokens = max(generated_tokens, turn.output_tokens)
-            reserve_tokens = max(0, self._output_tokens - generated_tokens)
+                if turn.output_tokens > generated_tokens:
+                    generated_tokens = turn.output_tokens
+            whole_tokens = self._output_tokens
+            reserve_tokens = whole_tokens - generated_tokens if whole_tokens > generated_tokens else 0
         program.reserve_tokens = reserve_tokens
         program.claim_tokens = claim_tokens = program.measure_claim() + reserve_tokens
         first_tokens = program.first_prompt_tokens or claim_tokens
-        whole_tokens = self.growth.whole_tokens
-        if whole_tokens == inf:
-            whole_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
-        growth_tokens = first_tokens + whole_tokens - claim_tokens
+        larger_tokens = self.growth.whole_tokens
+        if larger_tokens == inf:
+            larger_tokens = UNKNOWN_GROWTH_RATIO * first_tokens
+        growth_tokens = first_tokens + larger_tokens - claim_tokens
         program.growth_tokens = int(growth_tokens) if growth_tokens > 0 else 0

@@ -73,14 +73,25 @@ class _LifeTable:
         self.lowest: list[float] = []
         """Of each interval, the lowest rate up to there with its sign turned, so that they ascend."""
 
-    def add(self, leaves: list[float], interval_id: int, count: float) -> None:
-        leaves[interval_id] += count
-        self.count += count
+    def add(self, leaves: list[float], interval_id: int) -> None:
+        leaves[interval_id] += 1.0
+        self.count += 1.0
         if self.count > REMEMBERED_COUNT:
             self.returned = [count / 2 for count in self.returned]
             self.away = [count / 2 for count in self.away]
             self.count /= 2
             self.refresh_at_count = 0.0
+
+    def add_away(self, interval_ids: Sequence[int]) -> None:
+        """Count who left otherwise, each in its interval."""
+        if self.count + len(interval_ids) > REMEMBERED_COUNT:
+            for interval_id in interval_ids:
+                self.add(self.away, interval_id)
+            return
+        away = self.away
+        for interval_id in interval_ids:
+            away[interval_id] += 1.0
+        self.count += len(interval_ids)
 
     def export(self, name: str) -> ToolRecord:
         """Return what it holds, and the rates that are used until they are refreshed."""
@@ -149,21 +160,21 @@ class ToolTimes:
     def returned(self, name: str, away_s: float) -> None:
         """Learn that a program came back so long after its tool began."""
         interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
-        everything.add(everything.returned, interval_id, 1.0)
-        table.add(table.returned, interval_id, 1.0)
+        everything.add(everything.returned, interval_id)
+        table.add(table.returned, interval_id)
 
-    def censored(self, name: str, away_s: float) -> None:
-        """Learn that a program was not back after so long, when its memory was given away or it ended."""
-        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
-        everything.add(everything.away, interval_id, 1.0)
-        table.add(table.away, interval_id, 1.0)
+    def censored(self, name: str, *away_s: float) -> None:
+        """Learn that programs were not back after so long, when their memory was given away or they ended."""
+        interval_ids = [bisect_right(EDGES_S, each_s) for each_s in away_s]
+        self._all.add_away(interval_ids)
+        self._table(name).add_away(interval_ids)
 
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
         """Learn that a program that was paused came back in the end: `censored` was not the last of it."""
         censored_id, interval_id = bisect_right(EDGES_S, censored_after_s), bisect_right(EDGES_S, away_s)
-        for table in (self._all, self._table(name)):
-            table.add(table.away, censored_id, -1.0)
-            table.add(table.returned, interval_id, 1.0)
+        for table in (self._all, self._table(name)):  # which hold as many as before
+            table.away[censored_id] -= 1.0
+            table.returned[interval_id] += 1.0
 
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.

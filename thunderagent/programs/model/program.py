@@ -292,10 +292,12 @@ class Program:
             context_tokens = self.branches[MAIN_BRANCH].context_tokens
             for turn in self.in_flight.values():
                 output_tokens += turn.output_tokens
-                context_tokens = max(context_tokens, turn.prompt_tokens)
+                if turn.prompt_tokens > context_tokens:
+                    context_tokens = turn.prompt_tokens
             for turn in self.held.values():
                 output_tokens += turn.output_tokens
-                context_tokens = max(context_tokens, turn.prompt_tokens)
+                if turn.prompt_tokens > context_tokens:
+                    context_tokens = turn.prompt_tokens
             return context_tokens + output_tokens
         longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
         for turn in (*self.in_flight.values(), *self.held.values()):

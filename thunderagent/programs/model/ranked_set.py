@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -79,16 +79,16 @@ class RankedSet(Generic[T]):
         if len(new) > len(entry_of) + COMPACT_ABOVE:
             self._make_heap()
 
-    def add_all(self, members: Sequence[T], rank_of: Callable[[T], Order]) -> None:
-        """Put members in that are not in yet, in their order. Cost: a few calls, and `rank_of` for each."""
+    def add_all(self, members: Sequence[T], ranks: Sequence[Order]) -> None:
+        """Put members in that are not in yet, in their order, each with its rank. Cost: a few calls."""
         first_id, self._next_entry_id = self._next_entry_id, self._next_entry_id + len(members)
-        entries: list[Entry] = list(
-            zip(map(rank_of, members), range(first_id, self._next_entry_id), members, strict=True)
-        )
+        entries: list[Entry] = list(zip(ranks, range(first_id, self._next_entry_id), members, strict=True))
         self._entry_of.update(zip(members, entries, strict=True))
         self._new += self._front
         self._new += entries
         self._front.clear()
+        if len(self._new) > len(self._entry_of) + COMPACT_ABOVE:
+            self._make_heap()
 
     def _make_heap(self) -> None:
         """Make the heap anew, of the living alone, and of those in front."""
@@ -128,7 +128,8 @@ class RankedSet(Generic[T]):
             self._front.clear()
         entry_of = self._entry_of
         for member in members:
-            entry_of.pop(member, None)
+            if member in entry_of:
+                del entry_of[member]
 
     def pop(self) -> T | None:
         """Take out and return the member with the lowest rank, or None."""
@@ -153,7 +154,11 @@ class RankedSet(Generic[T]):
 
     def lowest(self, count: int, highest: Order | None = None) -> list[T]:
         """Return the `count` members with the lowest ranks, in order; with `highest` none of a higher rank."""
-        front, count = self._front, min(count, len(self._entry_of))
+        front, all_count = self._front, len(self._entry_of)
+        if not all_count or (highest is not None and front and front[0][0] > highest):
+            return []
+        if count > all_count:
+            count = all_count
         while len(front) < count and not (front and highest is not None and front[-1][0] > highest):
             self._order(max(FRONT_COUNT, count) if highest is None else len(front) + FRONT_COUNT)
         if highest is None:

@@ -142,9 +142,10 @@ class LettingIn:
         reserved: ReplicaView | None,
         make_room: bool,
     ) -> Found:
-        """Return where a program could be active: not on the replica reserved for the head of the queue.
+        """Return where a paused program could be active; with `make_room`, those who expired make room for it.
 
-        Nor on one that is kept for a program that is routed to it.
+        Not on the replica reserved for the head of the queue, nor on one that is kept for a program that is routed to
+        it. `home` need not be among the candidates, which may be those only where something changed.
         """
         some_routed = view.routed_count > 0
         if some_routed:
@@ -155,7 +156,23 @@ class LettingIn:
             if self._waits_for_home(view, program, home):
                 return None, Reason.HOME_SOON
             home = None
-        return self._find(view, program, candidates, home, reserved, make_room)
+        foresees = not program.turn_count and self._foresees(view, program)
+        roomiest = candidates[0]
+        if len(candidates) > 1:
+            roomiest = self._roomiest(view, program, candidates, reserved, foresees)
+        claim_tokens, capacity_tokens = program.claim_tokens, roomiest.account.capacity_tokens
+        # The one with most room, asked first, is mostly not too small.
+        may_be_oversize = capacity_tokens and claim_tokens > self.low_ratio * capacity_tokens
+        if may_be_oversize and claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
+            return roomiest, Reason.OVERSIZE
+        if home is not None:
+            if self._fits(view, program, home, foresees, make_room):
+                return home, Reason.FITS
+            if home is not roomiest and self._waits_for_home(view, program, home):
+                return None, Reason.HOME_SOON
+        if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
+            return roomiest, Reason.FITS
+        return None, Reason.NO_ROOM
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Say whether one waits for that replica alone, comes before a program, and is not to be passed any more."""
@@ -169,15 +186,18 @@ class LettingIn:
         most_free_tokens, smallest_tokens = -inf, inf
         for replica in replicas:
             free_tokens, capacity_tokens = self._room_of(replica)
-            most_free_tokens = max(most_free_tokens, free_tokens)
-            smallest_tokens = min(smallest_tokens, capacity_tokens)
+            if free_tokens > most_free_tokens:
+                most_free_tokens = free_tokens
+            if capacity_tokens < smallest_tokens:
+                smallest_tokens = capacity_tokens
         some_share, found = view.some_share, []
         for program in programs:
             claim_tokens = program.claim_tokens
             may_fit = claim_tokens <= most_free_tokens or claim_tokens > smallest_tokens
             if not may_fit and (home := view.replica(program.replica_id)) is not None:
                 free_tokens, capacity_tokens = self._room_of(home)
-                may_fit = claim_tokens > capacity_tokens or view.claim_tokens_on(program, home) <= free_tokens
+                needed_tokens = view.claim_tokens_on(program, home) if some_share else claim_tokens
+                may_fit = claim_tokens > capacity_tokens or needed_tokens <= free_tokens
             if not may_fit and some_share:
                 may_fit = any(view.claim_tokens_on(program, each) <= self._room_of(each)[0] for each in replicas)
             if may_fit:
@@ -205,39 +225,6 @@ class LettingIn:
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
-    def _find(
-        self,
-        view: View,
-        program: ProgramView,
-        candidates: Sequence[ReplicaView],
-        home: ReplicaView | None,
-        reserved: ReplicaView | None,
-        make_room: bool,
-    ) -> Found:
-        """Return where a paused program could be active; with `make_room`, those who expired make room for it.
-
-        `home` need not be among the candidates, which may be those only where something changed. `reserved` may be
-        one of them, and is left out.
-        """
-        foresees = not program.turn_count and self._foresees(view, program)
-        roomiest = self._roomiest(view, program, candidates, reserved, foresees)
-        if self._is_oversize(view, program, roomiest):
-            return roomiest, Reason.OVERSIZE
-        if home is not None:
-            if self._fits(view, program, home, foresees, make_room):
-                return home, Reason.FITS
-            if home is not roomiest and self._waits_for_home(view, program, home):
-                return None, Reason.HOME_SOON
-        if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
-            return roomiest, Reason.FITS
-        return None, Reason.NO_ROOM
-
-    def _is_oversize(self, view: View, program: ProgramView, roomiest: ReplicaView) -> bool:
-        """Say whether a program is larger than every replica; the one with most room, asked first, mostly is not."""
-        if program.claim_tokens <= self.low_ratio * (roomiest.account.capacity_tokens or inf):
-            return False
-        return program.claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas)
-
     def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
         return view.now_s - program.waiting_since_s < self.home_wait_ratio * view.elsewhere_s(program, home)
 
@@ -254,7 +241,9 @@ class LettingIn:
             free_tokens = self._free_tokens(account, grown_tokens)
         if needed_tokens <= free_tokens:
             return True
-        expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT) if make_room else ()
+        if not make_room:
+            return False
+        expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
         if not expired or view.first_routed_before(program, replica) is not None:
             return False
         going = _enough(expired, needed_tokens - free_tokens, grown_tokens)
@@ -280,15 +269,18 @@ class LettingIn:
 
         Without foresight all replicas are in that order already. With it each is looked at.
         """
-        if len(candidates) == 1:
-            return candidates[0]
+        ratio = self.low_ratio
         if candidates is view.replicas and not foresees:
-            count = 2 if reserved is None else 3
-            first = [replica for replica in view.roomiest(self.low_ratio, count) if replica is not reserved]
-            if len(first) == 1 or self._free_tokens(first[0].account, 0) > self._free_tokens(first[1].account, 0):
+            first = view.roomiest(ratio, 2 if reserved is None else 3)
+            if reserved is not None:
+                first = [replica for replica in first if replica is not reserved]
+            if len(first) == 1:
+                return first[0]
+            one, other = first[0].account, first[1].account
+            if ratio * one.limit_tokens - one.demand_tokens > ratio * other.limit_tokens - other.demand_tokens:
                 return first[0]
         roomiest: list[ReplicaView] = []
-        most_tokens, ratio = -inf, self.low_ratio
+        most_tokens = -inf
         foreseen: dict[int | None, float] = {}
         for replica in candidates:  # a call for each would cost more than all the rest
             account = replica.account
@@ -322,11 +314,11 @@ class LettingIn:
         limit_tokens = self.high_ratio * account.limit_tokens
         if account.demand_tokens - account.marked_tokens > limit_tokens:
             view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, 1)
-        while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
-            program = view.first_to_mark(replica)
-            if program is None or not view.propose_mark(program, Reason.THRASHING):
-                break
-        while (marked := view.last_marked(replica)) is not None:
+            while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
+                program = view.first_to_mark(replica)
+                if program is None or not view.propose_mark(program, Reason.THRASHING):
+                    break
+        while account.marked_tokens and (marked := view.last_marked(replica)) is not None:
             if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
                 break
             if not view.propose_unmark(marked, Reason.RELIEVED):

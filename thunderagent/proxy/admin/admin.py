@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 from aiohttp import web
@@ -12,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from thunderagent.compilation import build_kind
 from thunderagent.errors import NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.model.places import Phase, Status
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.admin.reports import (
     SORTS,
     ProgramFilter,
@@ -71,6 +73,10 @@ class HealthReport(Report):
 
     status: Literal["ok"]
     build: Literal["compiled", "interpreted"]
+    role: Literal["alone", "gateway", "leader", "standby", "over"] = Field(
+        "alone", description="whether it carries bytes, schedules for gateways, or does both by itself"
+    )
+    epoch: int | None = Field(None, description="of the scheduler that leads; none where there is one process")
 
 
 class ReadyReport(Report):
@@ -130,8 +136,13 @@ class Admin:
         tenancy: Tenancy,
         sandboxes: Sandboxes | None = None,
         tokens: Tokens | None = None,
+        cell: Callable[[], CellReport] | None = None,
     ) -> None:
-        """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs, `tokens` for what names them."""
+        """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs, `tokens` for what names them.
+
+        `cell` tells the place of a scheduler that has gateways.
+        """
+        self._cell = cell
         self._sandboxes = sandboxes
         self._tokens = tokens
         self._tenancy = tenancy
@@ -160,9 +171,10 @@ class Admin:
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say that the process answers, and whether what is hot in it is compiled."""
-        return report_response(
-            HealthReport(status="ok", build="compiled" if build_kind() == "compiled" else "interpreted")
-        )
+        cell = self._cell() if self._cell is not None else None
+        role, epoch = ("alone", None) if cell is None else (cell.role, cell.epoch)
+        build: Literal["compiled", "interpreted"] = "compiled" if build_kind() == "compiled" else "interpreted"
+        return report_response(HealthReport(status="ok", build=build, role=role, epoch=epoch))
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from aiohttp import web
 from pydantic import Field
 
 import thunderagent
 from thunderagent.errors import RequestError
+from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.reading.header_words import check_program_id
@@ -40,6 +42,7 @@ class SummaryReport(Report):
     )
     now: Sample
     rates: Rates
+    cell: CellReport | None = Field(None, description="of a scheduler that has gateways, or may have")
 
 
 class HistoryReport(Report):
@@ -54,9 +57,17 @@ class Live:
     """Handlers of `/summary`, `/history` and `/events`."""
 
     def __init__(
-        self, runtime: Runtime, replicas: Replicas, history: History, *, sandboxes_on: bool, simulated: bool
+        self,
+        runtime: Runtime,
+        replicas: Replicas,
+        history: History,
+        *,
+        sandboxes_on: bool,
+        simulated: bool,
+        cell: Callable[[], CellReport] | None = None,
     ) -> None:
-        """Report on `runtime` and `replicas`."""
+        """Report on `runtime` and `replicas`; `cell` tells the place of a scheduler that has gateways."""
+        self._cell = cell
         self._simulated = simulated
         self._sandboxes_on = sandboxes_on
         self._runtime = runtime
@@ -97,6 +108,7 @@ class Live:
                 demand_ratio=None if ratio is None else round(ratio, 4),
                 now=sample,
                 rates=rates,
+                cell=self._cell() if self._cell is not None else None,
             )
         )
 

@@ -254,7 +254,7 @@ def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() ->
     driver.passes(100.0)
     driver.takes_turn("lived", 10)
     driver.releases("lived")
-    wait_s = 0.5 * driver.scheduler.knowledge.median_residence_s
+    wait_s = 0.5 * driver.scheduler.knowledge.residences.median_s
     assert 40.0 < wait_s < 60.0
     opens(driver, a=400, b=300)
     first = driver.arrives("first", 900)

@@ -106,9 +106,10 @@ async function ask() {
   return summary;
 }
 
-function showSummary({ policy, version, now, rates: last, programs_count: all, replicas_count: known, replicas_up_count: up, longest_held_s: longest }) {
+function showSummary({ policy, version, now, rates: last, programs_count: all, replicas_count: known, replicas_up_count: up, longest_held_s: longest, cell }) {
   setText(byId("policy"), policy);
   setText(byId("version"), version);
+  setText(byId("cell"), place(cell));
   const paused = now.paused_reasoning_count + now.paused_acting_count;
   setText(byId("tile-programs"), whole(all));
   setText(byId("note-programs"), `${whole(all - paused)} active · ${whole(paused)} paused`);
@@ -124,6 +125,16 @@ function showSummary({ policy, version, now, rates: last, programs_count: all, r
   setText(byId("note-held"), last.held_p99_s === null ? "no turn lately" : `p90 ${duration(last.held_p90_s)} · p99 ${duration(last.held_p99_s)}`);
   document.title = `${now.turns_held_count ? `(${now.turns_held_count}) ` : ""}thunderagent`;
   connection(up ? "live" : "warn", up ? `Live · ${up === known ? count(up, "replica") : `${up} of ${known} replicas`}` : "No replica is up");
+}
+
+/** Say who leads, who stands by, and how far the log lags: of a scheduler that has gateways. */
+function place(cell) {
+  if (!cell) return "";
+  const parts = [`${cell.role}, epoch ${cell.epoch}`, count(cell.links_count, "gateway")];
+  if (cell.has_store) parts.push(cell.has_standby ? "a standby" : "no standby");
+  if (cell.log_lag_p99_s !== null) parts.push(`log lag ${(cell.log_lag_p99_s * 1000).toFixed(1)} ms`);
+  if (!cell.store_answers) parts.push("the store is away");
+  return parts.join(" · ");
 }
 
 function showCharts() {

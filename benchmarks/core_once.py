@@ -1,0 +1,35 @@
+"""Run `benchmarks.core` of the folder that is first in PYTHONPATH once, whichever commit that is of; print figures.
+
+`core --beside` starts it, by its path: of the package it uses nothing but what that benchmark had at its first commit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import chain
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks import core
+
+
+def main(policy: str, programs_count: int, replicas_count: int, events_count: int) -> None:
+    """Print one line of JSON: seconds, by figure."""
+    load = core.build(policy, programs_count, replicas_count, core.CAPACITY_TOKENS)
+    timed: Any = core.mixed_events(load, events_count, programs_count)
+    times = sorted(chain(*timed.values()) if isinstance(timed, dict) else timed)
+    ticks = [core.pausing_tick(programs_count, replicas_count) for _ in range(5)]
+    figures = {
+        "event_mean_ms": fmean(times) * 1e3,
+        "event_p99_ms": times[int(0.99 * len(times))] * 1e3,
+        "tick_pausing_half_ms": median(elapsed_s for elapsed_s, _ in ticks) * 1e3,
+        "tick_paused_count": ticks[0][1],
+    }
+    if hasattr(core, "plain_turns"):
+        figures["plain_turn_mean_ms"] = fmean(core.plain_turns(policy, events_count // 5)) * 1e3
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,77 @@
+"""Restores that moved, and whether they had to, on accounts that are set by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from thunderagent.programs.model.decisions import Pause, Reason, Restore
+from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.simulator.figures.restores import RestoreCounter, RestoreFigures
+
+
+def scheduler_with(*claims: tuple[str, int]) -> Scheduler:
+    """Two replicas of 1,000 tokens, and programs that claim so much; where they are is the scheduler's choice."""
+    scheduler = Scheduler(Cap(100))
+    for replica_id in ("r0", "r1"):
+        scheduler.handle(ReplicaPolled(0.0, replica_id, 1000))
+        scheduler.handle(ReplicaUp(0.0, replica_id))
+    for turn_id, (program_id, tokens) in enumerate(claims, start=1):
+        scheduler.handle(TurnArrived(0.0, turn_id, program_id, prompt_bytes=4 * tokens))
+        scheduler.handle(TurnFinished(1.0, turn_id, tokens - 1, 1, 0))
+    return scheduler
+
+
+def restore(program_id: str, replica_id: str) -> Restore:
+    return Restore(program_id, replica_id, Reason.FITS)
+
+
+def counted(scheduler: Scheduler, *decisions: Pause | Restore, home_id: str) -> RestoreFigures:
+    """Note the first of the decisions."""
+    counter = RestoreCounter(scheduler)
+    counter.note(decisions[0], decisions, home_id)
+    return counter.figures
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    """`big` claims 900 tokens of one replica, `small` 200 of the other."""
+    scheduler = scheduler_with(("big", 900), ("small", 200))
+    assert {program.program_id: program.replica_id for program in scheduler.programs.values()} == {
+        "big": "r0",
+        "small": "r1",
+    }
+    return scheduler
+
+
+def test_a_pause_and_a_restore_at_home_count_once(scheduler: Scheduler) -> None:
+    paused = counted(scheduler, Pause("small", "r1", Reason.IDLE), home_id="r1")
+    assert paused == RestoreFigures(pause_count=1)
+    assert counted(scheduler, restore("small", "r1"), home_id="r1") == RestoreFigures(restore_count=1)
+
+
+def test_the_first_placement_of_a_program_is_no_restore(scheduler: Scheduler) -> None:
+    assert counted(scheduler, restore("small", "r1"), home_id="") == RestoreFigures()
+
+
+def test_a_move_from_a_full_home_had_no_room(scheduler: Scheduler) -> None:
+    moved = counted(scheduler, restore("small", "r1"), home_id="r0")  # 900 + 200 do not fit
+    assert moved == RestoreFigures(restore_count=1, moved_count=1)
+
+
+def test_a_move_from_a_home_with_room_counts_as_that() -> None:
+    scheduler = scheduler_with(("other", 700), ("small", 200))
+    moved = counted(scheduler, restore("small", "r1"), home_id="r0")  # 700 + 200 fit
+    assert moved == RestoreFigures(restore_count=1, moved_count=1, moved_with_room_count=1)
+
+
+def test_whoever_took_the_room_later_in_the_same_event_was_not_there_yet(scheduler: Scheduler) -> None:
+    moved = counted(scheduler, restore("small", "r1"), restore("big", "r0"), home_id="r0")
+    assert moved.moved_with_room_count == 1
+
+
+def test_a_home_that_is_gone_has_no_room(scheduler: Scheduler) -> None:
+    scheduler.ledger.accounts["r0"].usable = False
+    assert counted(scheduler, restore("small", "r1"), restore("big", "r0"), home_id="r0").moved_with_room_count == 0

@@ -1,0 +1,120 @@
+"""Tools wait for a CPU and for their sandbox, and sandboxes for disk."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+
+import pytest
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.simulator.runs.agenda import Agenda
+from thunderagent.simulator.runs.tools import Sandbox, ToolHost, ToolSettings
+
+
+class Host:
+    """A tool host on an agenda of its own, which notes when tools end."""
+
+    def __init__(self, **settings: object) -> None:
+        self.agenda = Agenda()
+        self.tools = ToolHost(ToolSettings(**settings), self.agenda, seed=1)  # type: ignore[arg-type]
+        self.ended_s: dict[str, float] = {}
+
+    def run(self, name: str, tool_s: float, sandbox: Sandbox | None = None) -> Sandbox:
+        sandbox = sandbox or self.tools.open(0)
+        self.tools.run(tool_s, sandbox, partial(self.note, name))
+        return sandbox
+
+    def note(self, name: str) -> None:
+        self.ended_s[name] = self.agenda.now_s
+
+    def until(self, until_s: float = inf) -> dict[str, float]:
+        while self.agenda.next_s < until_s:
+            self.agenda.advance()
+        return self.ended_s
+
+
+def test_without_limits_a_tool_takes_its_own_time() -> None:
+    host = Host()
+    host.run("a", 2.0)
+    host.run("b", 1.0)
+    assert host.until() == {"b": 1.0, "a": 2.0}
+    assert host.tools.figures.waited_for_cpu_s == 0
+
+
+def test_cpus_are_given_first_come_first_served() -> None:
+    host = Host(cpu_count=1)
+    for name, tool_s in (("a", 2.0), ("b", 1.0), ("c", 1.0)):
+        host.run(name, tool_s)
+    assert host.until() == {"a": 2.0, "b": 3.0, "c": 4.0}
+    assert host.tools.figures.waited_for_cpu_s == 2.0 + 3.0
+
+
+def test_the_first_tool_waits_for_its_sandbox_and_the_second_does_not() -> None:
+    host = Host(prepare_min_s=30.0, prepare_max_s=30.0)
+    sandbox = host.tools.open(0)
+    host.agenda.at(10.0, lambda: None)
+    host.agenda.advance()
+    host.run("first", 1.0, sandbox)
+    host.until()
+    host.run("second", 1.0, sandbox)
+    assert host.until() == {"first": 31.0, "second": 32.0}
+    assert host.tools.figures.waited_for_sandbox_s == 20.0
+
+
+def test_a_sandbox_can_be_prepared_at_its_first_tool() -> None:
+    host = Host(prepare_min_s=30.0, prepare_max_s=30.0, prepare_at="first_tool")
+    sandbox = host.tools.open(0)
+    assert len(host.agenda) == 0
+    host.run("first", 1.0, sandbox)
+    assert host.until() == {"first": 31.0}
+
+
+def test_a_preparation_waits_for_disk_until_a_program_ends() -> None:
+    host = Host(prepare_min_s=5.0, prepare_max_s=5.0, sandbox_disk_bytes=10, disk_bytes=15, reclaim_after_s=2.0)
+    first, second = host.tools.open(0), host.tools.open(1)
+    host.run("second", 1.0, second)
+    host.until(100.0)
+    assert host.ended_s == {}
+    host.tools.close(first)
+    assert host.until() == {"second": 5.0 + 2.0 + 5.0 + 1.0}
+    assert (host.tools.figures.peak_disk_bytes, host.tools.figures.peak_sandbox_count) == (10, 1)
+
+
+def test_a_program_that_ended_before_there_was_disk_takes_none() -> None:
+    host = Host(sandbox_disk_bytes=10, disk_bytes=10)
+    first, second = host.tools.open(0), host.tools.open(1)
+    host.tools.close(second)
+    host.tools.close(first)
+    assert host.tools.figures.sandbox_count == 1
+
+
+def test_the_workload_says_what_a_sandbox_takes_unless_the_settings_do() -> None:
+    planned, set_ = Host(), Host(prepare_min_s=1.0, prepare_max_s=1.0)
+    for host in (planned, set_):
+        host.run("tool", 1.0, host.tools.open(0, 7.0))
+    assert (planned.until(), set_.until()) == ({"tool": 8.0}, {"tool": 2.0})
+
+
+def test_preparations_are_drawn_by_seed_and_program() -> None:
+    host, again = Host(prepare_min_s=1.0, prepare_max_s=9.0), Host(prepare_min_s=1.0, prepare_max_s=9.0)
+    drawn_s = [host.tools.open(serial_id).prepare_s for serial_id in range(5)]
+    assert drawn_s == [again.tools.open(serial_id).prepare_s for serial_id in range(5)]
+    assert len(set(drawn_s)) == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cpu_count": 0},
+        {"prepare_min_s": 2.0, "prepare_max_s": 1.0},
+        {"prepare_min_s": -1.0},
+        {"prepare_max_s": inf},
+        {"sandbox_disk_bytes": -1},
+        {"reclaim_after_s": -1.0},
+        {"sandbox_disk_bytes": 10, "disk_bytes": 9},
+    ],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        ToolSettings(**wrong)  # type: ignore[arg-type]

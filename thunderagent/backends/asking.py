@@ -1,0 +1,229 @@
+"""One poll of one URL: what it says of its health, its metrics, its models, and its capacity where only that says it.
+
+Whoever asks need not be whoever concludes: `Found` is all that a poll found, and can be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import fields
+from functools import cache
+from ssl import SSLContext
+from typing import NamedTuple
+
+import httpx2
+import msgspec
+from msgspec import Struct
+
+from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
+from thunderagent.backends.ranks import of_rank, rank_count_of
+from thunderagent.errors import ConfigurationError
+
+MODELS_PATH = "/v1/models"
+MODELS_EVERY_POLLS = 10
+"""An engine that is up is asked so often which models it serves; at once when it is suspected."""
+
+_FIGURES = tuple(each.name for each in fields(ReplicaReading) if each.compare)
+
+
+class Watch(Struct, frozen=True, array_like=True):
+    """One URL to be polled: its number, its engine's kind, and which ranks there are replicas; None is the whole."""
+
+    number: int
+    url: str
+    kind: str = "auto"
+    rank_ids: tuple[int | None, ...] = (None,)
+    finds_ranks: bool = False
+    """Whether somebody wants to know how many ranks there are."""
+
+
+class Failure(Struct, frozen=True, array_like=True):
+    """How a request failed: refused, without an answer in time, or answered with another status than 2xx."""
+
+    why: str
+    is_refusal: bool = False
+    is_silence: bool = False
+    is_answer: bool = False
+
+
+class RankReading(Struct, frozen=True, array_like=True):
+    """What the metrics say of one rank, or of the whole: the figures of a `ReplicaReading` in their order."""
+
+    rank_id: int | None
+    figures: tuple[int | float | None, ...] = ()
+
+    @property
+    def reading(self) -> ReplicaReading:
+        """Return it as it was read; what a later version adds is left out."""
+        return ReplicaReading(**dict(zip(_FIGURES, self.figures, strict=False)))  # type: ignore[arg-type]
+
+
+class Found(Struct, frozen=True, array_like=True):
+    """What one poll of a URL found."""
+
+    age_s: float
+    """How long ago the engine was asked."""
+    failure: Failure | None = None
+    """Of its health; None is that it can serve."""
+    metrics_failure: Failure | None = None
+    readings: tuple[RankReading, ...] = ()
+    kind: str = "auto"
+    """Of the engine, as far as it is known by now."""
+    ranks_count: int = 0
+    """How many ranks there are; 0 if that was not asked, or not said."""
+    info_capacity_tokens: int | None = None
+    """The capacity, where it is said besides the metrics."""
+    models: tuple[str, ...] | None = None
+    """The names that it lists; None if it was not asked now, or did not answer."""
+    lists_no_models: bool = False
+    """Whether it was asked, and has no such list."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it is a word against the engine: one that answers for its metrics alone is not silent."""
+        failure = self.failure
+        return failure is not None and not (failure.is_silence and self.metrics_failure is None)
+
+
+class Answers(NamedTuple):
+    """What a URL answered, not yet read."""
+
+    asked_s: float
+    failure: Failure | None
+    metrics: str | Failure
+    info: str | None
+    models: str | Failure | None
+
+
+class Asker:
+    """Polls one URL, each answer within a deadline."""
+
+    def __init__(self, url: str, backend: Backend, deadline_s: float) -> None:
+        """Ask at `url`, as `backend` does. Raises `ConfigurationError` for a URL that is none."""
+        self.url = url
+        self.backend = backend
+        self.health_url = url_of(url, backend.health_path)
+        self.metrics_url = url_of(url, backend.metrics_path)
+        self.polls_to_models = 0
+        """How many polls until it is asked for its models."""
+        self._deadline_s = deadline_s
+
+    def client(self, authorization: str, ssl_context: SSLContext | None) -> httpx2.AsyncClient:
+        """Return what to ask with: a client of its own, so that its connections close with it."""
+        # Redirects are not followed: one that speaks no TLS needs nobody to trust. httpx2's timeouts are for each
+        # read, where our deadline is for the whole answer.
+        tls = (ssl_context or _system_trust()) if self.health_url.scheme == "https" else False
+        headers = {"Authorization": authorization} if authorization else None
+        return httpx2.AsyncClient(verify=tls, trust_env=False, timeout=None, headers=headers)
+
+    async def ask(self, client: httpx2.AsyncClient) -> Answers:
+        """Ask for health and metrics at the same time, then for what else is to be known."""
+        asked_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(self._get(client, self.health_url))
+            asking_metrics = group.create_task(self._get(client, self.metrics_url))
+        health, metrics = asking.result(), asking_metrics.result()
+        failure = health if isinstance(health, Failure) else None
+        models = None
+        if self.polls_to_models <= 0 and (isinstance(metrics, str) or failure is None):
+            models = await self._get(client, url_of(self.url, MODELS_PATH))  # on a connection that is there
+            if isinstance(models, str) or models.is_answer:
+                self.polls_to_models = MODELS_EVERY_POLLS
+        self.polls_to_models -= 1
+        return Answers(asked_s, failure, metrics, await self._info(metrics, client), models)
+
+    async def _info(self, metrics: str | Failure, client: httpx2.AsyncClient) -> str | None:
+        """Ask for the capacity where its kind says it besides the metrics, if those lack it."""
+        reading = NOTHING_READ if isinstance(metrics, Failure) else self.backend.read_metrics(metrics)
+        if reading.capacity_tokens is None:
+            for path in self.backend.info_paths:
+                info = await self._get(client, url_of(self.url, path))
+                if not isinstance(info, Failure):
+                    return info
+        return None
+
+    async def _get(self, client: httpx2.AsyncClient, url: httpx2.URL) -> str | Failure:
+        """Return the body of a 2xx answer, or how the request failed. Expected failures end here."""
+        deadline_s = self._deadline_s
+        response: httpx2.Response | None = None
+        try:
+            async with asyncio.timeout(deadline_s), client.stream("GET", url) as response:
+                await response.aread()
+        except TimeoutError:
+            return Failure(f"no answer within {deadline_s:g} s", is_silence=True)
+        except httpx2.HTTPError as error:
+            if _is_refusal(error):
+                return Failure("connection refused", is_refusal=True)
+            return Failure(f"{type(error).__name__}: {error}")
+        finally:
+            if response is not None:  # it and its stream hold each other, body and connection, for a collection
+                del response.stream
+        assert response is not None
+        if not response.is_success:
+            return Failure(f"{url.path} answered {response.status_code}", is_answer=True)
+        return response.text
+
+    def found(self, answers: Answers, rank_ids: Collection[int | None], *, finds_ranks: bool) -> Found:
+        """Read what was answered, for these ranks and, if they are to be found, for all that there are."""
+        metrics, models, backend = answers.metrics, answers.models, self.backend
+        ranks_count = 0
+        if finds_ranks and isinstance(metrics, str):
+            ranks_count = rank_count_of(metrics, backend.rank_label)
+        all_ids = dict.fromkeys([*rank_ids, *(range(ranks_count) if ranks_count > 1 else ())])
+        readings = tuple(RankReading(each, self._figures(metrics, each)) for each in all_ids)
+        info = answers.info
+        return Found(
+            asyncio.get_running_loop().time() - answers.asked_s,
+            answers.failure,
+            metrics if isinstance(metrics, Failure) else None,
+            readings,
+            # Looked up last: what was read says the kind.
+            info_capacity_tokens=backend.read_info(info) if info is not None and None in all_ids else None,
+            kind=backend.kind,
+            ranks_count=ranks_count,
+            models=models_in(models) if isinstance(models, str) else None,
+            lists_no_models=isinstance(models, Failure) and models.is_answer,
+        )
+
+    def _figures(self, metrics: str | Failure, rank_id: int | None) -> tuple[int | float | None, ...]:
+        if isinstance(metrics, Failure):
+            return ()
+        text = metrics if rank_id is None else of_rank(metrics, self.backend.rank_label, rank_id)
+        reading = self.backend.read_metrics(text)
+        return tuple(getattr(reading, name) for name in _FIGURES)
+
+
+def models_in(answer: str) -> tuple[str, ...]:
+    """Return the names in a list of models as OpenAI's API has it, each once; none if it is no such list."""
+    try:
+        data = msgspec.json.decode(answer)["data"]
+        return tuple(dict.fromkeys(each["id"] for each in data if each["id"] and isinstance(each["id"], str)))
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ()
+
+
+def url_of(url: str, path: str) -> httpx2.URL:
+    """Return the URL of a path below another one. Raises `ConfigurationError` if that is none."""
+    try:
+        joined = httpx2.URL(url.rstrip("/") + path)
+    except httpx2.InvalidURL as error:
+        raise ConfigurationError("its URL is none") from error
+    if joined.scheme not in {"http", "https"} or not joined.host:
+        raise ConfigurationError("its URL is not an http or https URL")
+    return joined
+
+
+@cache
+def _system_trust() -> SSLContext:
+    """Trust whom the system trusts. It takes 20 ms to read."""
+    return httpx2.create_ssl_context(trust_env=False)
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Say whether nobody listens there: the connection was refused, at every address that was tried."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_refusal(each) for each in error.exceptions)
+    if error is None or isinstance(error, ConnectionRefusedError):
+        return error is not None
+    return _is_refusal(error.__cause__ or error.__context__)

@@ -1,0 +1,287 @@
+"""Gateways and schedulers on a Ray cluster, such as a trainer's: `thunderagent.ray.start(...)`.
+
+Theory of operation
+===================
+Ray places processes and starts them again; what they are is `thunderagent gateway` and `thunderagent scheduler`. Each
+is the child of a detached actor, which outlives the driver that made it. It ends with its actor, because its standard
+input does, and takes its actor with it, so that Ray starts both again. An actor has no state to lose: what it is given
+at first holds for each restart, its port included. So base URLs stay.
+
+One gateway is on each node, and on no other. A scheduler has a few nodes that it may be on, and gateways look for it
+on all of them: when its node is lost, Ray starts it on the next. With a store there are two, which share no node where
+there are several; without, what one of them knew is told to the next by the gateways.
+
+A cluster is one domain of trust: who can send to it runs code. Its network is not, so what listens there has keys.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.proxy.gate.keys import mint_key
+from thunderagent.security import is_loopback
+
+NAMESPACE = "thunderagent"
+START_S = 60.0
+"""A process has so long until it listens: its port may still be an earlier one's."""
+
+RETRY_S = 0.5
+CLOSE_S = 5.0
+SCHEDULER_NODES_COUNT = 2
+"""So many nodes each scheduler may be on; gateways dial all of them all the time."""
+
+GATEWAY, SCHEDULER = "gateway", "scheduler"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was started."""
+
+    name: str
+    urls: Mapping[str, str]
+    """Base URLs of the gateways, by Ray's ids of their nodes."""
+    key: str = field(default="", repr=False)
+    """What clients must send, as a key of an API; empty where nothing is needed, or keys were given."""
+    admin_key: str = field(default="", repr=False)
+    """The same for everything else."""
+
+    @property
+    def url(self) -> str:
+        """The base URL of this node's gateway, or of another one if it has none."""
+        return self.urls.get(_own_node_id()) or next(iter(self.urls.values()))
+
+    def stop(self, *, grace_s: float = 30.0) -> None:
+        """End all of it; see `stop`."""
+        stop(self.name, grace_s=grace_s)
+
+
+class Process:
+    """One process of a cell, as an actor: the command of its role."""
+
+    def __init__(self, role: str, host: str | None, port: int, environment: dict[str, str]) -> None:
+        """Start it, and wait until it listens; `host` None is this node's address. Raises `ConfigurationError`."""
+        listens = ("--host", host or ray.util.get_node_ip_address(), "--port", str(port))
+        self._command = (sys.executable, "-m", "thunderagent", role, *listens, "--end-with-stdin")
+        self._environment = {**os.environ, **environment}
+        self._is_stopping = False
+        self._process, self._url = self._started()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _started(self) -> tuple[subprocess.Popen[str], str]:
+        deadline_s = monotonic() + START_S
+        while True:
+            process = subprocess.Popen(  # noqa: S603 - our own command
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self._environment,
+                text=True,
+                start_new_session=True,
+            )
+            assert process.stdout is not None
+            words = process.stdout.readline().split()
+            if words[:3] == ["thunderagent", "ready", "at"]:
+                return process, words[3].rstrip(":")
+            process.kill()
+            if process.wait() == 2 or monotonic() > deadline_s:  # 2: it is configured wrongly
+                raise ConfigurationError(f"{' '.join(self._command[3:])} does not start; Ray's logs say why")
+            sleep(RETRY_S)
+
+    def _watch(self) -> None:
+        """End this actor with its process, so that Ray starts both again."""
+        self._process.wait()
+        if not self._is_stopping:
+            os._exit(1)
+
+    def url(self) -> str:
+        """Return its base URL."""
+        return self._url
+
+    def pid(self) -> int:
+        """Return the process's id."""
+        return self._process.pid
+
+    def stop(self, grace_s: float) -> None:
+        """End it after its turns, `grace_s` later at most."""
+        self._is_stopping = True
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(grace_s + CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def start(
+    *,
+    store: str = "",
+    name: str = "thunderagent",
+    port: int = 8300,
+    scheduler_port: int = 8400,
+    nodes: Sequence[str] = (),
+    num_cpus: float = 0,
+    **settings: object,
+) -> Cell:
+    """Start a gateway on each node, and one scheduler, or two with a `store`; return where they are once they listen.
+
+    `ray.init` comes first. `nodes` are Ray's ids; without, all that are alive. A port of 0 is one that is free on the
+    node. `settings` are those of `serve`, as in its configuration file: `backends`, `policy` and all others. Without a
+    source of replicas there is none until one is added. Each process asks for `num_cpus`.
+    On a network, clients need the key that is returned, unless `settings` have `api_keys` or `allow_open`.
+    Raises `ConfigurationError`; then nothing is left running.
+    """
+    if not ray.is_initialized():
+        raise ConfigurationError("ray: this process is in no cluster; call ray.init(...) first")
+    alive = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    wanted = list(nodes or alive)
+    if missing := [each for each in wanted if each not in alive]:
+        raise ConfigurationError(f"nodes: {', '.join(missing)} are not alive")
+    if _actors(name):
+        raise ConfigurationError(f"name: {name} runs already; thunderagent.ray.stop({name!r}) ends it")
+    given: dict[str, Any] = {"embedded_engines": 0, **settings, **({"store": store, "cell": name} if store else {})}
+    key, admin_key, of_gateways = _with_keys(given, [alive[each] for each in wanted])
+    ServeConfig.load(**given)  # what is wrong is said here, and not in the log of some node
+    scheduler_ports = _ports(wanted[0], scheduler_port, 2 if store else 1)
+    homes = [wanted[n :: len(scheduler_ports)][:SCHEDULER_NODES_COUNT] or wanted for n in range(len(scheduler_ports))]
+    urls = dict.fromkeys(
+        f"http://{_in_url(alive[node])}:{each}"
+        for each, own in zip(scheduler_ports, homes, strict=True)
+        for node in own
+    )
+    of_gateways |= {"schedulers": ",".join(urls)}
+    common = {"lifetime": "detached", "namespace": NAMESPACE, "max_restarts": -1, "num_cpus": num_cpus}
+    make = ray.remote(Process)
+    try:
+        schedulers = [
+            make.options(
+                **common, name=f"{name}/{SCHEDULER}/{n}", label_selector={"ray.io/node-id": f"in({','.join(own)})"}
+            ).remote(SCHEDULER, None, each, environment_of(given))
+            for n, (each, own) in enumerate(zip(scheduler_ports, homes, strict=True))
+        ]
+        of_gateways = {**{each: given[each] for each in given.keys() - {"store", "cell"}}, **of_gateways}
+        gateways = {
+            node: make.options(
+                **common,
+                name=f"{name}/{GATEWAY}/{node}",
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            ).remote(GATEWAY, alive[node], _ports(node, port, 1)[0], environment_of(of_gateways))
+            for node in wanted
+        }
+        ray.get([each.url.remote() for each in schedulers], timeout=2 * START_S)
+        found = ray.get([each.url.remote() for each in gateways.values()], timeout=2 * START_S)
+    except BaseException as error:
+        stop(name, grace_s=0)
+        if isinstance(error, RayError | GetTimeoutError | ValueError):
+            raise ConfigurationError(f"the cell does not start: {str(error).splitlines()[-1]}") from error
+        raise
+    return Cell(name, dict(zip(gateways, found, strict=True)), key, admin_key)
+
+
+def stop(name: str = "thunderagent", *, grace_s: float = 30.0) -> None:
+    """End a cell: first its gateways, after their turns, `grace_s` later at most. Nothing is done if none runs."""
+    actors = _actors(name)
+    for role in (GATEWAY, SCHEDULER):
+        ending = [each.stop.remote(grace_s) for known, each in actors.items() if known.split("/")[-2] == role]
+        for each in ending:
+            with suppress(RayError):  # one that is not there, or is just started again
+                ray.get(each, timeout=grace_s + 2 * CLOSE_S)
+    for each in actors.values():
+        ray.kill(each, no_restart=True)
+
+
+def url(name: str = "thunderagent") -> str:
+    """Return the base URL of this node's gateway, or of another one if it has none, for whoever runs on the cluster.
+
+    Raises `ConfigurationError`.
+    """
+    gateways = {known: each for known, each in _actors(name).items() if known.split("/")[-2] == GATEWAY}
+    if not gateways:
+        raise ConfigurationError(f"no cell {name} runs in this cluster")
+    own = gateways.get(f"{name}/{GATEWAY}/{_own_node_id()}") or next(iter(gateways.values()))
+    found: str = ray.get(own.url.remote(), timeout=2 * START_S)
+    return found
+
+
+def environment_of(settings: Mapping[str, object]) -> dict[str, str]:
+    """Return settings as variables: a command line is seen by others."""
+    return {f"{ENVIRONMENT_PREFIX}{name.upper()}": _spelt(value) for name, value in settings.items()}
+
+
+def _spelt(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={each}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _with_keys(given: dict[str, Any], addresses: Sequence[str]) -> tuple[str, str, dict[str, str]]:
+    """Add keys where others could come; return those for clients and for everything, and what gateways need."""
+    has_own = any(name in given for name in ("api_keys", "admin_keys"))
+    if given.get("allow_open") or (not has_own and all(map(is_loopback, addresses))):
+        return "", "", {}
+    key = ""
+    if "api_keys" not in given:
+        key, line = mint_key("clients")
+        given["api_keys"] = (line,)
+    admin_key, line = mint_key("cell")
+    own = given.get("admin_keys", ())
+    given["admin_keys"] = (*(own.split(",") if isinstance(own, str) else own), line)
+    given.setdefault("tenant_from_key", False)
+    return key, admin_key, {"scheduler_key": admin_key}
+
+
+def _ports(node: str, first: int, count: int) -> list[int]:
+    """Return ports from `first` on; for 0 those that are free on a node."""
+    if first:
+        return [first + n for n in range(count)]
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    found: list[int] = ray.get(
+        ray.remote(free_ports).options(num_cpus=0, scheduling_strategy=there).remote(count), timeout=START_S
+    )
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on here."""
+    sockets = [socket.create_server(("", 0)) for _ in range(count)]
+    try:
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _actors(name: str) -> dict[str, Any]:
+    """Return the actors of a cell, by their names."""
+    known = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+    found = {}
+    for each in known:
+        if each.rsplit("/", 2)[0] == name:
+            with suppress(ValueError):  # it just ended
+                found[each] = ray.get_actor(each, namespace=NAMESPACE)
+    return found
+
+
+def _own_node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _in_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

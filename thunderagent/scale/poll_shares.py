@@ -1,0 +1,153 @@
+"""Which gateway polls which replica, and whose word against one counts.
+
+Theory of operation
+===================
+A scheduler polls no replica while gateways do. Each URL is polled by the linked gateway that its hash with it ranks
+first (rendezvous hashing), so that one that comes or goes moves no more than its own share. What a gateway found is
+taken in by the scheduler's poller as if that had asked itself: the core hears the same, whoever polled.
+
+A gateway may be cut off from an engine that others reach. So a poll that failed counts once a second gateway, the next
+by the hash, has failed too, or if there is no other; else what the second one found counts.
+
+A gateway that is silent takes nothing with it: the poller asks by itself what nobody tells it of (`Poller`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import blake2b
+
+from thunderagent.backends.asking import Watch
+from thunderagent.backends.poller import Poller
+from thunderagent.scale.gateway import Gateway
+from thunderagent.scale.gateways import Gateways
+from thunderagent.scale.messages import Look, Polled, PollShare
+
+WITNESSES_COUNT = 2
+
+
+class PollShares:
+    """Has gateways poll in place of a poller. All methods belong to one event loop."""
+
+    def __init__(self, poller: Poller, gateways: Gateways) -> None:
+        """Share out what `poller` watches, from now on."""
+        self._poller = poller
+        self._gateways = gateways
+        self._watches = {watch.number: watch for watch in poller.watches}
+        self._polling: dict[str, Gateway] = {}
+        """Gateways that poll, by their ids."""
+        self._of: dict[int, str] = {}
+        """Which gateway polls a URL."""
+        self._witnesses: dict[int, set[str]] = {}
+        """Gateways whose poll of a URL failed, until one more says what it finds."""
+        self._changed_ids: set[str] = set()
+        """Gateways that are to be told their share anew."""
+        poller.elsewhere = self
+        gateways.on_polled = self.polled
+
+    def __repr__(self) -> str:
+        return f"<PollShares: {len(self._watches)} of {len(self._polling)} gateways>"
+
+    @property
+    def shared_count(self) -> int:
+        """URLs that gateways poll."""
+        return len(self._of)
+
+    # --- gateways come and go
+
+    def came(self, gateway: Gateway) -> None:
+        """Give a gateway its share: what it ranks first for; it may have come before, by another link."""
+        gateway_id = gateway.gateway_id
+        self._polling[gateway_id] = gateway
+        self._change(gateway_id)
+        for watch in self._watches.values():
+            before_id = self._of.get(watch.number)
+            if before_id is None or _rank(gateway_id, watch) > _rank(before_id, watch):
+                self._entrust(watch, gateway_id)
+
+    def went(self, gateway: Gateway) -> None:
+        """Have others poll what a gateway polled."""
+        gateway_id = gateway.gateway_id
+        if self._polling.get(gateway_id) is not gateway:
+            return
+        del self._polling[gateway_id]
+        for number in [number for number, of_id in self._of.items() if of_id == gateway_id]:
+            self._entrust(self._watches[number], self._first_of(self._watches[number]))
+        for number, witnesses in list(self._witnesses.items()):
+            witnesses.discard(gateway_id)
+            if not witnesses:
+                del self._witnesses[number]
+
+    def _first_of(self, watch: Watch, without: frozenset[str] | set[str] = frozenset()) -> str | None:
+        able = (each for each in self._polling if each not in without)
+        return max(able, key=lambda gateway_id: _rank(gateway_id, watch), default=None)
+
+    def _entrust(self, watch: Watch, gateway_id: str | None) -> None:
+        before_id = self._of.pop(watch.number, None)
+        if gateway_id is not None:
+            self._of[watch.number] = gateway_id
+        for each in (before_id, gateway_id):
+            if each is not None:
+                self._change(each)
+        self._poller.entrusted(watch.number, elsewhere=gateway_id is not None)
+
+    def _change(self, gateway_id: str) -> None:
+        """Tell a gateway its share, once all that changes now has changed."""
+        if not self._changed_ids:
+            asyncio.get_running_loop().call_soon(self._tell)
+        self._changed_ids.add(gateway_id)
+
+    def _tell(self) -> None:
+        changed_ids, self._changed_ids = self._changed_ids & self._polling.keys(), set()
+        shares: dict[str, list[Watch]] = {gateway_id: [] for gateway_id in changed_ids}
+        for number, gateway_id in self._of.items():
+            if gateway_id in shares:
+                shares[gateway_id].append(self._watches[number])
+        settings = self._poller.settings
+        for gateway_id, share in shares.items():
+            word = PollShare(tuple(share), settings.interval_s, settings.deadline_s)
+            self._gateways.say(self._polling[gateway_id], word)
+
+    # --- what the poller says
+
+    def watch(self, watch: Watch) -> None:
+        """Have a URL polled, or what changed of it known."""
+        self._watches[watch.number] = watch
+        if (of_id := self._of.get(watch.number)) is not None:
+            self._change(of_id)
+        elif (first_id := self._first_of(watch)) is not None:
+            self._entrust(watch, first_id)
+
+    def unwatch(self, number: int) -> None:
+        """Have a URL polled no more."""
+        self._watches.pop(number, None)
+        self._witnesses.pop(number, None)
+        if (of_id := self._of.pop(number, None)) is not None:
+            self._change(of_id)
+
+    def look(self, number: int) -> None:
+        """Have a URL polled at once, by whoever polls it."""
+        of_id = self._of.get(number)
+        if of_id is not None:
+            self._gateways.say(self._polling[of_id], Look(self._watches[number]))
+
+    # --- what gateways find
+
+    def polled(self, gateway: Gateway, word: Polled) -> None:
+        """Tell the poller what a gateway found; of a failure, ask another one first."""
+        watch = self._watches.get(word.number)
+        if watch is None or self._polling.get(gateway.gateway_id) is not gateway:
+            return
+        if word.found.is_bad:
+            witnesses = self._witnesses.setdefault(word.number, set())
+            witnesses.add(gateway.gateway_id)
+            other_id = self._first_of(watch, witnesses)
+            if len(witnesses) < WITNESSES_COUNT and other_id is not None:
+                self._gateways.say(self._polling[other_id], Look(watch))
+                return
+        self._witnesses.pop(word.number, None)
+        self._poller.told(word.number, word.found)
+
+
+def _rank(gateway_id: str, watch: Watch) -> bytes:
+    return blake2b(f"{gateway_id}\0{watch.url}\0{watch.rank_ids}".encode(), digest_size=8).digest()

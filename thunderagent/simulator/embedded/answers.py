@@ -1,0 +1,150 @@
+"""Shape what the embedded engine answers as vLLM does (vLLM 0.32, `vllm/entrypoints/openai`)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    from thunderagent.simulator.engine.records import FinishedRequest
+
+Json: TypeAlias = dict[str, Any]
+
+
+def event_bytes(value: object) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def usage_of(prompt_tokens: int, generated_tokens: int) -> Json:
+    """Return the usage so far."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + generated_tokens,
+        "completion_tokens": generated_tokens,
+    }
+
+
+def final_usage_of(finished: FinishedRequest) -> Json:
+    """Report as an engine does that was started with --enable-prompt-tokens-details."""
+    usage = usage_of(finished.prompt_tokens, finished.generated_tokens)
+    return {**usage, "prompt_tokens_details": {"cached_tokens": finished.cached_tokens}}
+
+
+def models_body(model: str, *, created_s: int, context_limit_tokens: int) -> Json:
+    """Return the list of the one model that is served."""
+    entry = {
+        "id": model,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "vllm",
+        "root": model,
+        "parent": None,
+        "max_model_len": context_limit_tokens,
+    }
+    return {"object": "list", "data": [entry]}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """Shape an answer as a chat completion."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def first_chunks(self) -> list[Json]:
+        """Return what a stream begins with: the role."""
+        return [self._chunk({"role": "assistant", "content": ""}, {"finish_reason": None})]
+
+    def chunk(self, words: list[str], *, is_first: bool, finish_reason: str | None) -> Json:
+        """Return the chunk for these words, the answer's first or not, its last if there is a finish reason."""
+        text = " ".join(words)
+        if words and not is_first:
+            text = " " + text
+        finish = {"finish_reason": finish_reason} | ({"stop_reason": None} if finish_reason else {})
+        return self._chunk({"content": text}, {**finish, "token_ids": None})
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """Return the chunk that holds the usage and no choice."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
+
+    def whole(self, words: list[str], finish_reason: str, usage: Json) -> Json:
+        """Return the answer in one piece."""
+        message: Json = {"role": "assistant", "content": " ".join(words), "refusal": None, "tool_calls": []}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            "stop_reason": None,
+        }
+        return {**self._head("chat.completion"), "choices": [choice], "usage": usage}
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, delta: Json, finish: Json) -> Json:
+        choice = {"index": 0, "delta": delta, "logprobs": None, **finish}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionForm:
+    """Shape an answer as a text completion; each word stands behind a space, so that it continues the prompt."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def first_chunks(self) -> list[Json]:
+        """Return what a stream begins with: nothing."""
+        return []
+
+    def chunk(self, words: list[str], *, is_first: bool, finish_reason: str | None) -> Json:  # noqa: ARG002 - the seam
+        """Return the chunk for these words, the answer's last if there is a finish reason."""
+        return {**self._head(), "choices": [self._choice(words, finish_reason)]}
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """Return the chunk that holds the usage and no choice."""
+        return {**self._head(), "choices": [], "usage": usage}
+
+    def whole(self, words: list[str], finish_reason: str, usage: Json) -> Json:
+        """Return the answer in one piece."""
+        return {**self._head(), "choices": [self._choice(words, finish_reason)], "usage": usage}
+
+    def _head(self) -> Json:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    def _choice(self, words: list[str], finish_reason: str | None) -> Json:
+        text = "".join(f" {word}" for word in words)
+        return {
+            "index": 0,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            "stop_reason": None,
+        }
+
+
+Form: TypeAlias = ChatForm | CompletionForm
+
+
+class EventForm(Protocol):
+    """Shape an answer for an API that has events of its own."""
+
+    def opening(self) -> bytes:
+        """Return the events that a stream begins with."""
+
+    def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:
+        """Return the events for these tokens and their words, the answer's last if there is a finish reason."""
+
+    def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:
+        """Return the events that a stream ends with; `words` are all that were said."""
+
+    def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:
+        """Return the answer in one piece."""

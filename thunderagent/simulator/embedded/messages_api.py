@@ -1,0 +1,126 @@
+"""Anthropic's Messages API: what the embedded engine reads and answers at `/v1/messages`.
+
+Written after `vllm/entrypoints/anthropic` (vLLM 0.32): its order of events, and its usage, which counts the prompt
+without what was cached once that is known.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from thunderagent.simulator.embedded.answers import Json
+from thunderagent.simulator.embedded.requests import ApiError, GenerationBody, json_text
+
+if TYPE_CHECKING:
+    from thunderagent.simulator.embedded.tokens import WordTokenizer
+    from thunderagent.simulator.engine.records import FinishedRequest
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class AnthropicMessage(msgspec.Struct):
+    """One message: a text, or blocks."""
+
+    role: str
+    content: str | list[Json]
+
+
+class MessagesBody(GenerationBody, kw_only=True):
+    """The body of POST /v1/messages; that of `count_tokens` has no limit."""
+
+    messages: list[AnthropicMessage]
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
+
+    def encode(self, tokenizer: WordTokenizer) -> list[int]:
+        """Return the prompt's tokens; ApiError for a block that is no text."""
+        chat = [("system", _text(self.system))] if self.system else []
+        chat += [(message.role, _text(message.content)) for message in self.messages]
+        return tokenizer.encode_chat(chat, tools=json_text(self.tools) if self.tools else "")
+
+
+def _text(content: str | list[Json]) -> str:
+    return content if isinstance(content, str) else " ".join(map(_block_text, content))
+
+
+def _block_text(block: Json) -> str:
+    kind = block.get("type")
+    if kind == "text" and isinstance(block.get("text"), str):
+        return str(block["text"])
+    if kind == "tool_use":
+        return json_text([block.get("name"), block.get("input")])
+    if kind == "tool_result":
+        result = block.get("content") or ""
+        return _text(result) if isinstance(result, str | list) else json_text(result)
+    if kind in {"thinking", "redacted_thinking"}:
+        return ""
+    raise ApiError(f"This model reads text only, got a block of type {kind!r}.", param="messages")
+
+
+def error_body(refusal: ApiError) -> Json:
+    """Return a refusal as this API says it."""
+    return {"type": "error", "error": {"type": refusal.kind, "message": str(refusal)}}
+
+
+def _event(body: Json) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (str(body["type"]).encode(), msgspec.json.encode(body))
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesForm:
+    """Shape an answer as a message with one block of text."""
+
+    model: str
+    prompt_tokens: int
+    id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    _said: list[str] = field(default_factory=list)
+
+    def opening(self) -> bytes:
+        """Return what a stream begins with."""
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
+        block = {"type": "text", "text": ""}
+        return _event({"type": "message_start", "message": self._message([], None, usage)}) + _event(
+            {"type": "content_block_start", "index": 0, "content_block": block}
+        )
+
+    def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:  # noqa: ARG002 - the seam
+        """Return the event for these words; none if they are none."""
+        if not words:
+            return b""
+        text = (" " if self._said else "") + " ".join(words)
+        self._said.extend(words)
+        delta = {"type": "text_delta", "text": text}
+        return _event({"type": "content_block_delta", "index": 0, "delta": delta})
+
+    def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:  # noqa: ARG002 - the seam
+        """Return what a stream ends with."""
+        delta = {"stop_reason": _STOP_REASONS.get(finish_reason), "stop_sequence": None}
+        usage = _usage(finished)
+        return b"".join(
+            (
+                _event({"type": "content_block_stop", "index": 0}),
+                _event({"type": "message_delta", "delta": delta, "usage": usage}),
+                _event({"type": "message_stop"}),
+            )
+        )
+
+    def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:  # noqa: ARG002 - the seam
+        """Return the answer in one piece."""
+        content = [{"type": "text", "text": " ".join(words)}]
+        return self._message(content, _STOP_REASONS.get(finish_reason), _usage(finished))
+
+    def _message(self, content: list[Json], stop_reason: str | None, usage: Json) -> Json:
+        head: dict[str, Any] = {"id": self.id, "type": "message", "role": "assistant", "content": content}
+        return {**head, "model": self.model, "stop_reason": stop_reason, "stop_sequence": None, "usage": usage}
+
+
+def _usage(finished: FinishedRequest) -> Json:
+    return {
+        "input_tokens": finished.prompt_tokens - finished.cached_tokens,
+        "output_tokens": finished.generated_tokens,
+        "cache_read_input_tokens": finished.cached_tokens,
+    }

@@ -1,0 +1,1 @@
+"""What came of one run, what bounds it, and intervals over several."""
