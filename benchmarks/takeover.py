@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import random
 import re
@@ -29,11 +30,13 @@ from time import perf_counter
 from typing import Any
 
 import aiohttp
+import structlog
 import uvloop
 
 from benchmarks.environments import ensure_environment
 from benchmarks.instant import instant_engine
 from benchmarks.machine import save_results
+from benchmarks.processes import resident_mb
 from thunderagent.leases import TurnAsk
 from thunderagent.scale.carried import CarriedTurns
 from thunderagent.scale.dialling import Dialling
@@ -60,7 +63,8 @@ class Cell:
         self.packages = packages
         self.engine_url = engine_url
         self.in_flight_count, self.programs_count = args.in_flight, args.programs
-        self.turn_s = args.turn_s
+        self.turn_s, self.idle_count = args.turn_s, args.idle_programs
+        self.begun: dict[str, Any] = {}
         self.redis: Process | None = None
         self.schedulers: dict[int, Process] = {}
         self.gateways: list[RemoteRuntime] = []
@@ -142,6 +146,8 @@ class Cell:
             while not all(each.replicas.open_ids for each in self.gateways):
                 await asyncio.sleep(0.05)
             await self.leader(followed=True)
+            self.begun = await self.settle(0.2)
+            await self.know(self.idle_count)
             async with asyncio.TaskGroup() as group:
                 for number in range(self.programs_count):
                     group.create_task(self.program(number))
@@ -169,14 +175,16 @@ class Cell:
         while not self.stop.is_set():
             program_id, lives_count = f"p{number}-{lives_count}", lives_count + 1
             for _ in range(rng.randint(1, 2 * TURNS_COUNT)):
-                await self.turn(runtime, gateway_index, program_id, rng)
+                await self.turn(runtime, gateway_index, program_id, rng, self.turn_s)
                 if self.stop.is_set():
                     return
                 await asyncio.sleep(TOOL_S * 2 * rng.random())
             runtime.release(program_id)
 
-    async def turn(self, runtime: RemoteRuntime, gateway_index: int, program_id: str, rng: random.Random) -> None:
-        """Have a turn generated under a lease."""
+    async def turn(
+        self, runtime: RemoteRuntime, gateway_index: int, program_id: str, rng: random.Random, turn_s: float
+    ) -> None:
+        """Have a turn generated under a lease, in about `turn_s`."""
         turn_id = runtime.new_turn_id()
         self.asked_count += 1
         ask = TurnAsk(turn_id=turn_id, program_id=program_id, prompt_bytes=4 * PROMPT_TOKENS)
@@ -184,7 +192,7 @@ class Cell:
             self.granted.append((perf_counter(), lease.granted.generation >> GENERATION_BITS))
             self.generated[gateway_index, turn_id] += 1
             lease.started()
-            await asyncio.sleep(self.turn_s * (0.5 + rng.random()))
+            await asyncio.sleep(turn_s * (0.5 + rng.random()))
             lease.finished(PROMPT_TOKENS, OUTPUT_TOKENS, 0)
 
     @property
@@ -205,8 +213,15 @@ class Cell:
         before_count = len(self.granted)
         await asyncio.sleep(seconds_s)
         rate = (len(self.granted) - before_count) / seconds_s
-        said = await self.said(self.leader_port)
+        said, values = await self.said(self.leader_port), await self.metrics(self.leader_port)
+        counts = {name: count for name, count in values.items() if "event_loop_lag_seconds_bucket" in name}
+        whole = [name for name, count in counts.items() if count == max(counts.values())]
         return {
+            "programs": {name: count for name, count in values.items() if "_programs{" in name and count},
+            "claimed_tokens": sum(count for name, count in values.items() if "claimed_tokens" in name),
+            "rss_mb": round(resident_mb(self.schedulers[self.leader_port].pid), 1),
+            "loop_never_later_than_s": whole[0].partition('le="')[2].rstrip('"}'),
+            "took_over_s": said.get("took_over_s"),
             "turns_per_s": round(rate),
             "in_flight": self.leased_count,
             "held": self.held_count,
@@ -256,15 +271,30 @@ class Cell:
         longest_s = max(after - before for before, after in pairwise(times))
         return {"longest_gap_s": round(longest_s, 4), "epochs_more": self.granted[-1][1] - epoch}
 
+    async def know(self, count: int) -> None:
+        """Have so many programs known that take a turn and then no more."""
+        rooms = asyncio.Semaphore(64)
+
+        async def one(number: int) -> None:
+            async with rooms:
+                runtime = self.gateways[number % GATEWAYS_COUNT]
+                await self.turn(runtime, number % GATEWAYS_COUNT, f"idle{number}", random.Random(number), 0.0)
+
+        for begin in range(0, count, 1_000):
+            await asyncio.gather(*(one(number) for number in range(begin, min(count, begin + 1_000))))
+
+    async def metrics(self, port: int) -> dict[str, float]:
+        """Return what a scheduler measures."""
+        assert self._http is not None
+        async with self._http.get(f"http://127.0.0.1:{port}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
     # --- what is left
 
     async def losses(self) -> dict[str, Any]:
         """Compare what engines and gateways know with what the leader counted."""
-        port = await self.leader(followed=False)
-        assert self._http is not None
-        async with self._http.get(f"http://127.0.0.1:{port}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+        values = await self.metrics(await self.leader(followed=False))
         turns_count = len(self.generated)
         counted = values.get('thunderagent_turns_total{outcome="finished"}', 0.0)
         return {
@@ -310,7 +340,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                     print(", ".join(f"{key} {value}" for key, value in result.items()), flush=True)
                     found["faults"].append(result)
                 await cell.settle(args.settle_s)
-            found["losses"] = cell.lost
+            found["losses"], found["at_the_begin"] = cell.lost, cell.begun
     takeovers_s = sorted(each["takeover_s"] for each in found["faults"] if each["fault"] == "killed")
     found["killed"] = {"count": len(takeovers_s), "p50_s": median(takeovers_s), "max_s": takeovers_s[-1]}
     return found
@@ -322,6 +352,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=5_000, metavar="N", help="(default: 5000)")
     parser.add_argument("--in-flight", type=int, default=2_500, metavar="N", help="for which there is room (2500)")
     parser.add_argument("--turn-s", type=float, default=2.0, metavar="SECONDS", help="a turn's mean length (2)")
+    parser.add_argument("--idle-programs", type=int, default=0, metavar="N", help="that are known beside these (0)")
     parser.add_argument("--kills", type=int, default=5, metavar="N", help="of the leader (5)")
     parser.add_argument("--begin-s", type=float, default=15.0, metavar="SECONDS", help="before the first fault (15)")
     parser.add_argument("--settle-s", type=float, default=4.0, metavar="SECONDS", help="before each fault (4)")
@@ -329,6 +360,7 @@ def main() -> None:
     args = parser.parse_args()
     if shutil.which("redis-server") is None:
         parser.error("redis-server is not installed")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     found = uvloop.run(measure(args))
     for name in ("killed", "losses"):
         print(f"{name}: {', '.join(f'{key} {value}' for key, value in found[name].items())}")
