@@ -218,7 +218,7 @@ class Cell:
         whole = [name for name, count in counts.items() if count == max(counts.values())]
         return {
             "programs": {name: count for name, count in values.items() if "_programs{" in name and count},
-            "claimed_tokens": sum(count for name, count in values.items() if "claimed_tokens" in name),
+            "claimed_tokens": sum(count for name, count in values.items() if "thunderagent_demand_tokens" in name),
             "rss_mb": round(resident_mb(self.schedulers[self.leader_port].pid), 1),
             "loop_never_later_than_s": whole[0].partition('le="')[2].rstrip('"}'),
             "took_over_s": said.get("took_over_s"),
