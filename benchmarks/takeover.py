@@ -36,7 +36,7 @@ import uvloop
 from benchmarks.environments import ensure_environment
 from benchmarks.instant import instant_engine
 from benchmarks.machine import save_results
-from benchmarks.processes import resident_mb
+from benchmarks.processes import die_with_parent, resident_mb
 from thunderagent.leases import TurnAsk
 from thunderagent.scale.carried import CarriedTurns
 from thunderagent.scale.dialling import Dialling
@@ -85,7 +85,7 @@ class Cell:
         """Start it on what it kept."""
         options = ("--port", "0", "--unixsocket", "redis.sock", "--save", "", "--appendonly", "yes")
         self.redis = await asyncio.create_subprocess_exec(
-            "redis-server", *options, cwd=self.folder, stdout=subprocess.DEVNULL
+            *die_with_parent(), "redis-server", *options, cwd=self.folder, stdout=subprocess.DEVNULL
         )
 
     async def start_scheduler(self, port: int) -> None:
@@ -95,6 +95,7 @@ class Cell:
         store = ("--store", f"unix://{self.folder / 'redis.sock'}", "--capacity-tokens", str(capacity))
         with (self.folder / f"scheduler-{port}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
+                *die_with_parent(),
                 *(sys.executable, "-m", "thunderagent", "scheduler", *options, *store),
                 stdout=subprocess.PIPE,
                 stderr=log,
