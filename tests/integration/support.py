@@ -558,17 +558,23 @@ async def fake_replica(
 
 
 @asynccontextmanager
-async def command(name: str, *options: str, settings: Mapping[str, str] | None = None) -> AsyncIterator[CommandProcess]:
+async def command(
+    name: str, *options: str, settings: Mapping[str, str] | None = None, within: Sequence[str] = ()
+) -> AsyncIterator[CommandProcess]:
     """Run a command of `thunderagent` that serves, for the length of the block, from its ready line on.
 
-    `settings` are variables of its environment, beside those here that are not settings.
+    `settings` are variables of its environment, beside those here that are not settings; `within` is a command that
+    runs it.
     """
     environment = _environment() | dict(settings or {})
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder, "stderr")
         with log_path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "thunderagent", name, *options, stdout=PIPE, stderr=log, env=environment
+                *(*within, sys.executable, "-m", "thunderagent", name, *options),
+                stdout=PIPE,
+                stderr=log,
+                env=environment,
             )
         try:
             assert process.stdout is not None

@@ -290,8 +290,9 @@ class Client:
                 return False
             link.at_scheduler = ledger.gateways.linked(hello)
         gateway = link.at_scheduler
-        if gateway not in ledger.gateways.all.values() or gateway.link_number != link.number:
-            return False
+        is_known = gateway in ledger.gateways.all.values() and gateway.is_linked
+        if not is_known or gateway.link_number != link.number:
+            return False  # whoever read it has ended
         ledger.gateways.take(gateway, frame)
         return True
 

@@ -815,6 +815,21 @@ def test_failed_turns_of_ever_new_branches_do_not_grow_a_program() -> None:
     assert len(driver.program("a").branches) < 20
 
 
+def test_a_program_whose_turn_runs_elsewhere_is_there() -> None:
+    """What was written of it is older than the turn, which is the program's all the same: so is what that used."""
+    driver = Driver(Cap(1), replicas={"r0": 1000, "r1": 1000})
+    turn_id = driver.arrives("a", 100, wanted="r0")
+    driver.finishes(turn_id, 100, 10)
+    assert driver.home("a") == "r0"
+    driver.send(TurnAdopted(driver.now_s, 7000, "r1", TurnArrived(driver.now_s, 7000, "a", "", 40)))
+    turn = driver.scheduler.turns[7000]
+    assert (turn.account_id, turn.program) == ("r1", driver.program("a"))
+    assert driver.home("a") == "r1"
+    assert driver.demand("r0") == 0
+    driver.finishes(7000, 200, 20)
+    assert driver.program("a").output_tokens_total == 30
+
+
 def test_a_turn_that_runs_where_its_program_must_not_go_is_nobodys() -> None:
     """A held turn of the program goes on from what another replica alone has: that is where the program goes."""
     driver = Driver(Cap(1), replicas={"r0": 1000, "r1": 1000})

@@ -269,7 +269,10 @@ class Arrivals:
     # --- turns that run already -------------------------------------------------------------------------------------
 
     def _turn_adopted(self, event: TurnAdopted) -> None:
-        """Count a turn where it runs; as nobody's, if its program is or has to be elsewhere, or may not be opened."""
+        """Count a turn where it runs; as nobody's, if its program has others elsewhere, or may not be opened.
+
+        One whose tool ran elsewhere, as far as was known, is there by now: what was known is older than the turn.
+        """
         book, lives, arrived = self._core.book, self._lives, event.arrived
         replica, program_id = book.replicas.get(event.replica_id), arrived.program_id
         if event.turn_id in book.turns or replica is None or not replica.grants:
@@ -277,7 +280,8 @@ class Arrivals:
         program = book.programs.get(program_id) if program_id is not None else None
         is_elsewhere = False
         if program is not None:
-            home = program.place.replica if program.place.active else None
+            place = program.place
+            home = place.replica if place.active and place.kind is not Kind.ACTING else None
             is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
         may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
         if program_id is None or is_elsewhere or not may_open:
@@ -293,15 +297,17 @@ class Arrivals:
             return
         self._core.limits.turn_came(program)
         turn.wanted_replica_id = None  # it has what it wanted
-        if place.active:
+        if place.active and place.replica is replica:
             program.in_flight[turn.turn_id] = turn
             self._grant_at_home(program, turn, replica, Reason.HOME, resized=True)
             return
         program.held[turn.turn_id] = turn
-        if place.kind is not Kind.WAITING:
+        if place.active:
+            book.move(program, place.replica.asking)
+        elif place.kind is not Kind.WAITING:
             book.move(program, book.asking)
         book.resize(program)
-        book.ledger.wait_begins(turn.arrived_s)
+        self._give_up_home(program, turn, Reason.MOVED)
         self._core.restore(program, replica, Reason.HOME)
 
     # --- turns without a program ------------------------------------------------------------------------------------
