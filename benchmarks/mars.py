@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS
+from benchmarks.mlfq import Mlfq
 from benchmarks.simulated import Runner, save_plot
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.comparison.contestants import Contestant
@@ -153,7 +154,7 @@ def scenario_of(point: Point, policy: str, seed: int) -> Scenario:
     engine = EngineConfig.of(timing, block_size=BLOCK_TOKENS, max_num_batched_tokens=8192)
     engine = replace(engine, max_model_len=CONTEXT_LIMIT_TOKENS)
     if policy in (MARS, FEW_LONG):
-        engine = replace(engine, scheduling_policy="mlfq")
+        engine = replace(engine, scheduling_policy="priority", discipline=Mlfq)
     return Scenario(
         engine,
         loop="open",

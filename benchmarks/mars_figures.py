@@ -189,7 +189,7 @@ def _run_of(task: Task) -> tuple[Scenario, Mix | Bounded | Framed]:
     point = Point(task.regime, task.gpu, task.load)
     scenario = scenario_of(point, on_engine, task.seed)
     if task.policy == WITHOUT_COORDINATOR:
-        scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="fcfs"))
+        scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="fcfs", discipline=None))
     if task.policy == WITHOUT_COSCHEDULER:
         scenario = replace(scenario, engines_retain=False)
     programs = mix(point.regime, point.rate_per_s)

@@ -45,7 +45,7 @@ async def thunderagent(*arguments: str, log_path: Path) -> AsyncIterator[Server]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *_die_with_parent(),
+            *die_with_parent(),
             *(sys.executable, "-m", "thunderagent", *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -97,5 +97,6 @@ async def _url_when_ready(process: Process, arguments: Sequence[str], log_path: 
     return found[1]
 
 
-def _die_with_parent() -> tuple[str, ...]:
+def die_with_parent() -> tuple[str, ...]:
+    """Return what to put before a command that is to end if this process dies first; nothing where that cannot be."""
     return ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()

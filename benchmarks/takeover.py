@@ -36,7 +36,7 @@ import uvloop
 from benchmarks.environments import ensure_environment
 from benchmarks.instant import instant_engine
 from benchmarks.machine import save_results
-from benchmarks.processes import resident_mb
+from benchmarks.processes import die_with_parent, resident_mb
 from thunderagent.leases import TurnAsk
 from thunderagent.scale.carried import CarriedTurns
 from thunderagent.scale.dialling import Dialling
@@ -85,7 +85,7 @@ class Cell:
         """Start it on what it kept."""
         options = ("--port", "0", "--unixsocket", "redis.sock", "--save", "", "--appendonly", "yes")
         self.redis = await asyncio.create_subprocess_exec(
-            "redis-server", *options, cwd=self.folder, stdout=subprocess.DEVNULL
+            *die_with_parent(), "redis-server", *options, cwd=self.folder, stdout=subprocess.DEVNULL
         )
 
     async def start_scheduler(self, port: int) -> None:
@@ -95,6 +95,7 @@ class Cell:
         store = ("--store", f"unix://{self.folder / 'redis.sock'}", "--capacity-tokens", str(capacity))
         with (self.folder / f"scheduler-{port}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
+                *die_with_parent(),
                 *(sys.executable, "-m", "thunderagent", "scheduler", *options, *store),
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -218,7 +219,7 @@ class Cell:
         whole = [name for name, count in counts.items() if count == max(counts.values())]
         return {
             "programs": {name: count for name, count in values.items() if "_programs{" in name and count},
-            "claimed_tokens": sum(count for name, count in values.items() if "claimed_tokens" in name),
+            "claimed_tokens": sum(count for name, count in values.items() if "thunderagent_demand_tokens" in name),
             "rss_mb": round(resident_mb(self.schedulers[self.leader_port].pid), 1),
             "loop_never_later_than_s": whole[0].partition('le="')[2].rstrip('"}'),
             "took_over_s": said.get("took_over_s"),

@@ -1,6 +1,6 @@
 """The command line.
 
-`thunderagent serve | scheduler | gateway | doctor | engine | simulate | compare | calibrate | status | top |
+`thunderagent serve | scheduler | gateway | picker | doctor | engine | simulate | compare | calibrate | status | top |
 `thunderagent handover | key | replay | record | nova serve | workflow`.
 
 A command's modules are imported when it is asked for: an engine starts in a third of the time that all of them take.
@@ -112,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("serve", "serve agent programs on engine replicas", _add_serve),
         ("scheduler", "grant leases to gateways, which carry the bytes", _add_scheduler),
         ("gateway", "carry the bytes of turns for a scheduler elsewhere", _add_gateway),
+        ("picker", "pick endpoints for an Envoy that carries the bytes (experimental)", _add_picker),
         ("doctor", "find what is wrong with engines and a proxy, and say what to do", _add_doctor),
         ("engine", "run a simulated engine that speaks vLLM's dialect", _add_engine),
         (
@@ -187,6 +188,15 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input ends, as by SIGTERM")
     _add_serve_options(parser)
     parser.set_defaults(run=run_serve, role="gateway")
+
+
+def _add_picker(parser: argparse.ArgumentParser) -> None:
+    from thunderagent.picker import command
+
+    parser.description, parser.formatter_class = command.DESCRIPTION, _KEPT_LINES
+    command.add_arguments(parser)
+    _add_serve_options(parser)
+    parser.set_defaults(run=run_serve, role="picker")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -289,7 +299,11 @@ def run_serve(args: argparse.Namespace) -> int:
     def announce(url: str, policy_name: str) -> None:
         print(f"thunderagent ready at {url}: policy {policy_name}", flush=True)
 
-    if args.role == "serve" and not config.gateways:
+    if args.role == "picker":
+        from thunderagent.picker.command import Options, serve_picker
+
+        serving = serve_picker(config, Options(args.picker_port, args.fallbacks), ready=announce)
+    elif args.role == "serve" and not config.gateways:
         serving = serve(config, ready=announce, load=load)
     else:
         from thunderagent import scaling

@@ -119,7 +119,7 @@ def _shown(name: str, value: object) -> str:
 def take_over(
     reloader: Reloader, app: web.Application, keyring: Keyring, discovery: Discovery, *, simulated: bool
 ) -> None:
-    """Say which settings are taken over while the proxy runs, and by whom."""
+    """Tell the reloader which settings can change while the proxy runs, and what applies each."""
 
     def take_keys(config: ServeConfig) -> bool:
         lines = bool(config.api_keys), bool(config.admin_keys or config.api_keys)

@@ -117,7 +117,7 @@ async def serve_scheduler(
     With a store it stands by until it can lead, and again after another one took over.
     """
     check_gateways(config)
-    stop = _begin_process()
+    stop = begin_process()
     if ends_with_stdin:
         await _end_with_stdin(stop)
     while not stop.is_set():
@@ -226,7 +226,7 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
     check_gateways(config)
     if not config.schedulers:
         raise ConfigurationError("schedulers: a gateway needs the base URL of its scheduler")
-    stop = _begin_process()
+    stop = begin_process()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end it; a gateway reads nothing again
     async with gateway(config) as (url, runtime, dialling, app):
         calm_garbage_collector()
@@ -339,7 +339,7 @@ class _Ends(asyncio.Protocol):
         self._stop.set()
 
 
-def _begin_process() -> asyncio.Event:
+def begin_process() -> asyncio.Event:
     """Prepare a process that serves; return what a signal sets."""
     raise_file_limit()
     keep_freed_memory()
@@ -368,7 +368,7 @@ async def serve_with_gateways(
             key, line = mint_key("gateways")
             own["admin_keys"] = (*config.admin_keys, line)
             environment[f"{ENVIRONMENT_PREFIX}SCHEDULER_KEY"] = key
-        stop = _begin_process()
+        stop = begin_process()
         async with _scheduler(config.model_copy(update=own)) as (url, name, _):
             more = ("--schedulers", url, "--host", config.host, "--port", str(port), "--gateways", "0")
             command = (sys.executable, "-m", "thunderagent", "gateway", *options, *more, "--end-with-stdin")

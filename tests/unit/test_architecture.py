@@ -145,6 +145,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
     "ray": frozenset({"errors", "config", "proxy", "security"}),
+    # Has an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
+    "picker": frozenset(
+        {"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "security", "serving"}
+    ),
     # A client of engines and of a proxy, which it can start for itself.
     "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
     "cli": EVERY_ROOM
@@ -160,6 +164,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "log_lines",
         "lookups",
         "nova",
+        "picker",
         "scale",
         "workflows",
     },

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 TESTS = Path(__file__).parents[1]
 SHOW_SETTINGS = """
@@ -29,3 +30,69 @@ def test_random_examples_are_new_ones_where_ci_is_true() -> None:
     assert done.stdout.split() == ["False", "True"]
     fixed = [path for path in TESTS.rglob("test_*.py") if "derandomize" + "=True" in path.read_text()]
     assert not fixed
+
+
+FILES = {
+    "test_first.py": """
+import pytest
+
+@pytest.fixture(scope="module")
+def once(request):
+    yield
+    request.config.rootpath.joinpath("over").touch()
+
+def test_passes(once): pass
+def test_fails(once): assert 1 + 1 == 3
+def test_is_skipped(): pytest.skip("for a reason")
+""",
+    "test_second.py": """
+import os
+
+def test_passes(): print("which a process alone sees")
+def test_ends_its_process(): os._exit({status})
+def test_has_no_process_left(): pass
+""",
+    "test_third.py": "def test_passes(tmp_path): assert not list(tmp_path.iterdir())",
+}
+
+
+def _outcomes(folder: Path, *options: str, status: int = 0) -> tuple[dict[str, str], str]:
+    """Run the files side by side; return what became of each test, and what was said."""
+    for name, text in FILES.items():
+        folder.joinpath(name).write_text(text.replace("{status}", str(status)))
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", str(folder), "--rootdir", str(folder), "-p", "tests.side_by_side"]
+    more = ["--processes", "2", "-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml", str(report), *options]
+    done = subprocess.run([*command, *more], cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {}
+    for case in ET.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
+        found[name] = next((each.tag for each in case if each.tag in {"failure", "error", "skipped"}), "passed")
+    return found, done.stdout
+
+
+def test_side_by_side_every_test_is_reported_once_though_a_process_dies(tmp_path: Path) -> None:
+    """A test that ended its process, or would have come after, has failed, whatever the status was."""
+    for status in (0, 3):
+        found, said = _outcomes(tmp_path, status=status)
+        assert found == {
+            "test_first.test_passes": "passed",
+            "test_first.test_fails": "failure",
+            "test_first.test_is_skipped": "skipped",
+            "test_second.test_passes": "passed",
+            "test_second.test_ends_its_process": "failure",
+            "test_second.test_has_no_process_left": "failure",
+            "test_third.test_passes": "passed",
+        }
+        assert "assert (1 + 1) == 3" in said
+        assert tmp_path.joinpath("over").exists()
+        assert f"its process ended with status {status}" in said
+        assert "3 failed, 3 passed, 1 skipped" in said
+
+
+def test_side_by_side_the_first_failure_can_end_the_run(tmp_path: Path) -> None:
+    """What its file still had does not run, and is no failure."""
+    found, said = _outcomes(tmp_path, "-x", "-k", "first")
+    assert found == {"test_first.test_passes": "passed", "test_first.test_fails": "failure"}
+    assert "stopping after 1 failures" in said

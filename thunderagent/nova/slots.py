@@ -27,7 +27,7 @@ class Kept:
 
 
 class Slots:
-    """The slots of a cache. Lowest first, so that few rows are decoded in vain."""
+    """The slots of a cache. Lowest first, so that few empty rows are decoded."""
 
     def __init__(self, slots: int, keep: int) -> None:
         self.total = slots + keep

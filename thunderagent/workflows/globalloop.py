@@ -100,7 +100,7 @@ class GlobalLevel:
     clock: Callable[[], float]
     times: LoopTimes = field(default_factory=LoopTimes)
     refused: list[str] = field(default_factory=list)
-    """What the last turn's policies asked for in vain."""
+    """What the last turn's policies asked for and did not get."""
 
     async def step(self) -> None:
         """Look, decide and say so, once."""

@@ -23,6 +23,7 @@ from benchmarks.mars import (
     run_one,
     scenario_of,
 )
+from benchmarks.mlfq import Mlfq
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.workloads.plans import ProgramPlan
 
@@ -67,7 +68,7 @@ def test_every_policy_can_be_made_and_only_mars_has_the_changed_engine() -> None
     for policy, text in POLICIES.items():
         assert str(Contestant.parse(text)) == text
         engine = scenario_of(POINTS[0], policy, 0).engine
-        assert engine.scheduling_policy == ("mlfq" if policy in (MARS, FEW_LONG) else "fcfs")
+        assert engine.discipline is (Mlfq if policy in (MARS, FEW_LONG) else None)
         assert scenario_of(POINTS[0], policy, 0).engines_retain == (policy in (MARS, FEW_LONG))
 
 

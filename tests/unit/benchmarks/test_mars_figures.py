@@ -23,6 +23,7 @@ from benchmarks.mars_figures import (
     run_one,
     tasks_of,
 )
+from benchmarks.mlfq import Mlfq
 
 
 def test_programs_that_a_context_cannot_hold_are_drawn_anew() -> None:
@@ -57,7 +58,8 @@ def test_without_the_coordinator_the_engine_knows_no_levels() -> None:
     """And keeps what it keeps through a tool."""
     with_it, _ = _run_of(Task("fig13", "125k", "h100", 1.0, MARS, 0))
     without, _ = _run_of(Task("fig13", "125k", "h100", 1.0, WITHOUT_COORDINATOR, 0))
-    assert (with_it.engine.scheduling_policy, without.engine.scheduling_policy) == ("mlfq", "fcfs")
+    assert (with_it.engine.discipline, without.engine.discipline) == (Mlfq, None)
+    assert without.engine.scheduling_policy == "fcfs"
     assert with_it.engines_retain
     assert without.engines_retain
 

@@ -86,7 +86,19 @@ SCALED_OBJECT: Json = {
         ],
     },
 }
+# The Gateway API Inference Extension's, from its reference of InferencePool (v1), in the same way.
+INFERENCE_POOL: Json = {
+    "apiVersion!": "str",
+    "kind!": "str",
+    "metadata!": "V1ObjectMeta",
+    "spec!": {
+        "selector!": {"matchLabels!": {"app.kubernetes.io/name": "str"}},
+        "targetPorts!": [{"number!": "int"}],
+        "endpointPickerRef!": {"name!": "str", "port": {"number!": "int"}, "failureMode": "str"},
+    },
+}
 CUSTOM = {
+    ("inference.networking.k8s.io/v1", "InferencePool"): INFERENCE_POOL,
     ("monitoring.coreos.com/v1", "ServiceMonitor"): SERVICE_MONITOR,
     ("keda.sh/v1alpha1", "ScaledObject"): SCALED_OBJECT,
 }

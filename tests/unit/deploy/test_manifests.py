@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import copy
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ from tests.integration.kubernetes_api import LABEL_KEY, LABEL_VALUE, NAME
 from tests.unit.deploy.kubectl import kubectl
 from tests.unit.deploy.kubernetes_schema import problems
 from thunderagent.config import ServeConfig
+from thunderagent.proxy.gate.keys import mint_key
+from thunderagent.scale.handover import add_arguments
+from thunderagent.scaling import check_gateways
 from thunderagent.serving import CLOSE_S
 from thunderagent.tools.base import SANDBOX_LABEL
 
@@ -27,9 +32,10 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy/kubernetes"
-KUSTOMIZATIONS = [KUBERNETES, *(KUBERNETES / name for name in ("vllm", "monitoring", "autoscaling"))]
+SCALED = ROOT / "deploy/kubernetes-scaled"
+KUSTOMIZATIONS = [*(KUBERNETES / name for name in (".", "vllm", "monitoring", "autoscaling", "picker")), SCALED]
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
-SECRETS = {"thunderagent-keys", "hf-token"}
+SECRETS = {"thunderagent-keys", "thunderagent-link", "hf-token"}
 """What the documentation has users make."""
 
 
@@ -50,11 +56,15 @@ def objects_in(folder: Path) -> list[Json]:
 
 SANDBOXES_RBAC = list(yaml.safe_load_all((KUBERNETES / "sandboxes-rbac.yaml").read_text()))
 AUTOSCALER = yaml.safe_load((KUBERNETES / "autoscaling/horizontal-pod-autoscaler.yaml").read_text())
-OBJECTS = [*SANDBOXES_RBAC, AUTOSCALER, *(each for folder in KUSTOMIZATIONS for each in objects_in(folder))]
 
 
 def id_of(manifest: Json) -> str:
     return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+MADE = [*SANDBOXES_RBAC, AUTOSCALER, *(each for folder in KUSTOMIZATIONS for each in objects_in(folder))]
+OBJECTS = list({id_of(each): each for each in MADE}.values())
+"""Each once: a kustomization may build on another one."""
 
 
 def one(kind: str, name: str) -> Json:
@@ -178,8 +188,9 @@ def test_autoscalers_scale_the_engines_by_the_same_figures() -> None:
 def test_every_file_is_in_a_kustomization() -> None:
     """Nothing lies there that is neither applied nor offered, so none escapes the tests."""
     text = "".join((folder / "kustomization.yaml").read_text() for folder in KUSTOMIZATIONS)
-    for path in KUBERNETES.rglob("*.*"):
-        assert path.name == "kustomization.yaml" or f"- {path.name}\n" in text or f"[{path.name}]" in text, path
+    for path in (*KUBERNETES.rglob("*.*"), *SCALED.rglob("*.*")):
+        named = f"- {path.name}\n", f"- path: {path.name}\n", f"[{path.name}]"
+        assert path.name == "kustomization.yaml" or any(each in text for each in named), path
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.name)
@@ -313,22 +324,101 @@ def test_the_proxy_lets_its_clients_in_but_no_sandbox() -> None:
     assert expressions == [{"key": SANDBOX_LABEL, "operator": "DoesNotExist"}]
 
 
-def test_systemd_waits_for_longer_than_the_proxy(config: ServeConfig) -> None:
-    """Its patience covers the grace period that is the default, and the closing."""
+UNITS = sorted((ROOT / "deploy/systemd").iterdir())
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_systemd_waits_for_longer_than_the_proxy(path: Path) -> None:
+    """Its patience covers the grace period that is the default, and the closing; a scheduler waits for no turn."""
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]  # names are as written
-    unit.read(ROOT / "deploy/systemd/thunderagent.service")
+    unit.read(path)
     assert set(unit.sections()) == {"Unit", "Service", "Install"}
-    default_s = ServeConfig.model_fields["grace_s"].default
+    default_s = 0 if "scheduler" in path.name else ServeConfig.model_fields["grace_s"].default
     assert float(unit["Service"]["TimeoutStopSec"]) > default_s + 2 * CLOSE_S
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_systemd_knows_each_word_of_a_unit(path: Path) -> None:
+    """It complains of nothing but that the program is not installed here."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze")
+    done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if path.stem.rstrip("@") in line]
+    assert all("is not executable" in line for line in said), said
+
+
+@pytest.fixture
+def made_scaled() -> dict[str, Json]:
+    """What the overlay for several processes makes, with its patches."""
+    done = subprocess.run([kubectl(), "kustomize", str(SCALED)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {id_of(each): each for each in yaml.safe_load_all(done.stdout)}
+
+
+def settings_of(workload: Json, pod_ip: str = "10.0.0.7") -> dict[str, str]:
+    """Return the variables that a workload's pod gets, but for those of its Secrets."""
+    given = {each["name"]: each["value"] for each in container_of(workload)["env"] if "value" in each}
+    return {name: value.replace("$(POD_IP)", pod_ip) for name, value in given.items()}
+
+
+def test_gateways_know_the_schedulers_by_name(
+    made_scaled: dict[str, Json], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them; each part is configured as it may be with others, and with the keys that users make."""
+    gateways, schedulers = made_scaled["Deployment/thunderagent"], made_scaled["StatefulSet/thunderagent-scheduler"]
+    service = made_scaled["Service/thunderagent-scheduler"]
+    names = [f"thunderagent-scheduler-{number}" for number in range(schedulers["spec"]["replicas"])]
+    port = service["spec"]["ports"][0]["port"]
+    assert service["metadata"]["name"] == schedulers["spec"]["serviceName"]
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    for workload in (gateways, schedulers):
+        assert container_of(workload)["image"] == "registry.example.com/thunderagent:0.1.0"
+        with monkeypatch.context() as environment:
+            secrets = {"THUNDERAGENT_API_KEYS": mint_key("a")[1], "THUNDERAGENT_ADMIN_KEYS": mint_key("b")[1]}
+            for name, value in {**secrets, **settings_of(workload)}.items():
+                environment.setenv(name, value)
+            environment.delenv("THUNDERAGENT_SANDBOX_OWNER", raising=False)
+            check_gateways(found := ServeConfig.load(KUBERNETES / "thunderagent.toml"))
+        if workload is gateways:
+            assert found.schedulers == tuple(f"http://{each}.thunderagent-scheduler:{port}" for each in names)
+        else:
+            assert found.reached_at == f"http://10.0.0.7:{port}"
+            assert found.store is not None
+            host = urlsplit(found.store.get_secret_value()).hostname
+            assert f"Service/{host}" in made_scaled
+
+
+def test_a_scheduler_hands_over_before_it_ends(made_scaled: dict[str, Json]) -> None:
+    """It is asked to by the command that does so; and its readiness is no hindrance to an upgrade."""
+    container = container_of(made_scaled["StatefulSet/thunderagent-scheduler"])
+    *_, command = container["lifecycle"]["preStop"]["exec"]["command"]
+    words = command.removesuffix(" || true").split()
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert words[:2] == ["thunderagent", "handover"]
+    assert parser.parse_args(words[2:]).url == f"http://127.0.0.1:{container['ports'][0]['containerPort']}"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    for name in ("thunderagent", "thunderagent-scheduler"):
+        assert made_scaled[f"PodDisruptionBudget/{name}"]["spec"]["maxUnavailable"] == 1
+
+
+def test_the_autoscaler_is_of_the_gateways(made_scaled: dict[str, Json]) -> None:
+    """Their CPU: its target is there, asks for CPU, and never has fewer than two."""
+    autoscaler = made_scaled["HorizontalPodAutoscaler/thunderagent"]["spec"]
+    target = autoscaler["scaleTargetRef"]
+    assert container_of(made_scaled[f"{target['kind']}/{target['name']}"])["resources"]["requests"]["cpu"]
+    assert [each["resource"]["name"] for each in autoscaler["metrics"]] == ["cpu"]
+    assert autoscaler["minReplicas"] == 2
 
 
 def test_compose_waits_for_longer_than_the_proxy() -> None:
     """So does compose; and it publishes nothing beyond this machine."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     default_s = ServeConfig.model_fields["grace_s"].default
-    for name in ("thunderagent", "thunderagent-gpu"):
-        assert float(services[name]["stop_grace_period"].removesuffix("s")) > default_s + 2 * CLOSE_S
-    published = [port for service in services.values() for port in service.get("ports", ())]
-    assert len(published) == 2
+    scaled = yaml.safe_load((ROOT / "deploy/compose/scaled.yml").read_text())["services"]
+    for service in (services["thunderagent"], services["thunderagent-gpu"], scaled["gateway-1"], scaled["gateway-2"]):
+        assert float(service["stop_grace_period"].removesuffix("s")) > default_s + 2 * CLOSE_S
+    published = [port for service in (*services.values(), *scaled.values()) for port in service.get("ports", ())]
+    assert len(published) == 4
     assert all(port.startswith("127.0.0.1:") for port in published)

@@ -26,7 +26,7 @@ but for what it and all others on the replica will grow by while it would pay to
 costs more than to leave memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow
 beyond the mean size of programs. That holds where memory is short: where all that are in or wait would fit, each of the
 mean size, a newcomer that fits is let in at once, for not all of them are large at a time. Up to `low_ratio` of the
-capacity programs are let in; only above `high_ratio` they are paused: first those who expired, then the youngest
+capacity programs are let in; only above `high_ratio` they are paused: first those that expired, then the youngest
 acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before that
 ends. The last unfinished member of a group is paused last, because the whole group waits for it.
 

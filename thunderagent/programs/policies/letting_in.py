@@ -142,7 +142,7 @@ class LettingIn:
         reserved: ReplicaView | None,
         make_room: bool,
     ) -> Found:
-        """Return where a paused program could be active; with `make_room`, those who expired make room for it.
+        """Return where a paused program could be active; with `make_room`, expired programs are paused for it.
 
         Not on the replica reserved for the head of the queue, nor on one that is kept for a program that is routed to
         it. `home` need not be among the candidates, which may be those only where something changed.
@@ -229,7 +229,7 @@ class LettingIn:
         return view.now_s - program.waiting_since_s < self.home_wait_ratio * view.elsewhere_s(program, home)
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool, make_room: bool) -> bool:
-        """Say whether a program fits, if need be after those went who expired; one that would be alone always does."""
+        """Say whether a program fits once expired programs are paused; a program alone on the replica always fits."""
         account = replica.account
         if not account.active_count:
             return True

@@ -25,8 +25,8 @@ with a turn, which are marked, and unmarked if there is room again.
 
 What only an engine can do, and no proxy in front of it: to order in each iteration what it computes, by levels that
 fall while a prompt is computed; to shrink the chunk of a prompt that does not fit instead of preempting somebody; and
-to keep the blocks of a program at its tool, and take those before it preempts one that runs. The simulator's engine
-does all three with `scheduling_policy="mlfq"`. A real one takes the priority (vLLM: `--scheduling-policy priority`),
+to keep the blocks of a program at its tool, and take those before it preempts one that runs. `benchmarks/mlfq.py`
+has an engine that does all three. A real one takes the priority (vLLM: `--scheduling-policy priority`),
 and finds the history of a program whose claim was kept because not more was let in than fits.
 """
 
@@ -185,7 +185,7 @@ class Mars:
         return Placement(None, Reason.NO_ROOM)
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether a program fits, after those went who expired and one of a lower level, if that is enough."""
+        """Say whether a program fits once expired programs and one of a lower level are paused."""
         account = replica.account
         missing_tokens = view.claim_tokens_on(program, replica) - _free_tokens(replica)
         if missing_tokens <= 0 or not account.active_count:

@@ -20,8 +20,8 @@ which the turn began to wait and `promote_s` for each level.
 The paper has the levels, the window of served tokens and the bounded promotion. The marks, four levels and 30 s are of
 the authors' preview code (Afterglow231/MARS_preview), which keeps them in the engine: there a level falls while a
 prompt is computed, each level computes at most so many tokens in an iteration, and the levels order what runs in each
-iteration. An engine that takes a priority with a request can do none of that; the simulator's engine with
-`scheduling_policy="mlfq"` does.
+iteration. An engine that takes a priority with a request can do none of that; the one in
+`benchmarks/mlfq.py` does.
 """
 
 from __future__ import annotations

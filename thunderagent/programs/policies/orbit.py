@@ -1,4 +1,4 @@
-"""`orbit-step` and `orbit-judge`: who will succeed is served before who will fail, as an order and as engine priority.
+"""`orbit-step` and `orbit-judge`: programs likely to succeed are served before those likely to fail.
 
 Theory of operation
 ===================

@@ -1,8 +1,8 @@
 """Held turns whose clients give up, by the time at which each must have its lease.
 
-A client that gives up while its turn is held comes again or fails; either way what it waited for was in vain. So its
-turn is let in before, whether there is room or not, early enough for an answer: of its patience, `ratio` is left for
-that, at least `margin_s`, but never more than half.
+A client that gives up while its turn is held retries or fails, and has waited for nothing. So its turn is let in
+before, whether there is room or not, early enough for an answer: of its patience, `ratio` is left for that, at least
+`margin_s`, but never more than half.
 """
 
 from __future__ import annotations

@@ -23,15 +23,16 @@ def read_turn(
     What is not a JSON object, or is on an API that we do not speak, is nobody's; so is what goes to a replica that its
     client chose.
     """
-    turn, prompt = _read(exchange.target, exchange.headers, exchange.body, rules, tenancy)
+    turn, prompt = read_request(exchange.target, exchange.headers, exchange.body, rules, tenancy)
     if chosen_id is not None:
         return turn._replace(program_id=None, source="anonymous", is_final=False, told_id=""), None
     return turn, prompt
 
 
-def _read(
+def read_request(
     target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, tenancy: Tenancy | None
 ) -> tuple[TurnRequest, Prompt | None]:
+    """Return whose turn a head and a body are; see `read_turn`."""
     body = in_utf8(body)
     if tenancy is not None:
         rules = tenancy.rules(rules)

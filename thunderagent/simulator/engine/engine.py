@@ -11,8 +11,8 @@ their admission: a decoding one takes one token, one whose prompt is not yet com
 A chunk only ever stands at the end of that order, since nothing is admitted behind a prompt that exhausted the
 budget: so decodes come first. Then waiting requests are admitted by *rank*, while budget and places last and the
 whole prompt fits in the free blocks. The rank is the arrival, or under the `priority` policy (priority, arrival) with
-the lower number first. Nobody overtakes the head of the queue. What the `mlfq` policy does otherwise is told in
-`mlfq.py`.
+the lower number first. Nobody overtakes the head of the queue. A `Discipline` (`sequences.py`) makes another engine of
+it: one that orders what runs in each iteration, and lets chunks shrink.
 
 **Memory** is a pool of blocks (see `blocks.py`). A request's blocks are freed tail first, so that its head, which
 others are more likely to share, is lost last.
@@ -38,9 +38,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from thunderagent.simulator.engine.blocks import ROOT_HASH, BlockPool, Holding, count_free, hash_blocks
+from thunderagent.simulator.engine.blocks import ROOT_HASH, BlockPool, count_free, hash_blocks
 from thunderagent.simulator.engine.decoding import DecodeBatch
-from thunderagent.simulator.engine.mlfq import FRONT_PRIORITY, LOWEST_LEVEL, quantum_tokens
 from thunderagent.simulator.engine.records import (
     Admission,
     EngineConfig,
@@ -49,7 +48,8 @@ from thunderagent.simulator.engine.records import (
     FinishedRequest,
     StepResult,
 )
-from thunderagent.simulator.engine.sequences import EngineSequence, Plan, Retained, rank_of
+from thunderagent.simulator.engine.retained import RetainedBlocks
+from thunderagent.simulator.engine.sequences import EngineSequence, Plan, rank_of
 from thunderagent.simulator.engine.tier import Tier
 from thunderagent.simulator.engine.timing import IterationWork
 
@@ -62,10 +62,10 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._by_level = config.scheduling_policy == "mlfq"
+        self._discipline = None if config.discipline is None else config.discipline()
         self._tier = Tier(config.tier_block_count) if config.tier_block_count else None
         self._pool = BlockPool(config.block_count, self._tier)
-        self._retained: dict[str, Retained] = {}
+        self._retained = RetainedBlocks(self._pool)
         self._sequences: dict[str, EngineSequence] = {}
         self._running: list[EngineSequence] = []  # in the order of admission; those of the batch are the first
         self._batch = DecodeBatch(config.block_size)
@@ -224,14 +224,11 @@ class Engine:
 
     def drop_retained(self, retain_id: str) -> None:
         """Retain the blocks of that id no longer; nothing if there are none."""
-        retained = self._retained.pop(retain_id, None)
-        if retained is not None:
-            self._pool.release(retained.blocks)
+        self._retained.drop(retain_id)
 
     def check_invariants(self) -> None:
         """Assert that blocks, queues and requests agree (for tests; costs O(blocks))."""
-        retained = [each.blocks for each in self._retained.values()]
-        self._pool.check_invariants([*(sequence.blocks for sequence in self._running), *retained])
+        self._pool.check_invariants([*(sequence.blocks for sequence in self._running), *self._retained.holdings])
         assert all(sequence.blocks.count for sequence in self._running), "running without blocks"
         assert not any(sequence.blocks.count for sequence in self._waiting), "waiting with blocks"
         assert {*self._running, *self._waiting} == set(self._sequences.values()), "lost or doubled request"
@@ -270,8 +267,8 @@ class Engine:
             if not sequence.blocks.count:  # preempted a moment ago, for one before it
                 continue
             tokens = min(sequence.known_tokens - sequence.computed_tokens, plan.budget_tokens)
-            if self._by_level and not sequence.is_decoding:
-                tokens = self._shrunk(sequence, self._within_quantum(sequence, tokens, plan.now_s))
+            if self._discipline is not None and not sequence.is_decoding:
+                tokens = self._shrunk(sequence, self._bounded(sequence, tokens, plan.now_s))
             if self._make_room(sequence, tokens, plan):
                 plan.add(sequence, tokens)
         batch.publish(pool)
@@ -280,18 +277,20 @@ class Engine:
 
     def _in_order(self, now_s: float) -> Sequence[EngineSequence]:
         """Return what runs, besides the batch, in the order in which it is served."""
-        if not self._by_level:
+        if self._discipline is None:
             return self._running[self._batch.count :]
-        return sorted(self._running, key=lambda sequence: (sequence.level(now_s), sequence.served_s, sequence.rank))
+        return self._discipline.in_order(self._running, now_s)
 
-    def _within_quantum(self, sequence: EngineSequence, tokens: int, now_s: float) -> int:
+    def _bounded(self, sequence: EngineSequence, tokens: int, now_s: float) -> int:
         """Return how many tokens of a prompt are computed now; one that is alone in the engine gets what it can."""
-        return min(tokens, quantum_tokens(sequence.level(now_s))) if len(self._sequences) > 1 else tokens
+        if self._discipline is None or len(self._sequences) == 1:
+            return tokens
+        return min(tokens, self._discipline.most_tokens(sequence, now_s))
 
     def _shrunk(self, sequence: EngineSequence, tokens: int) -> int:
         """Return so many tokens of a prompt as fit without a preemption, halved again and again, a block at least."""
-        while self._retained and self._missing_blocks(sequence, tokens) > self._pool.free_count:
-            self._evict_retained(sequence)
+        while self._retained.count and self._missing_blocks(sequence, tokens) > self._pool.free_count:
+            self._retained.drop_least(sequence)
         while tokens > self.config.block_size and self._missing_blocks(sequence, tokens) > self._pool.free_count:
             tokens = max(self.config.block_size, tokens // 2)
         return tokens
@@ -301,8 +300,8 @@ class Engine:
         missing = self._missing_blocks(sequence, tokens)
         if missing == 0:  # as for most tokens
             return True
-        while self._retained and missing > self._pool.free_count:
-            self._evict_retained(sequence)
+        while self._retained.count and missing > self._pool.free_count:
+            self._retained.drop_least(sequence)
         while missing > self._pool.free_count:
             victim = self._victim(plan.now_s)
             self._preempt(victim, plan)
@@ -313,22 +312,13 @@ class Engine:
 
     def _victim(self, now_s: float) -> EngineSequence:
         """Return who is preempted."""
-        if not self._by_level:
+        if self._discipline is None:
             return max(self._running, key=rank_of)
-        return max(
-            self._running,
-            key=lambda each: (-1 if each.is_decoding else each.level(now_s), each.blocks.count, each.rank[1]),
-        )
-
-    def _evict_retained(self, for_whom: EngineSequence) -> None:
-        """Retain the blocks of one program less; those that `for_whom` is about to use go last."""
-        own_id = for_whom.request.retain_id
-        self.drop_retained(max(self._retained, key=lambda name: (name != own_id, self._retained[name].rank)))
+        return self._discipline.victim(self._running, now_s)
 
     def _preempt(self, sequence: EngineSequence, plan: Plan) -> None:
-        if self._by_level:
-            sequence.rank = (FRONT_PRIORITY, sequence.rank[1])
-            sequence.feedback_level = 0
+        if self._discipline is not None:
+            self._discipline.preempted(sequence)
         self._running.remove(sequence)
         self._pool.release(sequence.blocks)
         plan.remove(sequence)
@@ -356,12 +346,11 @@ class Engine:
         hits = pool.find(sequence.keys, wanted_count)
         hit_count = sum([len(run.keys) for run in hits])
         missing = self._block_count(sequence.known_tokens) - hit_count
-        if self._by_level:
+        if self._discipline is not None:
             missing += self._promised_count()
-        evictable = sum(retained.blocks.count for retained in self._retained.values())
-        if missing <= pool.free_count - count_free(hits) + evictable:  # else it would be for nothing
-            while self._retained and missing > pool.free_count - count_free(hits):
-                self._evict_retained(sequence)
+        if missing <= pool.free_count - count_free(hits) + self._retained.block_count:  # else it would be for nothing
+            while self._retained.count and missing > pool.free_count - count_free(hits):
+                self._retained.drop_least(sequence)
         if missing > pool.free_count - count_free(hits):
             sequence.refused_at = pool.version, sequence.keys[hit_count] if hit_count < wanted_count else ROOT_HASH
             return False
@@ -373,8 +362,7 @@ class Engine:
         plan.restored_tokens += restored_count * size
         cached_tokens = sequence.computed_tokens = (hit_count + restored_count) * size
         tokens = min(sequence.known_tokens - cached_tokens, plan.budget_tokens)
-        if self._by_level:
-            tokens = self._within_quantum(sequence, tokens, plan.now_s)
+        tokens = self._bounded(sequence, tokens, plan.now_s)
         pool.allocate(self._missing_blocks(sequence, tokens), sequence.blocks)
         self._publish(sequence, tokens)
         plan.add(sequence, tokens)
@@ -398,7 +386,7 @@ class Engine:
         return count
 
     def _promised_count(self) -> int:
-        """Return how many blocks the prompts that run still need: with quanta several run at a time."""
+        """Return how many blocks the prompts that run still need: where chunks are bounded several run at a time."""
         return sum(
             self._block_count(sequence.known_tokens) - sequence.blocks.count
             for sequence in self._running
@@ -426,8 +414,8 @@ class Engine:
         finished = [self._finish(sequence, end_s) for sequence in self._batch.step()]
         last: list[str] = []
         for sequence, tokens in plan.chunks.items():
-            if self._by_level:
-                self._note_service(sequence, tokens, end_s)
+            if self._discipline is not None:
+                self._discipline.served(sequence, tokens, end_s)
             sequence.computed_tokens += tokens
             if sequence.computed_tokens < sequence.known_tokens:
                 continue
@@ -444,24 +432,16 @@ class Engine:
         return generated, tuple(finished)
 
     def _gather(self) -> None:
-        """Let the first of what runs decode together, as far as it decodes; never under `mlfq`, which orders it."""
+        """Let the first of what runs decode together, as far as it decodes; never where a discipline orders it."""
         running, batch = self._running, self._batch
-        while not self._by_level and batch.count < len(running) and running[batch.count].is_decoding:
+        while self._discipline is None and batch.count < len(running) and running[batch.count].is_decoding:
             batch.join(running[batch.count])
-
-    def _note_service(self, sequence: EngineSequence, tokens: int, end_s: float) -> None:
-        """Note under `mlfq` that a sequence is served: it falls by a level if its quantum was not enough."""
-        if sequence.computed_tokens + tokens >= sequence.known_tokens:
-            sequence.feedback_level = 0
-        elif tokens >= quantum_tokens(sequence.level(end_s)):
-            sequence.feedback_level = min(LOWEST_LEVEL, sequence.feedback_level + 1)
-        sequence.served_s = end_s
 
     def _finish(self, sequence: EngineSequence, end_s: float) -> FinishedRequest:
         del self._sequences[sequence.request_id]
         self._running.remove(sequence)
         if sequence.request.retain_id:
-            self._retain(sequence)
+            self._retained.keep(sequence)
         else:
             self._pool.release(sequence.blocks)
         return FinishedRequest(
@@ -474,11 +454,3 @@ class Engine:
             first_token_s=sequence.first_token_s,
             finished_s=end_s,
         )
-
-    def _retain(self, sequence: EngineSequence) -> None:
-        """Keep the blocks of a finished request, in place of what its program retained before."""
-        self.drop_retained(sequence.request.retain_id)
-        rank = (sequence.request.priority, sequence.blocks.count, sequence.rank[1])
-        self._retained[sequence.request.retain_id] = Retained(rank, sequence.blocks)
-        sequence.blocks = Holding()
-        self._pool.version += 1  # they can be evicted now, and could not before

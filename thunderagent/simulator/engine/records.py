@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 from thunderagent.simulator.engine.timing import IterationWork, TimingProfile, profile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-SchedulingPolicy: TypeAlias = Literal["fcfs", "priority", "mlfq"]
+    from thunderagent.simulator.engine.sequences import Discipline
+
+SchedulingPolicy: TypeAlias = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,9 @@ class EngineConfig:
     """Fix the size and the rules of an engine, under vLLM's names.
 
     `kv_tokens` is rounded down to whole blocks; `max_model_len` (tokens of a prompt and its output) defaults to all of
-    them and cannot be more, so that every request that is accepted can run alone. `mlfq` is not a policy of vLLM: see
-    `mlfq.py`. With `tier_tokens` it has a tier of that size behind its pool, from which a token is restored in
-    `restore_token_s` seconds (`tier.py`). Raises ValueError.
+    them and cannot be more, so that every request that is accepted can run alone. With `tier_tokens` it has a tier of
+    that size behind its pool, from which a token is restored in `restore_token_s` seconds (`tier.py`). `discipline`
+    makes an engine that does not serve as vLLM does, for those who try such. Raises ValueError.
     """
 
     kv_tokens: int
@@ -33,6 +35,7 @@ class EngineConfig:
     timing: TimingProfile = field(default_factory=lambda: profile("demo"))
     tier_tokens: int = 0
     restore_token_s: float = 0.0
+    discipline: Callable[[], Discipline] | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "block_size", "max_num_batched_tokens", "max_num_seqs"):
@@ -50,7 +53,7 @@ class EngineConfig:
                 f"tier_tokens and restore_token_s must be 0 or more, got {self.tier_tokens} and {self.restore_token_s}"
             )
         if self.scheduling_policy not in get_args(SchedulingPolicy):
-            raise ValueError(f"scheduling_policy must be fcfs, priority or mlfq, got {self.scheduling_policy!r}")
+            raise ValueError(f"scheduling_policy must be fcfs or priority, got {self.scheduling_policy!r}")
 
     @classmethod
     def of(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from thunderagent.simulator.engine.blocks import ROOT_HASH, BlockPool, Holding
-from thunderagent.simulator.engine.mlfq import effective_level
 from thunderagent.simulator.engine.records import Admission, EngineRequest
 from thunderagent.simulator.engine.timing import IterationWork
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class EngineSequence:
     """One request inside the engine. `known` tokens are the prompt and what was generated; `computed` have KV.
 
@@ -33,7 +33,6 @@ class EngineSequence:
     first_token_s: float = 0.0
     refused_at: tuple[int, int] | None = None
     served_s: float = 0.0
-    feedback_level: int = 0
 
     @property
     def request_id(self) -> str:
@@ -49,12 +48,6 @@ class EngineSequence:
     def is_decoding(self) -> bool:
         """Say whether all but its last token is computed, and that was generated."""
         return self.known_tokens > self.prompt_tokens and self.computed_tokens == self.known_tokens - 1
-
-    def level(self, now_s: float) -> int:
-        """Return the level under `mlfq`."""
-        if self.is_decoding:
-            return 0
-        return effective_level(self.known_tokens - self.computed_tokens, self.feedback_level, now_s - self.served_s)
 
     def publish(self, pool: BlockPool, full_count: int) -> None:
         """Make its blocks findable up to that many, of which some are not yet."""
@@ -72,12 +65,27 @@ def rank_of(sequence: EngineSequence) -> tuple[int, int]:
     return sequence.rank
 
 
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """What a finished request left for the next of its program; the highest rank goes first."""
+class Discipline(Protocol):
+    """How an engine serves what runs, where that is not vLLM's way; one for each engine.
 
-    rank: tuple[int, int, int]
-    blocks: Holding
+    With one, a chunk of a prompt that does not fit in the free blocks is halved until it does, down to one block,
+    before anybody is preempted; and a prompt is admitted only if those that run will fit, too.
+    """
+
+    def in_order(self, running: Sequence[EngineSequence], now_s: float) -> Sequence[EngineSequence]:
+        """Return what runs in the order in which this iteration serves it."""
+
+    def most_tokens(self, sequence: EngineSequence, now_s: float) -> int:
+        """Return how many tokens of a prompt this iteration computes at most, where others are there."""
+
+    def victim(self, running: Sequence[EngineSequence], now_s: float) -> EngineSequence:
+        """Return who is preempted."""
+
+    def preempted(self, sequence: EngineSequence) -> None:
+        """Give a preempted sequence the rank at which it waits."""
+
+    def served(self, sequence: EngineSequence, tokens: int, end_s: float) -> None:
+        """Learn that so many tokens of a sequence are computed, before they count."""
 
 
 @dataclass(slots=True)

@@ -85,7 +85,7 @@ class Scenario:
     was counted meanwhile comes with the next.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
     released are taken first, but for a prefix that it shares. `engines_retain` is for engines that keep the blocks of a
-    program at its tool until it is paused or released, or blocks are short (`mlfq.py`). `judge` is asked about
+    program at its tool until it is paused or released, or blocks are short (`retained.py`). `judge` is asked about
     programs, on the same replicas.
     """
 

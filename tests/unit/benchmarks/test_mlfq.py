@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from benchmarks.mlfq import Mlfq, effective_level, quantum_tokens
 from tests.unit.simulator.engine.test_engine import UNIT, AnyUse, finish, tokens
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.engine.engine import Engine
-from thunderagent.simulator.engine.mlfq import effective_level, quantum_tokens
 from thunderagent.simulator.engine.records import EngineConfig, EngineRequest
 from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.workloads.distributions import workload
@@ -20,6 +20,8 @@ from thunderagent.simulator.workloads.distributions import workload
 
 def make_engine(*, blocks: int, block_size: int = 4, policy: str = "mlfq", **config: object) -> Engine:
     settings = {"block_size": block_size, "timing": UNIT, "max_num_batched_tokens": 8192, **config}
+    if policy == "mlfq":
+        policy, settings["discipline"] = "priority", Mlfq
     return Engine(EngineConfig(blocks * block_size, scheduling_policy=policy, **settings))  # type: ignore[arg-type]
 
 
@@ -163,7 +165,7 @@ def test_retained_blocks_go_before_anybody_waits_the_least_important_and_largest
         engine.submit(request(f"other-{number}", 1000 * (number + 1), prompt), 0.0)
         results = finish(engine)
         assert not any(each.preempted for each in results)
-        left.append(set(engine._retained))
+        left.append(engine._retained.ids)
     assert left == [{"large", "small"}, {"large", "small"}, {"small"}]
 
 
@@ -212,7 +214,7 @@ TestAnyUseThatRetains.settings = settings(max_examples=60, stateful_step_count=4
 def test_a_run_retains_what_is_claimed_and_ends_with_nothing() -> None:
     """With memory for all, every turn but the first finds its whole history; the stock engine is left as it is."""
     scenario = Scenario(EngineConfig(200_000), loop="batch", programs_count=6, engines_retain=True)
-    scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="mlfq"))
+    scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="priority", discipline=Mlfq))
     result = Contestant.parse("mars").run(scenario, workload("standard"))
     assert result.complete
     assert result.program_count == 6

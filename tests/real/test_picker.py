@@ -1,0 +1,297 @@
+"""`thunderagent picker` behind a real Envoy: leases for turns whose bytes Envoy carries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from tests.integration.support import (
+    CHAT,
+    DONE,
+    JSON_TYPE,
+    LAST_CHUNK,
+    USAGE_EVENT,
+    Gate,
+    Wire,
+    ask,
+    chunk,
+    command,
+    engine,
+    events_of,
+    fake_replica,
+    get,
+    head_bytes,
+    metrics_of,
+    post,
+    stream_head,
+    turn,
+    until,
+    word,
+)
+from tests.real.conftest import free_ports
+from tests.real.envoy_server import configuration, envoy, packages
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+    from typing import NoReturn
+
+    from tests.integration.support import CommandProcess
+
+pytestmark = pytest.mark.timeout(150, func_only=True)
+
+ONE_AT_A_TIME = ("--policy", "cap", "--policy-arg", "n=1", "--idle-limit-s", "30")
+HALF_ANSWER = head_bytes("HTTP/1.1 200 OK", [JSON_TYPE, ("content-length", "1000")]) + b'{"id": '
+WITHIN_S = 3.0
+
+
+class Front:
+    """An Envoy and its picker, in front of some engines."""
+
+    def __init__(self, url: str, picker: CommandProcess) -> None:
+        self.url = url
+        self.picker = picker
+
+    async def metric(self, name: str, *labels: str) -> float:
+        return (await metrics_of(self.picker.url))[f"thunderagent_{name}"].get(labels, 0.0)
+
+    async def until(self, name: str, value: float, *labels: str, within_s: float = 20.0) -> float:
+        """Wait until a metric has a value; return how long that took, in seconds."""
+        began_s = time.monotonic()
+        async with asyncio.timeout(within_s):
+            while await self.metric(name, *labels) != value:
+                await asyncio.sleep(0.005)
+        return time.monotonic() - began_s
+
+
+@asynccontextmanager
+async def front(
+    require_real: Callable[[str], NoReturn],
+    folder: Path,
+    *urls: str,
+    options: tuple[str, ...] = (),
+    retries_count: int = 0,
+) -> AsyncIterator[Front]:
+    found = packages(require_real)
+    port, picker_port = free_ports(2)
+    quick = ("--port", "0", "--picker-port", str(picker_port), "--poll-interval-s", "0.2", "--tick-s", "0.05")
+    which = () if "--schedulers" in options else ("--backends", ",".join(urls))
+    settings = {"PYTHONPATH": str(found)}
+    config = configuration(
+        port, picker_port, [int(url.rpartition(":")[2]) for url in urls], retries_count=retries_count
+    )
+    async with command("picker", *quick, *which, *options, settings=settings) as picker:
+        await picker.ready()
+        async with envoy(found, folder, config, port=port) as url:
+            try:
+                yield Front(url, picker)
+            except BaseException:
+                print(picker.log[-6000:], (folder / "envoy.log").read_text()[-3000:])
+                raise
+
+
+@asynccontextmanager
+async def begun(front: Front, program_id: str, **fields: Any) -> AsyncIterator[Wire]:
+    """Send a turn, whose client may leave."""
+    async with Wire.open(front.url) as wire:
+        body = json.dumps(turn(program_id, **fields)).encode()
+        wire.send("POST", CHAT, [("Content-Type", "application/json")], body)
+        yield wire
+
+
+async def test_turns_are_counted_to_the_token(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """Streams and whole answers, large prompts, and what is no turn; under leases, on both engines."""
+    async with (
+        engine(kv_tokens=400_000) as one,
+        engine(kv_tokens=400_000) as two,
+        front(require_real, tmp_path, one.url, two.url) as running,
+    ):
+        async with asyncio.TaskGroup() as group:
+            answers = [
+                group.create_task(ask(running.url, f"p{number % 8}", stream=number % 2 == 0, max_tokens=8))
+                for number in range(32)
+            ]
+        for answer in (each.result() for each in answers):
+            assert answer.status == 200
+            assert answer.header("x-program-id")
+            assert answer.header("x-replica-id")
+        streamed = answers[0].result()
+        assert events_of(streamed.body)[-1] == "[DONE]"
+        assert b'"usage"' not in streamed.body, "what only we asked for is taken out"
+        large = await ask(running.url, "large", content="word " * 60_000, max_tokens=4)
+        assert large.status == 200
+        named = await post(running.url, "/p/by-path/v1/chat/completions", turn(max_tokens=4))
+        assert named.header("x-program-id") == "by-path"
+        assert (await get(running.url, "/v1/models")).status == 200
+        await running.until("leases_active", 0)
+        assert await running.metric("turns_total", "finished") == 34
+        counted = {"prompt": 0.0, "generation": 0.0}
+        for each in (one, two):
+            of_engine = await metrics_of(each.url)
+            for name in counted:
+                counted[name] += sum(of_engine[f"vllm:{name}_tokens_total"].values())
+        assert await running.metric("prompt_tokens_total") == counted["prompt"]
+        assert await running.metric("output_tokens_total") == counted["generation"]
+        assert "Traceback" not in running.picker.log
+
+
+async def test_a_client_leaves_in_four_moments(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """Held, before the first byte, in a stream, in a whole answer: its lease comes back, and its engine hears of it."""
+    behaviours = iter([Gate(), Gate([stream_head(), chunk(word("one"))]), Gate([HALF_ANSWER])])
+
+    async def behave(call: Any) -> None:
+        await next(behaviours)(call)
+
+    took_s = {}
+    async with (
+        fake_replica(behave) as replica,
+        front(require_real, tmp_path, replica.url, options=ONE_AT_A_TIME) as running,
+    ):
+        async with begun(running, "first") as wire:
+            await running.until("leases_active", 1)
+            async with begun(running, "second") as held:
+                await running.until("turns_held", 1)
+                await held.leave()
+                took_s["held"] = await running.until("turns_held", 0, within_s=WITHIN_S)
+            call = await replica.call()
+            await wire.leave()
+            await asyncio.wait_for(call.left.wait(), WITHIN_S)
+            took_s["before the first byte"] = await running.until("leases_active", 0, within_s=WITHIN_S)
+        async with begun(running, "first", stream=True) as wire:
+            assert (await wire.head()).status == 200
+            await wire.leave()
+            took_s["in a stream"] = await running.until("leases_active", 0, within_s=WITHIN_S)
+        async with begun(running, "first") as wire:
+            await until(lambda: len(replica.calls) == 3)
+            await asyncio.sleep(0.1)  # so that the half of the answer is on its way
+            await wire.leave()
+            took_s["in an answer"] = await running.until("leases_active", 0, within_s=WITHIN_S)
+        assert await running.metric("turns_total", "abandoned") == 4
+        await until(lambda: all(call.left.is_set() for call in replica.calls))
+        assert len(replica.calls) == 3
+    print({name: f"{each * 1000:.0f} ms" for name, each in took_s.items()})
+
+
+async def test_a_turn_is_held_past_the_message_timeout(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """Which is 0.2 s: Envoy waits for as long as its lease takes, and the turn then runs."""
+    async with (
+        fake_replica(
+            gate := Gate([stream_head(), chunk(word("one"))], [chunk(USAGE_EVENT), chunk(DONE), LAST_CHUNK])
+        ) as replica,
+        front(require_real, tmp_path, replica.url, options=(*ONE_AT_A_TIME, "--idle-limit-s", "0.1")) as running,
+        begun(running, "first", stream=True) as first,
+    ):
+        assert (await first.head()).status == 200
+        async with begun(running, "second", stream=True) as second:
+            await running.until("turns_held", 1)
+            await asyncio.sleep(1.0)
+            assert await running.metric("turns_held") == 1
+            gate.open()
+            assert (await second.head()).status == 200
+            await running.until("turns_held", 0)
+        await running.until("leases_active", 0)
+
+
+async def test_refusals_come_as_they_are(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """503 where no replica is, 429 or 503 for too many, with JSON and Retry-After; 413 for too large a body."""
+    limits = ("--max-held-turns-count", "1", "--no-replica-limit-s", "0.5", "--max-body-bytes", "100000")
+    async with (
+        fake_replica(Gate()) as replica,
+        front(require_real, tmp_path, replica.url, options=(*ONE_AT_A_TIME, *limits)) as running,
+        begun(running, "first"),
+    ):
+        await running.until("leases_active", 1)
+        async with begun(running, "second"):
+            await running.until("turns_held", 1)
+            refused = await ask(running.url, "third")
+            assert refused.status in (429, 503)
+            assert refused.error["message"]
+            assert refused.header("retry-after")
+        large = await ask(running.url, "fourth", content="x" * 200_000)
+        assert (large.status, large.error["code"]) == (413, "body_too_large")
+        await replica.stop()
+        await running.until("replica_up", 0, replica.replica_id)
+        gone = await ask(running.url, "fifth")
+        assert (gone.status, gone.error["code"]) == (503, "no_replica")
+        assert gone.header("retry-after")
+
+
+async def test_envoy_goes_around_an_engine_that_is_gone(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """On the list of fallbacks; the lease moves to who served."""
+    async with engine(kv_tokens=64_000) as one, engine(kv_tokens=64_000) as two:
+        slow = ("--fallbacks", "1", "--policy", "sticky", "--poll-interval-s", "10")
+        async with front(require_real, tmp_path, one.url, two.url, options=slow, retries_count=2) as running:
+            for each in (one, two):
+                await running.until("replica_up", 1, each.url.removeprefix("http://"))
+            where = (await ask(running.url, "p", max_tokens=4)).header("x-replica-id")
+            killed, left = (one, two) if one.url.endswith(str(where)) else (two, one)
+            killed.process.kill()
+            await killed.exit_status()
+            answer = await ask(running.url, "p", max_tokens=4)
+            assert answer.status == 200
+            assert left.url.endswith(str(answer.header("x-replica-id")))
+            await running.until("leases_active", 0)
+            assert await running.metric("turns_total", "failed") == 1
+            assert await running.metric("turns_total", "finished") == 2
+            assert "turn_moved" in running.picker.log
+
+
+async def test_a_killed_picker_ends_turns_and_is_started_again(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """Envoy refuses what it cannot ask about; a picker of a scheduler elsewhere loses nothing but what was open."""
+    found = packages(require_real)
+    async with engine(kv_tokens=64_000) as behind:
+        (port,) = free_ports(1)
+        quick = ("--listen", f"127.0.0.1:{port}", "--poll-interval-s", "0.2", "--gateway-lost-s", "0.5")
+        async with command("scheduler", *quick, "--backends", behind.url) as scheduler:
+            options = ("--schedulers", scheduler.url)
+            async with front(require_real, tmp_path, behind.url, options=options) as running:
+                assert (await ask(running.url, "p", max_tokens=4)).status == 200
+                command_line = running.picker.ready_line
+                picker_port = command_line.rpartition(":")[2].strip()
+                running.picker.process.kill()
+                await running.picker.exit_status()
+                assert (await ask(running.url, "p", max_tokens=4)).status >= 500
+                again = ("--port", "0", "--picker-port", picker_port, *options)
+                async with command("picker", *again, settings={"PYTHONPATH": str(found)}) as picker:
+                    await picker.ready()
+                    async with asyncio.timeout(30):
+                        while (await ask(running.url, "p", max_tokens=4)).status != 200:
+                            await asyncio.sleep(0.1)
+                    assert (await metrics_of(scheduler.url))["thunderagent_leases_active"][()] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400, func_only=True)
+async def test_thousands_are_held(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """2,500 turns wait in Envoy for their leases while no replica is there, and all are answered when one comes."""
+    async with (
+        fake_replica() as replica,
+        front(require_real, tmp_path, replica.url, options=("--no-replica-limit-s", "600")) as running,
+    ):
+        await replica.stop()
+        await running.until("replica_up", 0, replica.replica_id)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as http:
+
+            async def status_of(number: int) -> int:
+                async with http.post(f"{running.url}{CHAT}", json=turn(f"p{number}")) as answer:
+                    await answer.read()
+                    return answer.status
+
+            async with asyncio.TaskGroup() as group:
+                statuses = [group.create_task(status_of(number)) for number in range(2500)]
+                await running.until("turns_held", 2500, within_s=250)
+                await replica.start()
+        assert {each.result() for each in statuses} == {200}
+        assert len(replica.calls) == 2500
+        await running.until("leases_active", 0)

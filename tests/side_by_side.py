@@ -1,0 +1,157 @@
+"""Run tests on several processes that are forked once all tests are collected: `-p tests.side_by_side --processes 3`.
+
+Theory of operation. pytest-xdist collects all tests in each of its processes, which takes 7 s of a processor each time,
+and 15 s in a fresh clone: here they are collected once. A pipe holds the numbers of all files; who has time reads the
+next one, and runs that file's tests in their order. Reports go back through a pipe for each process, and are told to
+pytest's plugins here as if the tests had run here. Where a process dies, its test and those of its file that did not
+run have failed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from itertools import groupby
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_NUMBER_BYTES = 4
+_FORK = multiprocessing.get_context("fork")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take how many processes there are; 0 is this one alone."""
+    parser.addoption("--processes", type=int, default=0, help="run the tests of different files on so many processes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run all tests on processes of their own, if that is wanted."""
+    count, options = session.config.getoption("processes"), session.config.option
+    if not count or options.collectonly or session.testsfailed:
+        return None  # as pytest does it
+    files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
+    queue, filling = os.pipe()
+    os.write(filling, b"".join(number.to_bytes(_NUMBER_BYTES) for number in range(len(files))))
+    os.close(filling)
+    processes: dict[Connection, tuple[Any, deque[str]]] = {}
+    for _ in range(min(count, len(files))):
+        ours, theirs = _FORK.Pipe(duplex=False)
+        process = _FORK.Process(target=_work, args=(session, files, queue, theirs))
+        process.start()
+        theirs.close()
+        processes[ours] = process, deque()
+    try:
+        _listen(session, processes)
+    finally:
+        while os.read(queue, 1 << 16):  # who still runs ends after its file
+            pass
+        os.close(queue)
+        for process, _ in processes.values():
+            process.join()
+    return True
+
+
+def _listen(session: pytest.Session, processes: dict[Connection, tuple[Any, deque[str]]]) -> None:
+    """Tell the plugins here what the processes report, until all have ended; raise as pytest does where it stops."""
+    hook, config = session.config.hook, session.config
+    open_ends = set(processes)
+    while open_ends:
+        for end in wait(list(open_ends)):
+            assert isinstance(end, Connection)
+            process, to_run = processes[end]
+            try:
+                kind, content = end.recv()
+            except EOFError:
+                open_ends.remove(end)
+                process.join()
+                for nodeid in to_run:
+                    _lost(session, nodeid, process.exitcode)
+                continue
+            if kind == "file":
+                to_run.extend(content)
+            elif kind == "end":
+                to_run.clear()
+            elif kind == "report":
+                hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=config, data=content))
+            else:
+                to_run.remove(content[0])
+                hook.pytest_runtest_logfinish(nodeid=content[0], location=content[1])
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+
+
+def _lost(session: pytest.Session, nodeid: str, status: int) -> None:
+    """Report a test whose process ended before it did."""
+    report = pytest.TestReport(
+        nodeid=nodeid,
+        location=(nodeid.partition("::")[0], None, nodeid),
+        keywords={},
+        outcome="failed",
+        longrepr=f"its process ended with status {status} before it did",
+        when="call",
+    )
+    session.config.hook.pytest_runtest_logreport(report=report)
+
+
+# --- in a process of its own
+
+
+class _Teller:
+    """Sends what happens to a test to the process that collected it."""
+
+    def __init__(self, config: pytest.Config, end: Connection) -> None:
+        self._config = config
+        self._end = end
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        content = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._end.send(("report", content))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._end.send(("finish", (nodeid, location)))
+
+
+class _Silent:
+    """Stands in for who writes to the terminal: plugins ask it where that is."""
+
+    def __init__(self, reporter: Any) -> None:
+        self._tw = reporter._tw
+
+
+def _work(session: pytest.Session, files: list[list[pytest.Item]], queue: int, end: Connection) -> None:
+    """Run the tests of one file after the other, until none is left or pytest says that it is enough."""
+    plugins = session.config.pluginmanager
+    capture: Any = plugins.getplugin("capturemanager")
+    capture.stop_global_capturing()  # its files are everybody's
+    capture.start_global_capturing()
+    reporter = plugins.unregister(name="terminalreporter")
+    plugins.register(_Silent(reporter), "terminalreporter")
+    plugins.register(_Teller(session.config, end))
+    for item, following in _in_order(files, queue, end):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail or session.shouldstop:
+            break
+    end.send(("end", None))
+
+
+def _in_order(
+    files: list[list[pytest.Item]], queue: int, end: Connection
+) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+    """Yield this process's tests, each with the one after it, which says what it may leave for that."""
+    last: pytest.Item | None = None
+    while number := os.read(queue, _NUMBER_BYTES):
+        items = files[int.from_bytes(number)]
+        end.send(("file", [item.nodeid for item in items]))
+        for item in items:
+            if last is not None:
+                yield last, item
+            last = item
+    if last is not None:
+        yield last, None

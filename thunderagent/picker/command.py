@@ -1,0 +1,132 @@
+"""`thunderagent picker`: a gateway, or a whole `serve`, whose turns an Envoy carries."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from thunderagent.config import ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.leases import LeaseSource
+from thunderagent.policy_loader import load_policy
+from thunderagent.proxy.app import MADE_ANSWERS_COUNT
+from thunderagent.proxy.fleet.made_answers import MadeAnswers
+from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.scaling import begin_process, check_gateways, gateway
+from thunderagent.security import check_security, held_limits
+from thunderagent.serving import (
+    CLOSE_S,
+    build_runtime,
+    calm_garbage_collector,
+    embedded_engines,
+    policy_settings_of,
+    proxy,
+)
+
+log = structlog.get_logger("thunderagent.picker")
+
+DESCRIPTION = """\
+Pick endpoints for an Envoy in front, as its external processor: Envoy carries the bytes, holds a turn until there is a
+lease for it, and goes where that says. Experimental; it needs the extra picker.
+
+With --schedulers it asks the scheduler there, as a gateway does; without, it schedules itself, as `serve` does. Either
+way it answers all that these answer at --port, and Envoy at --picker-port. It takes the options of `serve`.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is no setting of `serve`."""
+
+    port: int
+    fallbacks_count: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is no option of `serve`."""
+    parser.add_argument("--picker-port", type=int, default=9002, metavar="N", help="where Envoy asks (default: 9002)")
+    parser.add_argument(
+        "--fallbacks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="further replicas to name, for an Envoy whose route tries again (default: 0)",
+    )
+
+
+async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable[[str, str], None]) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `ConfigurationError`."""
+    try:
+        from thunderagent.picker import server  # noqa: PLC0415 - needs an extra
+        from thunderagent.picker.turns import Picker, PickerSettings  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigurationError("picker: needs the extra picker: pip install 'thunderagent[picker]'") from error
+    tls = None
+    if config.tls_cert is not None:
+        tls = ((config.tls_key or config.tls_cert).read_bytes(), config.tls_cert.read_bytes())
+    stop = begin_process()
+    async with _source(config) as source:
+        calm_garbage_collector()
+        policy = load_policy(config.policy, policy_settings_of(config))
+        rules = IdentityRules(
+            config.program_headers,
+            user_names_program=config.user_names_program,
+            reads_prefixes=policy.claim_rules.share_prefixes or config.event_log is not None,
+            model_aliases=config.model_aliases,
+        )
+        settings = PickerSettings(config.max_body_bytes, config.patience_s, options.fallbacks_count)
+        held, made = HeldTurns(held_limits(config), CollectorRegistry()), MadeAnswers(MADE_ANSWERS_COUNT)
+        picker = Picker(source.leases, rules, held, made, settings, source.suspect)
+
+        def is_ready() -> bool:
+            return bool(source.leases.replicas.open_ids) and not stop.is_set()
+
+        listening = server.listening(picker, is_ready, config.host, options.port, tls, grace_s=CLOSE_S)
+        async with listening as port:
+            ready(source.url, f"picker at {config.host}:{port}")
+            await stop.wait()
+            log.info("shutting_down", grace_s=config.grace_s)
+            await source.close()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where leases come from, and what is served beside."""
+
+    url: str
+    leases: LeaseSource
+    suspect: Callable[[str], None]
+    close: Callable[[], Coroutine[Any, Any, None]]
+    """Let turns end, within the grace period."""
+
+
+@asynccontextmanager
+async def _source(config: ServeConfig) -> AsyncIterator[_Source]:
+    """Run a gateway, or all of `serve`."""
+    if config.schedulers:
+        check_gateways(config)
+        async with gateway(config) as (url, remote, dialling, _):
+
+            async def close() -> None:
+                await remote.close()
+                await dialling.last_words()
+
+            yield _Source(url, remote, remote.suspect, close)
+        return
+    check_security(config)
+    runtime, event_log = build_runtime(config)
+    async with AsyncExitStack() as stack:
+        if event_log is not None:
+            stack.callback(event_log.close)
+        urls = config.backends
+        if config.simulates_engines:
+            urls = await stack.enter_async_context(embedded_engines(config))
+        url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=config.simulates_engines))
+        yield _Source(url, runtime, lambda _: None, runtime.close)

@@ -1,0 +1,78 @@
+"""The gRPC side: Envoy's streams, and whether turns would be picked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.picker import messages
+from thunderagent.picker.stream import Stream
+from thunderagent.picker.turns import Picker
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", 8 * 2**20),
+    ("grpc.max_concurrent_streams", 2**31 - 1),
+    ("grpc.so_reuseport", 0),
+)
+
+
+@asynccontextmanager
+async def listening(
+    picker: Picker,
+    is_ready: Callable[[], bool],
+    host: str,
+    port: int,
+    tls: tuple[bytes, bytes] | None,
+    *,
+    grace_s: float,
+) -> AsyncIterator[int]:
+    """Listen for Envoy for the length of the block; yield the port. `tls` is a key and a chain of certificates.
+
+    Raises `ConfigurationError`.
+    """
+    server = grpc.aio.server(options=OPTIONS)
+
+    async def process(_: Any, context: Any) -> None:
+        stream = Stream(context)
+        try:
+            await picker.serve(stream)
+        finally:
+            stream.close()
+
+    async def check(_: Any, __: Any) -> Any:
+        return messages.HealthCheckResponse(status=messages.SERVING if is_ready() else messages.NOT_SERVING)
+
+    request, response = messages.ProcessingRequest, messages.ProcessingResponse
+    handlers = {
+        messages.EXT_PROC_SERVICE: {
+            "Process": grpc.stream_stream_rpc_method_handler(process, request.FromString, response.SerializeToString)
+        },
+        messages.HEALTH_SERVICE: {
+            "Check": grpc.unary_unary_rpc_method_handler(
+                check, messages.HealthCheckRequest.FromString, messages.HealthCheckResponse.SerializeToString
+            )
+        },
+    }
+    server.add_generic_rpc_handlers(
+        tuple(grpc.method_handlers_generic_handler(service, methods) for service, methods in handlers.items())
+    )
+    address = f"{f'[{host}]' if ':' in host else host}:{port}"
+    try:
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, grpc.ssl_server_credentials([tls]))
+    except RuntimeError as error:
+        raise ConfigurationError(f"picker_port: cannot listen on {address}: {error}") from error
+    await server.start()
+    try:
+        yield bound
+    finally:
+        stopping = asyncio.ensure_future(server.stop(grace_s))
+        await asyncio.shield(stopping)

@@ -1,0 +1,81 @@
+"""One HTTP exchange as Envoy tells it, message by message, and what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from thunderagent.picker import messages
+from thunderagent.proxy.wire.errors import ErrorAnswer
+
+
+class Duplex(Protocol):
+    """A stream of gRPC."""
+
+    async def read(self) -> Any:
+        """Return the next message; whatever is no message is the end."""
+
+    async def write(self, message: Any) -> None:
+        """Send a message."""
+
+
+class Stream:
+    """Reads on while something else is waited for, so that it is known at once when Envoy ends the exchange."""
+
+    def __init__(self, duplex: Duplex) -> None:
+        """Begin before the first message."""
+        self._duplex = duplex
+        self._reading: asyncio.Task[Any] | None = None
+        self._read: deque[Any] = deque()
+        self.write: Callable[[Any], Coroutine[Any, Any, None]] = duplex.write
+        self.has_ended = False
+
+    async def read(self) -> Any:
+        """Return the next message; None when Envoy ended the exchange."""
+        if self._read:
+            return self._read.popleft()
+        if self.has_ended:
+            return None
+        reading, self._reading = self._reading, None
+        message = await (reading if reading is not None else self._duplex.read())
+        return self._checked(message)
+
+    def _checked(self, message: Any) -> Any:
+        if not isinstance(message, messages.ProcessingRequest):
+            self.has_ended = True
+            return None
+        return message
+
+    async def until(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for a task; False if Envoy ended the exchange before that."""
+        while not task.done():
+            if self._reading is None:
+                self._reading = asyncio.ensure_future(self._duplex.read())
+            await asyncio.wait({task, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            if self._reading.done() and not task.done():
+                reading, self._reading = self._reading, None
+                message = self._checked(reading.result())
+                if message is None:
+                    return False
+                self._read.append(message)
+        return True
+
+    def close(self) -> None:
+        """Read no longer."""
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def write_body(self, kind: str, body: bytes, *, ends: bool) -> None:
+        """Have a part of a body go on."""
+        for part in messages.body_parts(kind, body, ends=ends):
+            await self.write(part)
+
+    async def refuse(self, answer: ErrorAnswer) -> None:
+        """Have Envoy answer in place of an engine."""
+        message = messages.ProcessingResponse()
+        immediate = message.immediate_response
+        immediate.status.code, immediate.body = answer.status, answer.body
+        messages.mutate(immediate.headers, list(answer.headers.items()))
+        await self.write(message)
