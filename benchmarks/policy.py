@@ -476,10 +476,13 @@ def imbalance(bench: Bench) -> list[Finding]:
 
 
 def groups(bench: Bench) -> list[Finding]:
-    """32 prompts, 8 programs of each, on two replicas: the time until all are through, and the least it could be."""
+    """32 prompts, 8 programs of each, on two replicas: the time until all are through, and the least it could be.
+
+    The oracle, which knows the future, says how much of what lies between can be had at all.
+    """
     case = Case("grpo", "glm-4.6-h100x8", 24 * 60, 0, 8 * 32)
     scenario = bench.scenario(case, replica_count=2, loop="batch")
-    policies = (bench.policy, "thunderagent", "passthrough")
+    policies = (bench.policy, "thunderagent", "passthrough", "oracle")
     runs = bench.runs("groups", scenario, bench.programs(case), policies, case.programs_count)
     found = []
     for policy in policies:
