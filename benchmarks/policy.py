@@ -100,9 +100,11 @@ class Case:
     minutes: float
     warmup_minutes: float
     programs_count: int = 0
+    replicas_count: int = 1
 
 
 SMALL = Case("standard", "demo", 30, 5, 16)
+SHARING = Case("shared-prefix-90", "qwen3-8b-rtx5090", 60, 10)
 LARGE = Case("mini-swe-agent", "glm-4.6-h100x8", 90, 20, 48)
 RECORDED = Case("recorded", "glm-4.6-h100x8", 120, 30)
 TIERED = Case("mini-swe-agent", "qwen3-coder-30b-h100-nvl", 90, 15)
@@ -130,7 +132,8 @@ class Bench:
         minutes, warmup_minutes = case.minutes, case.warmup_minutes
         if self._minutes is not None:
             minutes, warmup_minutes = self._minutes, self._minutes / 6 if warmup_minutes else 0.0
-        return replace(scenario_of(case.profile, minutes=minutes, warmup_minutes=warmup_minutes), **changes)
+        scenario = scenario_of(case.profile, minutes=minutes, warmup_minutes=warmup_minutes)
+        return replace(scenario, **{"replica_count": case.replicas_count, **changes})
 
     def programs(self, case: Case) -> Workload:
         """Return what the programs of a case do: from the file of recorded programs for `recorded`."""
@@ -282,7 +285,7 @@ def union(bench: Bench) -> list[Finding]:
     without = f"{bench.policy}:{NO_UNION}"
     policies = known([bench.policy, without, "thunderagent", "passthrough"], bench.console)
     for name in ("shared-prefix-90", "shared-prefix-0"):
-        case = Case(name, "qwen3-8b-rtx5090", 60, 10)
+        case = replace(SHARING, workload=name)
         scenario, programs = bench.scenario(case), workload(name)
         context_tokens = mean_context_tokens(programs, scenario.engine)
         for load in (3.0, 6.0, 12.0):  # of contexts in full, of which nine tenths may be the same
@@ -477,10 +480,13 @@ def imbalance(bench: Bench) -> list[Finding]:
 
 
 def groups(bench: Bench) -> list[Finding]:
-    """32 prompts, 8 programs of each, on two replicas: the time until all are through, and the least it could be."""
+    """32 prompts, 8 programs of each, on two replicas: the time until all are through, and the least it could be.
+
+    The oracle, which knows the future, says how much of what lies between can be had at all.
+    """
     case = Case("grpo", "glm-4.6-h100x8", 24 * 60, 0, 8 * 32)
     scenario = bench.scenario(case, replica_count=2, loop="batch")
-    policies = (bench.policy, "thunderagent", "passthrough")
+    policies = (bench.policy, "thunderagent", "passthrough", "oracle")
     runs = bench.runs("groups", scenario, bench.programs(case), policies, case.programs_count)
     found = []
     for policy in policies:
@@ -507,6 +513,7 @@ def ablation(bench: Bench) -> list[Finding]:
     names = {f"{bench.policy}:{setting}": part for part, setting in ABLATIONS.items()}
     policies = known([bench.policy, *names], bench.console)
     cases = [replace(LARGE, programs_count=96), SMALL, replace(SMALL, programs_count=32)]
+    cases += [replace(LARGE, programs_count=160, replicas_count=4), replace(SHARING, programs_count=47)]
     if bench.traces is not None:
         cases.append(replace(RECORDED, programs_count=24))
     found = []
@@ -626,7 +633,8 @@ def idle_moves_count(policy: Policy) -> int:
 
 
 def _name_of(case: Case) -> str:
-    return f"{case.workload}, {case.profile}, {case.programs_count} programs"
+    engines = f"{case.replicas_count} x {case.profile}" if case.replicas_count > 1 else case.profile
+    return f"{case.workload}, {engines}, {case.programs_count} programs"
 
 
 # --- what all have in common ------------------------------------------------------------------------------------------
