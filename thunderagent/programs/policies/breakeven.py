@@ -16,10 +16,9 @@ most, and for at most `hint_ratio` of a replica (`hints.py`).
 
 **Admission by age.** Whoever was there first is restored first, on every event that frees room. That bounds waiting
 without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and
-the `pass_count` behind it may pass, those whose history still lies in memory before others; but once the first has
-waited for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in
-until it fits. A program that a route binds to one replica may be passed there for as
-long; then that replica takes nobody else in.
+the `pass_count` behind it may pass; but once the first has waited for `wait_ratio` of the median time that programs
+take in all, the replica with most room takes nobody else in until it fits. A program that a route binds to one replica
+may be passed there for as long; then that replica takes nobody else in.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
@@ -94,8 +93,6 @@ class BreakEven:
     """How long the oldest waits before a replica is reserved for it, in median residences. Lower it if large programs
     wait long; raise it if `unused` grows when one comes. `inf`: never; `0`: at once.
     """
-    resident_first: bool = True
-    """Among those that may pass, take first those whose history is in memory. `false`: by age."""
     home_wait_ratio: float = 1.0
     """How long a program waits for its home although another replica has room, in times to compute its history. Raise
     it if prefill is dear; lower it if programs wait while replicas idle. `0`: do not wait.
@@ -132,7 +129,6 @@ class BreakEven:
             foresight_ratio=self.foresight_ratio,
             pass_count=self.pass_count,
             wait_ratio=self.wait_ratio,
-            resident_first=self.resident_first,
             home_wait_ratio=self.home_wait_ratio,
         )
         for name in ("place", "balance", "hold_s", "hold_threshold_s", "pause_rank", "restore_rank"):

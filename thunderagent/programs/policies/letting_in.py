@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name
 Found = tuple["ReplicaView | None", Reason]
 """Where a program could be active, or None, and why."""
 
-RESIDENT_RATIO = 0.1
-"""A program is resident if so much of its claim is expected to lie in its replica's memory."""
 
 MOST_EXPIRED_COUNT = 64
 """So many at most are paused to make room for one."""
@@ -40,7 +38,6 @@ class LettingIn:
         "home_wait_ratio",
         "low_ratio",
         "pass_count",
-        "resident_first",
         "wait_ratio",
     )
 
@@ -53,7 +50,6 @@ class LettingIn:
         foresight_ratio: float,
         pass_count: int,
         wait_ratio: float,
-        resident_first: bool,
         home_wait_ratio: float,
     ) -> None:
         """Work by these."""
@@ -63,7 +59,6 @@ class LettingIn:
         self.foresight_ratio = foresight_ratio
         self.pass_count = pass_count
         self.wait_ratio = wait_ratio
-        self.resident_first = resident_first
         self.home_wait_ratio = home_wait_ratio
 
     def hold_s(self, view: View, program: ProgramView) -> float:
@@ -117,15 +112,13 @@ class LettingIn:
             self._let_pass(view, head, replicas)
 
     def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
-        """Let those in who may pass the head of the queue: some of the oldest, those first that are in memory still.
+        """Let those in who may pass the head of the queue: some of the oldest.
 
         Mostly no room is enough for anybody, which is found out first.
         """
         followers = self._may_fit(view, view.first_waiting_few(self.pass_count + 1)[1:], replicas)
         if not followers:
             return
-        if self.resident_first:
-            followers.sort(key=lambda program: not self._is_resident(view, program))
         reserved = self._reserved(view, head)
         for program in followers:
             home = view.replica(program.replica_id)
@@ -209,10 +202,6 @@ class LettingIn:
         account = replica.account
         free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens if account.active_count else inf
         return free_tokens, self.low_ratio * (account.capacity_tokens or inf)
-
-    def _is_resident(self, view: View, program: ProgramView) -> bool:
-        home = view.replica(program.replica_id)
-        return home is not None and view.resident_tokens(program, home) > RESIDENT_RATIO * program.claim_tokens
 
     def _reserved(self, view: View, head: ProgramView | None) -> ReplicaView | None:
         """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""

@@ -231,22 +231,6 @@ def test_whoever_passes_takes_nothing_from_the_expired() -> None:
     assert driver.home("b") == "r0"
 
 
-def test_of_those_who_may_pass_those_whose_history_is_in_memory_go_first() -> None:
-    """A younger one that is resident goes before an older one that is not; unless that is switched off."""
-    for resident_first, passed in ((True, "resident"), (False, "cold")):
-        driver = driver_with(resident_first=resident_first)
-        opens(driver, head=250, cold=250, resident=250)
-        driver.drains("r0")
-        driver.comes_up("r0", 1000)
-        busy = driver.arrives("busy", 900)
-        assert busy in driver.granted_on
-        for name, tokens in (("head", 800), ("cold", 250), ("resident", 250)):
-            assert driver.held(driver.arrives(name, tokens))
-        driver.reports("r0", cold=0, resident=200)
-        driver.finishes(busy, 700)
-        assert of_kind(Restore, driver.decisions) == [passed]
-
-
 def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() -> None:
     """Half of the median life of programs: until then others pass, from then on the room is kept until it fits."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000})
