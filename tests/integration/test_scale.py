@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 import ssl
+import subprocess
+import tarfile
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -366,3 +369,45 @@ async def test_a_scheduler_that_hangs_is_waited_for_no_longer_than_it_may_take()
         await asked.wait()
         go_on.set()
         assert await waiting == 201
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the settings under which the version of the first frames runs, out of this repository's history."""
+    root = Path(__file__).parents[2]
+    added = ("log", "--format=%H", "--diff-filter=A", "--", "tests/unit/scale/frames-1.json")
+    found = subprocess.run(("git", *added), cwd=root, capture_output=True, text=True, check=False)
+    commits = found.stdout.split()
+    shallow = subprocess.run(
+        ("git", "rev-parse", "--is-shallow-repository"), cwd=root, capture_output=True, check=False
+    )
+    if not commits or shallow.stdout.strip() != b"false":
+        pytest.skip("the repository's history is not here")
+    folder = tmp_path_factory.mktemp("earlier")
+    archive = subprocess.run(("git", "archive", commits[-1], "thunderagent"), cwd=root, capture_output=True, check=True)
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(folder, filter="data")
+    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+
+
+@pytest.mark.parametrize("older", ["gateway", "scheduler"])
+async def test_two_versions_speak_to_each_other(older: str, earlier: dict[str, str]) -> None:
+    """Turns, streams and the end of a program, through an earlier gateway or to an earlier scheduler."""
+    of = {name: earlier if name == older else {} for name in ("gateway", "scheduler")}
+    quick = ("--listen", "127.0.0.1:0", "--poll-interval-s", "0.05")
+    async with (
+        engine() as behind,
+        command("scheduler", *quick, "--backends", behind.url, settings=of["scheduler"]) as leader,
+        command("gateway", "--port", "0", "--schedulers", leader.url, settings=of["gateway"]) as front,
+    ):
+        await front.ready()
+        health = json.loads((await get(of_older := {"gateway": front, "scheduler": leader}[older].url, "/health")).body)
+        assert "role" not in health, f"{of_older} is of today's version"
+        answers = [await ask(front.url, "p"), await ask_in_stream(front.url, "p")]
+        assert [each.status for each in answers] == [200, 200]
+        await until_metric(front.url, "gateway_turns_told", 0)
+        assert await metric(leader.url, "turns_total", "finished") == 2
+        assert json.loads((await get(leader.url, "/programs/p")).body)["turn_count"] == 2
+        assert (await post(front.url, "/programs/release", {"program_id": "p"})).status == 200
+        assert (await get(leader.url, "/programs/p")).status == 404
+        assert "Traceback" not in front.log + leader.log
