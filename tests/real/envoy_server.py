@@ -53,7 +53,7 @@ def configuration(
     modes = {f"{side}_{part}_mode": "SEND" for side in both for part in ("header", "trailer")}
     ext_proc = {
         "@type": f"{TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "2s"},
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
         "message_timeout": "0.2s",
         "failure_mode_allow": False,
         "processing_mode": {**modes, **{f"{side}_body_mode": mode for side, mode in both.items()}},
