@@ -19,6 +19,9 @@ OPTIONS = (
     ("grpc.max_receive_message_length", 8 * 2**20),
     ("grpc.max_concurrent_streams", 2**31 - 1),
     ("grpc.so_reuseport", 0),
+    # gRPC refuses streams at random while over 1,000 wait to be taken in: all turns of a burst are to be held.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
 )
 
 
