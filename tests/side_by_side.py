@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections import deque
+from collections import Counter, deque
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 def _listen(session: pytest.Session, processes: dict[Connection, tuple[Any, deque[str]]]) -> None:
     """Tell the plugins here what the processes report, until all have ended; raise as pytest does where it stops."""
     hook, config = session.config.hook, session.config
+    unheard = Counter(item.nodeid for item in session.items)
     open_ends = set(processes)
     while open_ends:
         for end in wait(list(open_ends)):
@@ -72,7 +73,8 @@ def _listen(session: pytest.Session, processes: dict[Connection, tuple[Any, dequ
                 open_ends.remove(end)
                 process.join()
                 for nodeid in to_run:
-                    _lost(session, nodeid, process.exitcode)
+                    _lost(session, nodeid, f"its process ended with status {process.exitcode} before it did")
+                unheard.subtract(to_run)
                 continue
             if kind == "file":
                 to_run.extend(content)
@@ -82,19 +84,23 @@ def _listen(session: pytest.Session, processes: dict[Connection, tuple[Any, dequ
                 hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=config, data=content))
             else:
                 to_run.remove(content[0])
+                unheard[content[0]] -= 1
                 hook.pytest_runtest_logfinish(nodeid=content[0], location=content[1])
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
+    if not session.shouldstop:
+        for nodeid in unheard.elements():
+            _lost(session, nodeid, "no process ran it")
 
 
-def _lost(session: pytest.Session, nodeid: str, status: int) -> None:
-    """Report a test whose process ended before it did."""
+def _lost(session: pytest.Session, nodeid: str, why: str) -> None:
+    """Report a test that nobody ran to its end."""
     report = pytest.TestReport(
         nodeid=nodeid,
         location=(nodeid.partition("::")[0], None, nodeid),
         keywords={},
         outcome="failed",
-        longrepr=f"its process ended with status {status} before it did",
+        longrepr=why,
         when="call",
     )
     session.config.hook.pytest_runtest_logreport(report=report)

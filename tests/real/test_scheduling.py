@@ -94,6 +94,7 @@ async def test_capacity_is_what_each_engine_says(engines: tuple[RealEngine, Real
 async def test_demand_is_the_sum_of_the_usage(proxy: Server, streams: bool) -> None:
     """While tools run, the claims of all programs are their contexts, to the token; after their release, nothing."""
     async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
+        await client.post("/programs/release", json={"all": True})  # what tests before have left
         demand_tokens = 0
         for number, prompt_tokens in enumerate((50, 333, 700)):
             options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}

@@ -10,11 +10,11 @@ from collections.abc import Collection
 from dataclasses import fields
 from functools import cache
 from ssl import SSLContext
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import httpx2
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
 from thunderagent.backends.ranks import of_rank, rank_count_of
@@ -62,7 +62,7 @@ class RankReading(Struct, frozen=True, array_like=True):
 class Found(Struct, frozen=True, array_like=True):
     """What one poll of a URL found."""
 
-    age_s: float
+    age_s: Annotated[float, Meta(ge=0)]
     """How long ago the engine was asked."""
     failure: Failure | None = None
     """Of its health; None is that it can serve."""
@@ -199,7 +199,7 @@ def models_in(answer: str) -> tuple[str, ...]:
     try:
         data = msgspec.json.decode(answer)["data"]
         return tuple(dict.fromkeys(each["id"] for each in data if each["id"] and isinstance(each["id"], str)))
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
         return ()
 
 

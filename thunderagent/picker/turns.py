@@ -31,12 +31,13 @@ import msgspec
 import structlog
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.errors import BodyTooLargeError, NoReplicaError, ThunderAgentError
+from thunderagent.errors import AdminKeyNeededError, BodyTooLargeError, NoReplicaError, ThunderAgentError
 from thunderagent.leases import Lease, LeaseSource, OpenLease, TurnAsk
 from thunderagent.log_lines import line_writer
 from thunderagent.picker import messages
 from thunderagent.picker.stream import Stream
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
+from thunderagent.proxy.gate.access import DATA, ForwardUnknown, Use, engine_access, use_of
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.reading.answers import StreamUsage, read_answer
 from thunderagent.proxy.reading.body_fields import model_named
@@ -113,12 +114,14 @@ class Picker:
             if pseudo.get(":method") == "POST" and target.spelt in TURN_DIALECTS:
                 await self._turn(stream, first, target, headers)
             else:
-                await self._beside(stream, first, target)
+                await self._beside(stream, first, target, pseudo.get(":method", ""))
         except ThunderAgentError as error:
             await stream.refuse(answer_of(error, target.spelt if target is not None else None))
 
-    async def _beside(self, stream: Stream, first: Any, target: Target) -> None:
+    async def _beside(self, stream: Stream, first: Any, target: Target, method: str) -> None:
         """Have what is no turn go to a replica at once: that of its program, or the one with the fewest turns."""
+        if engine_access(target, method, ForwardUnknown.OFF) is not DATA or use_of(target, method) is Use.GENERATE:
+            raise AdminKeyNeededError("a picker lets pass turns and what only reads; send this to the engine")
         leases = self.leases
         home_id = leases.home_of(target.program_id) if target.program_id else None
         allowed = messages.texts_in(first.metadata_context, SUBSET_METADATA, SUBSET)

@@ -118,7 +118,7 @@ class Leading:
 
     async def _stand_by(self) -> None:
         now_s = self._runtime.now_s
-        said_s = -self._lock_s
+        said_s, told = -self._lock_s, ""
         for warning in await self._warnings():
             log.warning("store_settings", warning=warning)
         while not self.epoch and self.role == "standby":
@@ -132,12 +132,16 @@ class Leading:
             expected = self._candidacy.may_take(seen.owner, seen.epoch, now_s())
             if seen.owner == self.owner:  # it was taken, and the answer was lost
                 expected = self.owner
-            with suppress(StoreError):
+            try:
                 if expected is not None:
                     await self._take(expected)
                 elif now_s() - said_s >= self._lock_s / 3:
                     said_s = now_s()
                     await self._store.stand_by()
+            except StoreError as error:  # as where it may be read and not written
+                if error.message != told:
+                    told = error.message
+                    log.warning("lock_not_taken", why=told)
             if not self.epoch:
                 await asyncio.sleep(LOOK_S)
 
