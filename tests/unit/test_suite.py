@@ -91,6 +91,18 @@ def test_side_by_side_every_test_is_reported_once_though_a_process_dies(tmp_path
         assert "3 failed, 3 passed, 1 skipped" in said
 
 
+def test_side_by_side_tests_fail_that_no_process_ran(tmp_path: Path) -> None:
+    """Here each process ends before it takes a file."""
+    broken = (
+        "from tests import side_by_side\n\ndef ends(*_): raise SystemExit\n\nside_by_side._Teller.__init__ = ends\n"
+    )
+    tmp_path.joinpath("conftest.py").write_text(broken)
+    found, said = _outcomes(tmp_path)
+    assert len(found) == 7
+    assert set(found.values()) == {"failure"}
+    assert "no process ran it" in said
+
+
 def test_side_by_side_the_first_failure_can_end_the_run(tmp_path: Path) -> None:
     """What its file still had does not run, and is no failure."""
     found, said = _outcomes(tmp_path, "-x", "-k", "first")
