@@ -7,9 +7,10 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from thunderagent.backends.asking import Found, models_in
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
-from thunderagent.scale.messages import Digest, Frame, Hello, Message, Ok, Refusal, decode, encode
+from thunderagent.scale.messages import Digest, Frame, Hello, Message, Ok, Polled, Refusal, decode, encode
 
 FIRST_FIELDS = {
     "hello": "gateway_id boot_id link_number highest_epoch leader_id version",
@@ -106,3 +107,15 @@ def test_what_is_no_frame_is_refused(data: bytes) -> None:
     """A known kind that cannot be read is no message of another version; nor is an epoch that fits in no generation."""
     with pytest.raises(BadFrameError):
         decode(data)
+
+
+@pytest.mark.parametrize("age_s", [-1.0, float("nan")])
+def test_a_poll_of_the_future_is_refused(age_s: float) -> None:
+    """Taken in, it would have every later poll passed over."""
+    with pytest.raises(BadFrameError):
+        decode(encode(Frame(1, 0, 0, [Polled(1, Found(age_s))])))
+
+
+def test_a_list_of_models_that_is_nested_too_deep_names_none() -> None:
+    """Each gateway reads what engines answer: none ends for it."""
+    assert models_in("[" * 100_000) == ()
