@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import statistics
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -175,17 +176,20 @@ async def rollout(engine: DockerEngine, tmp_path: Path) -> AsyncIterator[Rollout
 
 
 async def test_disk_does_not_grow_with_the_programs(rollout: Rollout) -> None:
-    """100 programs, 5 at a time, 20 MB each: at the end no more than at the tenth."""
-    before_bytes, used_bytes = rollout.disk_bytes(), {}
+    """100 programs, 5 at a time, 20 MB each: at the end no more than at the beginning.
 
-    def after(ended_count: int) -> None:
-        used_bytes[ended_count] = rollout.disk_bytes() - before_bytes
+    One moment says little: from one program to all five may have written when another ends.
+    """
+    before_bytes, used_bytes = rollout.disk_bytes(), []
+
+    def after(_ended_count: int) -> None:
+        used_bytes.append(rollout.disk_bytes() - before_bytes)
 
     await rollout.programs(100, after=after)
-    ratio = used_bytes[100] / used_bytes[10]
-    print(f"\ndisk at the end / at the tenth program: {used_bytes[100] / MB:.0f} / {used_bytes[10] / MB:.0f} MB")
-    assert used_bytes[10] > WRITTEN_BYTES, "the programs wrote nothing"
-    assert ratio <= 1.1
+    first_bytes, last_bytes = max(used_bytes[:20]), statistics.median(used_bytes[-20:])
+    print(f"\ndisk, most by the 20th program / at the last 20: {first_bytes / MB:.0f} / {last_bytes / MB:.0f} MB")
+    assert first_bytes > WRITTEN_BYTES, "the programs wrote nothing"
+    assert last_bytes <= 1.1 * first_bytes
     await rollout.gone()
     assert rollout.disk_bytes() - before_bytes < WRITTEN_BYTES
 
