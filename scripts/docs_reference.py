@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from scripts.docs_metrics import by_group
 from thunderagent import errors
@@ -87,11 +88,31 @@ def configuration() -> str:
 
 def templates() -> str:
     """Return the fields of a template of sandboxes."""
+    return _fields_of(Template)
+
+
+def directives() -> str:
+    """Return the directives of a workflow's agents."""
+    from thunderagent.workflows.declare import Directives  # noqa: PLC0415 - an extra, which only its page needs
+
+    return _fields_of(Directives)
+
+
+def _fields_of(model: type[BaseModel]) -> str:
     rows = [
-        (f"`{name}`", "" if field.default in (None, (), {}, "") else f"`{field.default}`", field.description or "")
-        for name, field in Template.model_fields.items()
+        (f"`{name}`", "" if default in (None, (), {}, "") else f"`{default}`", field.description or "")
+        for name, field in model.model_fields.items()
+        for default in [field.get_default(call_default_factory=True)]
     ]
     return table(("Field", "Default", "Meaning"), rows)
+
+
+def workflow_policies() -> str:
+    """Return the policies of workflows, as each one's module explains itself."""
+    folder = ROOT / "thunderagent" / "workflows" / "policies"
+    said = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in folder.glob("*.py")}
+    names = sorted(said.keys() - {"__init__"})
+    return table(("Policy", "Meaning"), [(f"`{name}`", (said[name] or "").partition(": ")[2]) for name in names])
 
 
 def commands() -> str:
@@ -325,6 +346,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "api": api,
     "commands": commands,
     "configuration": configuration,
+    "directives": directives,
     "errors": error_codes,
     "judge_prompt": judge_prompt,
     "lifecycle": lifecycle,
@@ -334,6 +356,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "profiles": profiles,
     "reasons": reasons,
     "templates": templates,
+    "workflow_policies": workflow_policies,
 }
 MARK = re.compile(r"^<!-- generated: (\w+)(?: ([\w.-]+))? -->$", re.MULTILINE)
 

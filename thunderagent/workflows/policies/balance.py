@@ -1,4 +1,4 @@
-"""Balance: an instance that is slower, or has more waiting, gets fewer of the new calls."""
+"""Balance: slower instances, and those with more waiting, get fewer of the new calls."""
 
 from thunderagent.workflows.view import Act, View
 

@@ -1,4 +1,4 @@
-"""Longest processing time first: whoever had to go back in its graph of calls has most left to do."""
+"""Longest processing time first: sessions that had to go back in their graph of calls go first."""
 
 from thunderagent.workflows.view import Act, View
 

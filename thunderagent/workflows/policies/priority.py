@@ -1,4 +1,4 @@
-"""Priority: sessions that an operator has put first are moved away from busy instances, as well as ordered."""
+"""Priority: sessions with a priority are moved away from busy instances."""
 
 from thunderagent.workflows.view import Act, View
 

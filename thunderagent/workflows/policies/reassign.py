@@ -1,4 +1,4 @@
-"""Reassign: agents with little to do give instances up for those with much."""
+"""Reassign: idle instances make room for busy agents."""
 
 from thunderagent.workflows.view import Act, View
 

@@ -1,4 +1,4 @@
-"""Shortest remaining time first: whoever is furthest in its graph of calls has least left to do."""
+"""Shortest remaining time first: sessions that are furthest in their graph of calls go first."""
 
 from thunderagent.workflows.view import Act, View
 
