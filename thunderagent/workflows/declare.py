@@ -26,8 +26,8 @@ class Directives(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     stateful: bool = Field(False, description="a session's calls run in order on one instance, which it never leaves")
-    managed: bool = Field(False, description="a session's calls run on one instance, and may move as a whole; found out by default")
-    batchable: bool = Field(False, description="each parameter is a list, and so is the answer: waiting calls run as one")
+    managed: bool = Field(False, description="a session's calls run on one instance, may move as a whole; found out")
+    batchable: bool = Field(False, description="parameters and answer are lists: waiting calls run as one")
     max_batch: int = Field(MAX_BATCH_COUNT, ge=1, description="the most calls of a batch")
     mix_sessions: bool = Field(False, description="a batch may hold calls of several sessions; its turns are anonymous")
     preemptable: str = Field("", description="the method that stops a running call; true is `checkpoint`")
