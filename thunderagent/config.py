@@ -294,6 +294,12 @@ class ServeConfig(BaseSettings):
         60.0, ge=0, description="how long turns wait while no replica is usable, before they get 503, in seconds"
     )
     grace_s: float = Field(30.0, ge=0, description="how long a shutdown waits for turns in flight, in seconds")
+    shutdown_delay_s: float = Field(
+        0.0,
+        ge=0,
+        description="how long a shutdown first serves new turns, not ready, each answer its connection's last, so that "
+        "clients and load balancers turn to another one, in seconds",
+    )
     poll_interval_s: float = Field(1.0, gt=0, description="time between two polls of a replica, in seconds")
     poll_deadline_s: float = Field(2.0, gt=0, description="a poll that takes longer has failed, in seconds")
     down_after_failures: int = Field(2, ge=1, description="failed polls in a row that take a replica down")

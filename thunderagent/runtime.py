@@ -193,6 +193,7 @@ class Runtime:
         self.stands_by = False
         """Whether another scheduler leads: then nothing is granted here."""
         self._closing = False
+        self.leaving = False
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
         self._no_lease_left = asyncio.Event()

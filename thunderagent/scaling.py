@@ -60,6 +60,7 @@ from thunderagent.serving import (
     collect_garbage,
     embedded_engines,
     keep_freed_memory,
+    leave,
     leave_port,
     listening,
     policy_settings_of,
@@ -235,6 +236,7 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
             await _end_with_stdin(stop)
         await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
+        await leave(app, runtime, config.shutdown_delay_s if runtime.turns.is_led else 0)
         if ends_with_stdin:  # whoever started it may be gone, and another one of it about to listen in its place
             await leave_port(app)
         await runtime.close()
@@ -373,7 +375,7 @@ async def serve_with_gateways(
             more = ("--schedulers", url, "--host", config.host, "--port", str(port), "--gateways", "0")
             command = (sys.executable, "-m", "thunderagent", "gateway", *options, *more, "--end-with-stdin")
             async with asyncio.TaskGroup() as group:
-                gateways = _Gateways(command, environment, config.gateways, config.grace_s)
+                gateways = _Gateways(command, environment, config.gateways, config.shutdown_delay_s + config.grace_s)
                 running = group.create_task(gateways.run())
                 stopping = group.create_task(stop.wait())
                 await asyncio.wait(
@@ -405,11 +407,11 @@ def _port_of(config: ServeConfig) -> Any:
 class _Gateways:
     """Starts gateways, and starts again those that end."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], count: int, grace_s: float) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], count: int, patience_s: float) -> None:
         self._command = command
         self._environment = environment
         self._count = count
-        self._grace_s = grace_s
+        self._patience_s = patience_s
         self._processes: set[Process] = set()
         self._ready_count = 0
         self._ended_s: deque[float] = deque(maxlen=RESTARTS_COUNT)
@@ -460,5 +462,5 @@ class _Gateways:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._grace_s + 2 * CLOSE_S):
+            async with asyncio.timeout(self._patience_s + 2 * CLOSE_S):
                 await asyncio.gather(*(process.wait() for process in processes))

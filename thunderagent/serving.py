@@ -13,7 +13,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import structlog
 from aiohttp import web
@@ -48,7 +48,7 @@ from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.turns.retry_budget import RetrySettings
 from thunderagent.proxy.watch.event_feed import KIND_OF
-from thunderagent.proxy.wire.aiohttp_server import Runner
+from thunderagent.proxy.wire.aiohttp_server import Runner, Server
 from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES
 from thunderagent.reloading import Reloader, hangup, take_over
 from thunderagent.replica_sources import followers_of, sources_of, static_of
@@ -111,8 +111,8 @@ async def serve(
     `ready` is called with the URL, and the policy's name with those of its parts, once it listens; `load` reads the
     configuration again, on SIGHUP.
 
-    A shutdown goes: not ready, grant nothing new, let turns in flight end up to the grace period, flush the event
-    log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot be used.
+    A shutdown goes: not ready, serve for the delay, grant nothing new, let turns in flight end up to the grace period,
+    flush the event log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot be used.
     """
     raise_file_limit()
     keep_freed_memory()
@@ -122,6 +122,7 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     check_security(config)
     runtime, event_log = build_runtime(config)
+    apps: list[web.Application] = []
     async with AsyncExitStack() as stack:
         if event_log is not None:
             stack.callback(event_log.close)
@@ -133,11 +134,14 @@ async def serve(
         if config.simulates_engines:
             urls = await stack.enter_async_context(embedded_engines(config))
         simulated = config.simulates_engines
-        url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=simulated, load=load))
+        url = await stack.enter_async_context(
+            proxy(config, runtime, urls, simulated=simulated, load=load, opened=apps.append)
+        )
         calm_garbage_collector()
         ready(url, runtime.scheduler.policy.name)
         await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
+        await leave(apps[0], runtime, config.shutdown_delay_s)
         await runtime.close()
 
 
@@ -300,12 +304,13 @@ async def proxy(
     simulated: bool = False,
     load: Callable[[], ServeConfig] | None = None,
     beside: Callable[[Replicas, Poller, LearnedState | None], Beside] | None = None,
+    opened: Callable[[web.Application], None] = lambda _: None,
 ) -> AsyncIterator[str]:
     """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
 
     `further_sources` come beside those of the configuration. `simulated` has every answer and the dashboard say so.
     `load` reads the configuration again; by default it stays, and only files that it names are read again. `beside`
-    makes what else is to be served and run.
+    makes what else is to be served and run. `opened` is given the application once it listens.
     """
     keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
     api_key = backend_api_key(config)
@@ -414,6 +419,7 @@ async def proxy(
         with hangup() as asked:
             loops.append(partial(reloader.run, asked))
             async with background(*loops), listening(app, config, tls, admin_port) as url:
+                opened(app)
                 yield url
 
 
@@ -510,6 +516,26 @@ async def listening(
         yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         await runner.cleanup()
+
+
+class Leaving(Protocol):
+    """Who says whether this process is ready."""
+
+    leaving: bool
+    """Whether others should get the turns that come."""
+
+
+async def leave(app: web.Application, runtime: Leaving, delay_s: float) -> None:
+    """Have clients turn elsewhere: be not ready, serve for `delay_s`, each answer its connection's last; close idle ones.
+
+    Without that a client goes on with its connection, and what has taken this process out of a load balancer's list has
+    no effect on it: its next turn would be refused. New connections are taken all the time, if only to be refused.
+    """
+    runtime.leaving = True
+    server = cast(Server, app[LISTENER].server)
+    server.leave()
+    await asyncio.sleep(delay_s)
+    server.close_idle()
 
 
 async def leave_port(app: web.Application) -> None:

@@ -33,7 +33,7 @@ from tests.integration.support import (
 )
 
 if TYPE_CHECKING:
-    from tests.integration.support import CommandProcess
+    from tests.integration.support import Call, CommandProcess
 
 
 def a_stream() -> Gate:
@@ -87,6 +87,39 @@ async def test_a_signal_drains(number: signal.Signals) -> None:
         assert await process.exit_status() == 0
         assert len(replica.calls) == 1
         assert "Traceback" not in process.log
+
+
+async def test_before_it_refuses_it_serves_and_its_clients_turn_elsewhere() -> None:
+    """Within the delay it is not ready, answers what comes on connections old and new, and each answer is their last."""
+    gate, plain = a_stream(), answers()
+
+    async def behave(call: Call) -> None:
+        await (gate if call.json().get("stream") else plain)(call)
+
+    async with fake_replica(behave) as replica:
+        options = ("--backends", replica.url, "--shutdown-delay-s", "3", "--grace-s", "20")
+        async with serve(*options) as process:
+            await process.ready()
+            async with Wire.open(process.url) as long, Wire.open(process.url) as kept, Wire.open(process.url) as idle:
+                await begin_stream(long, "first")
+                for wire in (kept, idle):
+                    wire.send("GET", "/health")
+                    assert (await wire.answer()).header("Connection") is None
+                process.process.terminate()
+                await until_draining(process)
+                kept.send("POST", CHAT, (), json.dumps(turn("second")).encode())
+                answer = await kept.answer()
+                assert (answer.status, answer.header("Connection")) == (200, "close")
+                assert await kept.rest() == b""
+                ready = await get(process.url, "/ready")
+                assert (ready.status, ready.header("Connection")) == (503, "close")
+                assert (await ask(process.url, "third")).status == 200
+                assert await idle.rest() == b""  # at the delay's end
+                assert (await ask(process.url, "fourth")).status == 503
+                gate.open()
+                assert await rest_of_stream(long) == word("two") + DONE
+                assert await long.rest() == b""
+            assert await process.exit_status() == 0
 
 
 async def until_held(process: CommandProcess, count: int) -> None:

@@ -49,7 +49,7 @@ seen = collections.Counter()
 longest_s = 0.0
 
 async def asked(http, headers, body):
-    # Tries again as clients do: on 503, after what Retry-After says.
+    # Tries again only so that the load goes on: whatever is no whole answer is counted.
     while time.monotonic() < until_s + 60:
         try:
             async with http.stream("POST", f"{url}/v1/chat/completions", headers=headers, json=body) as answer:
@@ -61,7 +61,7 @@ async def asked(http, headers, body):
             whole = text.endswith("data: [DONE]\\n\\n") if body["stream"] else "usage" in json.loads(text)
             seen["whole" if whole else "cut"] += 1
             return
-        seen[f"status {answer.status_code}"] += 1
+        seen[f"status {answer.status_code}: {text}"] += 1
         if answer.status_code != 503:
             return
         await asyncio.sleep(min(float(answer.headers.get("retry-after", 1)), 1.0))
@@ -209,7 +209,7 @@ async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deplo
     await until(lambda: phase_of(namespace, "load") in {"Succeeded", "Failed"}, within_s=WITHIN_S)
     seen = json.loads(namespace.kubectl("logs", "load").splitlines()[-1])
     print(f"\nan upgrade under the load of {PROGRAMS_COUNT} programs: {seen}")
-    assert set(seen) - {"whole", "status 503", "longest_s"} == set()
+    assert set(seen) == {"whole", "longest_s"}
     assert seen["whole"] > 10 * PROGRAMS_COUNT
 
     spec = {"image": namespace.access.sandbox_image, "run_as_user": 1000, "driver": "kubernetes"}

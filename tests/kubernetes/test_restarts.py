@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.support import until
 from tests.kubernetes.test_replicas import found_in, urls_of_pods, workload
-from tests.kubernetes.test_sandboxes import driver_in, heard_of, is_empty, order
+from tests.kubernetes.test_sandboxes import driver_in, heard_of, order, until_empty
 
 if TYPE_CHECKING:
     from tests.kubernetes.cluster import Cluster
@@ -61,4 +61,4 @@ async def test_a_preparation_and_what_ends_meanwhile_outlive_a_restart(namespace
         assert sorted({each.found.handle for each in changes}) == sorted([short.handle, place.handle])
         for handle in (short.handle, place.handle):
             await driver.reclaim(handle)
-        await until(lambda: is_empty(namespace), within_s=WITHIN_S)
+        await until_empty(namespace)

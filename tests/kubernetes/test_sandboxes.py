@@ -68,8 +68,20 @@ async def heard_of(driver: KubernetesDriver) -> AsyncIterator[list[Change]]:
         await asyncio.gather(listening, return_exceptions=True)
 
 
-def is_empty(namespace: Namespace) -> bool:
-    return not namespace.read("jobs,pods,networkpolicies")["items"]
+async def until_empty(namespace: Namespace) -> None:
+    """Wait until nothing of ours is left; if that takes too long, say what is and what happened to it.
+
+    The cluster is asked now and then, and meanwhile left the processor that it needs for it.
+    """
+    kinds = "jobs,pods,networkpolicies"
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while (await asyncio.to_thread(namespace.read, kinds))["items"]:
+                await asyncio.sleep(0.5)
+    except TimeoutError as error:
+        error.add_note(namespace.kubectl("get", f"{kinds},events", "--output=wide"))
+        error.add_note(namespace.kubectl("get", kinds, "--output=yaml"))
+        raise
 
 
 async def test_from_preparation_to_its_end(namespace: Namespace) -> None:
@@ -86,7 +98,7 @@ async def test_from_preparation_to_its_end(namespace: Namespace) -> None:
         assert (found.handle, found.program_id, found.running) == (place.handle, "program one", True)
         assert len(namespace.names("networkpolicies")) == 1
         await driver.reclaim(place.handle)
-        await until(lambda: is_empty(namespace), within_s=WITHIN_S)
+        await until_empty(namespace)
         await until(lambda: len(changes) == 2, within_s=WITHIN_S)
         assert [(each.found.handle, each.ended) for each in changes] == [(place.handle, False), (place.handle, True)]
         assert await driver.find() == []
@@ -104,7 +116,7 @@ async def test_what_fails_says_why_and_leaves_nothing(namespace: Namespace, kind
             await driver.prepare(order(namespace, "a2", kubernetes_kind=kind, image=absent))
         with pytest.raises(SandboxSetupError, match="run_as_user"):
             await driver.prepare(order(namespace, "a3", kubernetes_kind=kind, run_as_user=None))
-        await until(lambda: is_empty(namespace), within_s=WITHIN_S)
+        await until_empty(namespace)
 
 
 @KINDS
@@ -115,9 +127,9 @@ async def test_one_whose_time_is_over_ends_by_itself(namespace: Namespace, kind:
         await until(lambda: [each.ended for each in changes] == [False, True], within_s=WITHIN_S)
         assert "DeadlineExceeded" in changes[1].why
         if kind == "job":  # what remains of a pod is removed by who hears of its end
-            await until(lambda: is_empty(namespace), within_s=WITHIN_S)
+            await until_empty(namespace)
         await driver.reclaim(place.handle)
-        await until(lambda: is_empty(namespace), within_s=WITHIN_S)
+        await until_empty(namespace)
 
 
 async def test_a_pod_of_a_users_own_is_found_and_goes_with_its_program(namespace: Namespace) -> None:
@@ -133,7 +145,7 @@ async def test_a_pod_of_a_users_own_is_found_and_goes_with_its_program(namespace
         assert (found.handle, found.program_id) == (f"pod/{namespace.name}/own", "p1")
         assert found.is_given
         await driver.reclaim(found.handle)
-        await until(lambda: is_empty(namespace), within_s=WITHIN_S)
+        await until_empty(namespace)
 
 
 @KINDS
@@ -145,4 +157,4 @@ async def test_a_restricted_namespace_admits_what_the_default_makes(restricted: 
         await driver.reclaim(place.handle)
         with pytest.raises(SandboxRefusedError, match=r"PodSecurity|restricted|securityContext"):
             await driver.prepare(order(restricted, "a2", pod_security="baseline", run_as_user=0, kubernetes_kind=kind))
-        await until(lambda: is_empty(restricted), within_s=WITHIN_S)
+        await until_empty(restricted)

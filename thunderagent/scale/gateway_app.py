@@ -188,7 +188,7 @@ class GatewayHandlers:
         """Say whether a turn would be served: 200, or 503 with the reason."""
         runtime, up_count = self._runtime, len(self._runtime.replicas.open_ids)
         why = ""
-        if runtime.closing:
+        if runtime.leaving or runtime.closing:
             why = "shutting down"
         elif not runtime.turns.is_led and not runtime.fails_open:
             why = "there is no link to a scheduler"

@@ -97,7 +97,7 @@ class RemoteRuntime:
         """Of finished turns, as far as engines said their usage."""
         self.fail_open_count = 0
         self.leases_count = 0
-        self.closing = False
+        self.closing = self.leaving = False
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Answer]] = {}
         self._refusals: dict[int, Refusal] = {}

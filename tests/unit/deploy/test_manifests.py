@@ -311,10 +311,13 @@ def test_the_configuration_is_one_and_names_the_engines(config: ServeConfig) -> 
 def test_a_pod_has_time_to_end(config: ServeConfig) -> None:
     """Kubernetes waits for longer than the proxy: what it does before it asks, the grace period, and the closing."""
     proxy, engines = one("Deployment", "thunderagent"), one("StatefulSet", "vllm")
-    for workload, grace_s in ((proxy, config.grace_s + 2 * CLOSE_S), (engines, 5)):
-        command, before_s = container_of(workload)["lifecycle"]["preStop"]["exec"]["command"]
-        assert command == "sleep"
-        assert pod_of(workload)["spec"]["terminationGracePeriodSeconds"] > int(before_s) + grace_s
+    assert config.shutdown_delay_s >= 5  # until the Service has taken it out; it must be told, so there is no preStop
+    assert "lifecycle" not in container_of(proxy)
+    least_s = config.shutdown_delay_s + config.grace_s + 2 * CLOSE_S
+    assert pod_of(proxy)["spec"]["terminationGracePeriodSeconds"] > least_s
+    command, before_s = container_of(engines)["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    assert pod_of(engines)["spec"]["terminationGracePeriodSeconds"] > int(before_s) + 5
 
 
 def test_the_proxy_lets_its_clients_in_but_no_sandbox() -> None:

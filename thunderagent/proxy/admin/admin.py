@@ -179,7 +179,7 @@ class Admin:
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""
         up_count = sum(len(scheduler.open_replicas) for scheduler in self._runtime.pools.schedulers)
-        if self._runtime.closing:
+        if self._runtime.leaving or self._runtime.closing:
             return report_response(NotReadyReport(ready=False, why="shutting down"), status=503)
         if self._runtime.stands_by:
             return report_response(NotReadyReport(ready=False, why="another scheduler leads"), status=503)

@@ -57,12 +57,28 @@ class Server(web.Server):
         """Return the protocol of one request of aiohttp's."""
         return _Borrower(self, loop=asyncio.get_running_loop(), **self._options)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether each answer that begins says that it is its connection's last."""
+        return self._settings.is_leaving
+
+    def leave(self) -> None:
+        """Have clients turn elsewhere: each answer from now on says that it is its connection's last.
+
+        What is idle stays, so that no request meets a connection that closes.
+        """
+        self._settings.is_leaving = True
+
+    def close_idle(self) -> None:
+        """Close what is idle, and the rest after the answers that are due. New connections are taken."""
+        self._settings.is_leaving = self._settings.is_closing = True
+        for connection in list(self._settings.connections):
+            connection.close()
+
     def pre_shutdown(self) -> None:
         """Close what is idle, and the rest after the answers that are due."""
         super().pre_shutdown()
-        self._settings.is_closing = True
-        for connection in list(self._settings.connections):
-            connection.close()
+        self.close_idle()
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - aiohttp's
         """Let answers end for so long, and close all connections."""
@@ -110,6 +126,8 @@ class _Borrower(RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Give the connection back with the last byte of an answer."""
+        if isinstance(self._manager, Server) and self._manager.is_leaving:
+            resp.force_close()
         response, has_left = await super().finish_response(request, resp, start_time)
         if isinstance(self.transport, Lent):
             self.transport.answered(keeps_alive=bool(response.keep_alive) and not has_left)

@@ -84,8 +84,10 @@ class Settings:
     stall_s: float = 120.0
     """A client that takes nothing of its answer for so long is cut off."""
     connections: set[Connection] = field(default_factory=set)
+    is_leaving: bool = False
+    """Whether each answer that begins says that it is its connection's last."""
     is_closing: bool = False
-    """Whether each answer is its connection's last."""
+    """Whether each answer is its connection's last, said or not."""
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def ended(self, connection: Connection) -> None:

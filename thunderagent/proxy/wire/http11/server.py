@@ -70,7 +70,8 @@ class Connection:
     def may_stay(self) -> bool:
         """Whether it may carry another request."""
         is_whole = self._asked is not None and self._asked.is_whole
-        is_last = self.closes or self._settings.is_closing or (self._has_ended and not self._buffer)
+        settings = self._settings
+        is_last = self.closes or settings.is_leaving or (self._has_ended and not self._buffer)
         return is_whole and not is_last
 
     @property
