@@ -112,7 +112,8 @@ async def serve(
     configuration again, on SIGHUP.
 
     A shutdown goes: not ready, serve for the delay, grant nothing new, let turns in flight end up to the grace period,
-    flush the event log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot be used.
+    flush the event log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot
+    be used.
     """
     raise_file_limit()
     keep_freed_memory()
@@ -526,13 +527,15 @@ class Leaving(Protocol):
 
 
 async def leave(app: web.Application, runtime: Leaving, delay_s: float) -> None:
-    """Have clients turn elsewhere: be not ready, serve for `delay_s`, each answer its connection's last; close idle ones.
+    """Have clients turn elsewhere: be not ready, serve for `delay_s`, then close what is idle.
+
+    Each answer says that it is its connection's last.
 
     Without that a client goes on with its connection, and what has taken this process out of a load balancer's list has
     no effect on it: its next turn would be refused. New connections are taken all the time, if only to be refused.
     """
     runtime.leaving = True
-    server = cast(Server, app[LISTENER].server)
+    server = cast("Server", app[LISTENER].server)
     server.leave()
     await asyncio.sleep(delay_s)
     server.close_idle()

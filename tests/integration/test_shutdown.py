@@ -90,7 +90,7 @@ async def test_a_signal_drains(number: signal.Signals) -> None:
 
 
 async def test_before_it_refuses_it_serves_and_its_clients_turn_elsewhere() -> None:
-    """Within the delay it is not ready, answers what comes on connections old and new, and each answer is their last."""
+    """Within the delay it is not ready, answers on connections old and new, and each answer is their last."""
     gate, plain = a_stream(), answers()
 
     async def behave(call: Call) -> None:
