@@ -50,6 +50,9 @@ TURNS_COUNT = 8
 """So many turns has a program; then it is released, and another one begins in its place."""
 
 TOOL_S = 0.2
+IDLE_LIMIT_S = 0.5
+"""Programs that take no more turns give their claims up so soon: else they hold the memory of those that come."""
+
 WITHIN_S = 60.0
 _READY_LINE = re.compile(rb"ready at (http://\S+?)(?::? |$)")
 
@@ -92,6 +95,7 @@ class Cell:
         """Start one, and wait until it is there."""
         capacity = self.in_flight_count * (PROMPT_TOKENS + OUTPUT_TOKENS) * 5 // 4
         options = ("--listen", f"127.0.0.1:{port}", "--backends", self.engine_url, "--lock-s", str(LOCK_S))
+        options += ("--idle-limit-s", str(IDLE_LIMIT_S)) if self.idle_count else ()
         store = ("--store", f"unix://{self.folder / 'redis.sock'}", "--capacity-tokens", str(capacity))
         with (self.folder / f"scheduler-{port}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -351,7 +355,9 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=5_000, metavar="N", help="(default: 5000)")
-    parser.add_argument("--in-flight", type=int, default=2_500, metavar="N", help="for which there is room (2500)")
+    parser.add_argument(
+        "--in-flight", type=int, default=2_500, metavar="N", help="for which there is room, growth aside (2500)"
+    )
     parser.add_argument("--turn-s", type=float, default=2.0, metavar="SECONDS", help="a turn's mean length (2)")
     parser.add_argument("--idle-programs", type=int, default=0, metavar="N", help="that are known beside these (0)")
     parser.add_argument("--kills", type=int, default=5, metavar="N", help="of the leader (5)")

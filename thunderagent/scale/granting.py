@@ -1,11 +1,13 @@
 """A scheduler's runtime, as gateways have it: what they say is done there, and what it decides is told to them.
 
-A turn that is held is a task that waits in `Runtime.lease`, as a handler of HTTP would.
+A turn that is held is a task that waits in `Runtime.lease`, as a handler of HTTP would. Turns that came before grants
+may begin are let go on a few at a time, so that the first grants go out before the last turn is looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from types import TracebackType
 
 from msgspec.structs import replace
@@ -19,6 +21,9 @@ from thunderagent.runtime import Runtime
 from thunderagent.scale.gateways import Gateways
 from thunderagent.scale.messages import Card, Digest, Progress, Released, Running
 
+SLICE_COUNT = 50
+"""So many turns that waited for grants to begin go on without giving way to others."""
+
 
 class Granting:
     """Grants by a runtime; see `Grants`. All methods belong to one event loop."""
@@ -27,8 +32,10 @@ class Granting:
     """Who is told."""
 
     def __init__(self, runtime: Runtime, watcher: Watcher) -> None:
-        """Grant nothing until `is_open` is set."""
-        self.is_open = asyncio.Event()
+        """Grant nothing until it is told to `open`."""
+        self._early: deque[asyncio.Event] | None = deque()
+        """What turns wait for that came before grants began; None: they have begun."""
+        self._opening: asyncio.Task[None] | None = None
         self._runtime = runtime
         self._watcher = watcher
         self._waits: dict[int, asyncio.Task[None]] = {}
@@ -39,6 +46,17 @@ class Granting:
     def __repr__(self) -> str:
         return f"<Granting: {len(self._waits)} wait, {len(self._uncounted)} to be counted>"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether grants have begun."""
+        return self._early is None
+
+    def open(self) -> None:
+        """Begin to grant, first to those who came first."""
+        early, self._early = self._early, None
+        if early and _lets_some_go_on(early):
+            self._opening = asyncio.create_task(_let_go_on(early))
+
     def count_late(self) -> None:
         """Count turns that can be counted by now."""
         for turn_id, running in list(self._uncounted.items()):
@@ -47,6 +65,8 @@ class Granting:
     def close(self) -> None:
         """Have nobody wait any more."""
         self._is_closing = True
+        if self._opening is not None:
+            self._opening.cancel()
         for task in self._waits.values():
             task.cancel()
 
@@ -60,9 +80,10 @@ class Granting:
 
     async def _lease(self, turn_id: int, ask: TurnAsk) -> None:
         try:
-            if not self.is_open.is_set():
+            if self._early is not None:
                 self.gateways.held(turn_id)
-                await self.is_open.wait()
+                self._early.append(asyncio.Event())
+                await self._early[-1].wait()
             lease = await self._runtime.lease(ask, _Held(self.gateways, turn_id))
         except ThunderAgentError as error:
             if not isinstance(error, ShuttingDownError):  # its gateway keeps it for the next scheduler
@@ -144,6 +165,20 @@ class Granting:
         """Tell the runtime."""
         if not self._is_closing:
             self._runtime.replica_tripped(replica_id, tripped=tripped)
+
+
+def _lets_some_go_on(early: deque[asyncio.Event]) -> bool:
+    """Let the first ones go on; say whether others wait."""
+    for _ in range(min(SLICE_COUNT, len(early))):
+        early.popleft().set()
+    return bool(early)
+
+
+async def _let_go_on(early: deque[asyncio.Event]) -> None:
+    has_more = True
+    while has_more:
+        await asyncio.sleep(0)
+        has_more = _lets_some_go_on(early)
 
 
 class _Held:

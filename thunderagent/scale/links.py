@@ -157,10 +157,10 @@ class Links:
             log.warning("gateway_lost", gateway_id=gateway.gateway_id)
             self._writes_lost(gateway)
         self.granting.count_late()
-        if not self.granting.is_open.is_set() and self._since_s is not None and now_s - self._since_s >= RESYNC_S:
+        if not self.granting.is_open and self._since_s is not None and now_s - self._since_s >= RESYNC_S:
             all_told = all(link.gateway.is_told for link in self._links.values())
             if all_told or now_s - self._since_s >= TOLD_LIMIT_S:
-                self.granting.is_open.set()
+                self.granting.open()
 
     def lead(self, epoch: int, gateway_ids: Iterable[str]) -> None:
         """Let gateways in, and grant once these have told what they have; no gateway is waited for long."""
@@ -177,7 +177,7 @@ class Links:
         self._expected_ids.discard(gateway.gateway_id)
         if not self._expected_ids:
             self._waits_for_all = False
-            self.granting.is_open.set()
+            self.granting.open()
 
     def _writes_lost(self, gateway: Gateway) -> None:
         if (link_log := self._log_of()) is not None:

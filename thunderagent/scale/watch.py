@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 import structlog
@@ -15,16 +15,24 @@ DEAD_S = 0.03
 
 REACH_LIMIT_S = 0.5
 RETRY_S = 0.1
-"""It is asked so often, where nobody holds a connection for as long: a proxy may stand there."""
+"""It is asked so often, where nobody holds a connection for as long: a proxy may stand there. A process that ends may
+close its port a moment after its connections, so the first time after a long one it is asked `DEAD_S` later."""
 
 
 class LeaderWatch:
     """Watches one process at a time. One that cannot be reached may live: only one whose port is closed is gone."""
 
-    def __init__(self, died: Callable[[str], None], position: Callable[[], str]) -> None:
-        """Say `died` of an owner of the lock; `position` tells how far the log has come."""
+    def __init__(
+        self,
+        died: Callable[[str], None],
+        position: Callable[[], str],
+        *,
+        rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Say `died` of an owner of the lock; `position` tells how far the log has come; `rest` so many seconds."""
         self._died = died
         self._position = position
+        self._rest = rest
         self._owner: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -51,21 +59,24 @@ class LeaderWatch:
             self._task = None
 
     async def _until_dead(self, owner: str, host: str, port: int) -> None:
-        was_there, now_s = False, asyncio.get_running_loop().time
+        was_there, rest_s, now_s = False, RETRY_S, asyncio.get_running_loop().time
         while True:
             began_s = now_s()
             if await _held_open(host, port):
                 was_there = True
-                if now_s() - began_s < RETRY_S:
-                    await asyncio.sleep(RETRY_S)
+                if now_s() - began_s >= RETRY_S:
+                    rest_s = DEAD_S
+                else:
+                    await self._rest(rest_s)
+                    rest_s = RETRY_S
                 continue
             position = self._position()
-            await asyncio.sleep(DEAD_S)
+            await self._rest(DEAD_S)
             if was_there and await _is_refused(host, port) and position == self._position():
                 log.warning("leader_is_gone", owner=owner)
                 self._died(owner)
                 return
-            await asyncio.sleep(RETRY_S)
+            await self._rest(RETRY_S)
 
 
 async def _held_open(host: str, port: int) -> bool:

@@ -27,6 +27,7 @@ from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
 from thunderagent.scale.carried import CarriedTurns
 from thunderagent.scale.dialling import Dialling
+from thunderagent.scale.granting import SLICE_COUNT
 from thunderagent.scale.links import RESYNC_S, TOLD_LIMIT_S, Links
 from thunderagent.scale.messages import Frame, FromGateway, Hello, Hold, Message, Progress, Running, Told, Turns
 from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
@@ -188,3 +189,23 @@ async def test_a_gateway_that_can_say_nothing_by_a_link_ends_it() -> None:
             task.cancel()
             await asyncio.wait([task])
     assert "link_sender_failed" in [each["event"] for each in logs]
+
+
+async def test_the_first_turns_are_granted_before_the_last_one_that_waited_is_looked_at() -> None:
+    """Thousands wait for a scheduler that takes over: what the first ones get goes out at once."""
+    cell, held_counts = Cell(), list[int]()
+    cell.up()
+    granting, loop = cell.links.granting, asyncio.get_running_loop()
+    gateway = cell.links.gateways.linked(Hello("g", 1, 1))
+    count = 3 * SLICE_COUNT
+    asks = tuple(TurnAsk(turn_id=number, program_id=f"p{number}") for number in range(1, count + 1))
+    cell.links.gateways.take(gateway, Frame(1, 0, 0, (Hello("g", 1, 1), Turns(held=asks), Told())))
+    await asyncio.sleep(0)
+    assert not cell.runtime.held_count
+    cell.links.gateways._on_news = lambda _: loop.call_soon(lambda: held_counts.append(cell.runtime.held_count))
+    granting.open()
+    async with asyncio.timeout(30):
+        while cell.runtime.held_count < count - 1:
+            await asyncio.sleep(0)
+    assert held_counts[0] < SLICE_COUNT
+    await cell.links.close()

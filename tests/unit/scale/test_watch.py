@@ -73,3 +73,32 @@ async def test_what_cannot_be_a_host_is_one_that_cannot_be_reached() -> None:
         assert not task.done()
         watched.stop()
     assert logs == []
+
+
+async def test_a_leader_whose_port_closes_after_its_connections_is_dead_without_a_rest() -> None:
+    """So does a process that is killed: whoever connects in between is accepted once more, and cut off."""
+    came, was_cut_off, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not came.is_set():
+            came.set()
+            await asyncio.sleep(2 * RETRY_S)  # longer than what counts as a short one
+        else:
+            was_cut_off.set()
+            server.close()
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    rests_s = list[float]()
+
+    async def rest(rest_s: float) -> None:
+        rests_s.append(rest_s)
+        await asyncio.sleep(rest_s)
+
+    watched = LeaderWatch(lambda _: gone.set(), lambda: "1-0", rest=rest)
+    watched.follow(f"a http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with asyncio.timeout(30):
+        await gone.wait()
+    watched.stop()
+    assert was_cut_off.is_set()
+    assert RETRY_S not in rests_s
