@@ -79,7 +79,6 @@ ABLATIONS = {
     "growth foreseen": "foresight_ratio=0",
     "letting go at break-even": "hold_ratio=inf",
     "passing who does not fit": "pass_count=0",
-    "waiting for home": "home_wait_ratio=0",
     "headroom": "low_ratio=1",
 }
 """Parts of the default policy, and the setting that switches each off."""
