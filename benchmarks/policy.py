@@ -79,7 +79,6 @@ ABLATIONS = {
     "growth foreseen": "foresight_ratio=0",
     "letting go at break-even": "hold_ratio=inf",
     "passing who does not fit": "pass_count=0",
-    "waiting for home": "home_wait_ratio=0",
     "headroom": "low_ratio=1",
 }
 """Parts of the default policy, and the setting that switches each off."""
@@ -121,6 +120,9 @@ class Bench:
         self.profiles: tuple[str, ...] = args.profiles
         self.with_oracle: bool = args.oracle
         self.traces: Path | None = args.traces
+        self.workloads: tuple[str, ...] = args.workloads
+        self.beside: tuple[str, ...] = args.beside
+        self.name: str = args.name or f"policy-{args.what}"
         self.seeds_count: int = args.seeds
         self.runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
         self.console = console
@@ -197,10 +199,13 @@ def programs_at(load: float, capacity_tokens: int, context_tokens: float) -> int
 
 
 def limits(bench: Bench) -> list[Finding]:
-    """At each load: how much of the limit each policy reaches, and the policy's part over that of each other."""
+    """At each load: how much of the limit each policy reaches, and the policy's part over that of each other.
+
+    Beside that the mean time of the programs that ended, from their arrival, over that under each other policy.
+    """
     found = []
-    policies = tuple(dict.fromkeys((bench.policy, *BASELINES, *(["oracle"] if bench.with_oracle else []))))
-    cases = [replace(LARGE, profile=name) for name in bench.profiles]
+    policies = tuple(dict.fromkeys((bench.policy, *bench.beside, *(["oracle"] if bench.with_oracle else []))))
+    cases = [replace(LARGE, workload=each, profile=name) for each in bench.workloads for name in bench.profiles]
     if bench.traces is not None:
         cases += [replace(RECORDED, profile=name) for name in bench.profiles]
     lines: dict[str, dict[str, list[tuple[int, Interval]]]] = {}
@@ -214,7 +219,7 @@ def limits(bench: Bench) -> list[Finding]:
             lines[title] = {
                 policy: [(count, _limit_of(runs[policy])) for count, runs in runs_at.items()] for policy in policies
             }
-    save_plot("policy-limits-loads", _load_lines(lines))
+    save_plot(f"{bench.name}-loads", _load_lines(lines))
     return found
 
 
@@ -238,8 +243,10 @@ def _limits_of(title: str, runs_at: dict[int, dict[str, tuple[Run, ...]]], polic
         at = f"{title}, {count} programs"
         found += [Finding(at, policy, "of the limit", _limit_of(runs[policy])) for policy in policies]
         for other in policies[1:]:
-            bar = None if other == "oracle" else 1.0
+            bar, most = (None, None) if other == "oracle" else (0.99, 1.0)
             found.append(Finding(at, judged, f"/ {other}", ratio_of(runs[judged], runs[other], limit_ratio), bar))
+            time_ratio = ratio_of(runs[judged], runs[other], _program_s)
+            found.append(Finding(at, judged, f"a program's time / {other}", time_ratio, at_most=most))
     for policy in policies:
         by_load = [[limit_ratio(run.result) for run in runs[policy]] for runs in runs_at.values()]
         found.append(Finding(f"{title}, all loads", policy, "of the limit", over_loads(by_load)))
@@ -249,6 +256,11 @@ def _limits_of(title: str, runs_at: dict[int, dict[str, tuple[Run, ...]]], polic
 def over_loads(by_load: Sequence[Sequence[float]]) -> Interval:
     """Return the mean over loads of a figure that each seed has at each load, with its interval over the seeds."""
     return Interval.of([fmean(of_seed) for of_seed in zip(*by_load, strict=True)])
+
+
+def _program_s(result: RunResult) -> float | None:
+    """Return how long the programs took that ended, in the mean; None where too few did."""
+    return result.program_latency.mean_s if result.program_count else None
 
 
 def _limit_of(runs: Sequence[Run]) -> Interval:
@@ -461,10 +473,15 @@ def homes(bench: Bench) -> list[Finding]:
 
 
 def imbalance(bench: Bench) -> list[Finding]:
-    """Two replicas for 90 minutes: how far the claims on them lie apart, of a replica's capacity."""
+    """Two replicas for 90 minutes: how far the claims on them lie apart, of a replica's capacity.
+
+    Where programs are let in with room to grow, those that just came claim less than what is kept for them: so without
+    that, too, and as the oracle does, which knows how long tools run; and with one that moves programs to even it out.
+    """
     case = Case("openhands", "glm-4.6-h100x8", 90, 0, 48)
     scenario = bench.scenario(case, replica_count=2, sample_interval_s=1.0)
-    policies = (bench.policy, "sticky", "passthrough", "thunderagent")
+    parts = (f"{bench.policy}:{ABLATIONS['growth foreseen']}", f"{bench.policy}:global_policy=balance")
+    policies = known([bench.policy, *parts, "oracle", "sticky", "passthrough", "thunderagent"], bench.console)
     runs = bench.runs("imbalance", scenario, bench.programs(case), policies, case.programs_count)
     figures: dict[str, Pick] = {
         "imbalance, p99": lambda result: result.imbalance_p99_ratio,
@@ -668,6 +685,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--minutes", type=float, help="simulated time of each run, for a trial (default: each command's own)")
     add("--traces", type=Path, metavar="FILE", help="recorded programs, for limits and ablation")
     add("--replicas", type=whole_numbers, default="1,2,4", metavar="N,N", help="limits: engines")
+    add("--workloads", type=names, default=LARGE.workload, metavar="W,W", help="limits: workloads")
+    add("--beside", type=names, default=",".join(BASELINES), metavar="P,P", help="limits: the others")
+    add("--name", help="what the result is called, as of one part of a sweep (default: policy-WHAT)")
     add("--loads", type=loads, default="0.5,1,1.5,2,3", metavar="X,X", help="limits: contexts over capacity")
     add(
         "--profiles", type=names, default="glm-4.6-h100x8,qwen3-14b-h100", metavar="P,P", help="limits: kinds of engine"
@@ -722,14 +742,14 @@ def main() -> None:
         sys.exit(f"policy {args.what}: {error}")
     console.print(table(f"policy {args.what}", found))
     console.print(goodput_table(bench.runner.in_time))
-    save_plot(f"policy-{args.what}", plot(found))
+    save_plot(bench.name, plot(found))
     report = {
         "command": command_of(sys.argv[1:], args.traces),
         "seeds": args.seeds,
         "found": [each.to_json() for each in found],
         "goodput": bench.runner.in_time,
     }
-    console.print(f"written: {save_results(f'policy-{args.what}', report).name}")
+    console.print(f"written: {save_results(bench.name, report).name}")
 
 
 if __name__ == "__main__":

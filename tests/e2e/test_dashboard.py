@@ -427,7 +427,7 @@ async def test_a_story_becomes_spans(world: World, open_page: OpenPage) -> None:
             entry(80, "pause", "expired", "a"),
             entry(70, "hold", "no_room"),
             entry(65, "abandoned", "", "a"),
-            entry(60, "hold", "home_soon"),
+            entry(60, "hold", "queue_ahead"),
             entry(50, "restore", "fits", "b"),
             entry(40, "failed", "", "b", 50),
             entry(30, "mark", "thrashing", "b"),
@@ -447,7 +447,7 @@ async def test_a_story_becomes_spans(world: World, open_page: OpenPage) -> None:
         return [tuple(span.get(name) for name in ("from", "to", *names)) for span in spans[kind]]
 
     assert of("claims", "replica") == [(105, 80, "a"), (50, 0, "b")]
-    assert of("holds", "why") == [(70, 65, "no_room"), (60, 50, "home_soon")]
+    assert of("holds", "why") == [(70, 65, "no_room"), (60, 50, "queue_ahead")]
     assert of("turns", "replica", "outcome") == [(105, 100, "a", "finished"), (50, 40, "b", "failed"), (35, 0, "b", "")]
     assert of("tools", "name", "away") == [(100, 70, "bash:make", False), (65, 60, "", True), (40, 35, "", True)]
     assert [mark["what"] for mark in spans["marks"]] == ["sandbox ready", "pause", "restore", "mark"]

@@ -185,10 +185,6 @@ class SchedulerView:
         """See `View`."""
         return self._core.knowledge.break_even_s(replica_id, self._book.capacity_tokens_of(replica_id))
 
-    def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
-        """See `View`."""
-        return self._core.knowledge.elsewhere_s(program, home.replica_id, self.resident_tokens(program, home))
-
     @property
     def growth_tokens_per_s(self) -> float:
         """See `View`."""

@@ -104,19 +104,6 @@ def test_what_is_loaded_hides_no_loss_from_the_capacity() -> None:
     assert losing[True] < losing[False]
 
 
-def test_a_home_with_a_tier_is_worth_what_computing_elsewhere_costs_more() -> None:
-    driver = make_driver(tier=True)
-    returning(driver, found_ratio=1.0)
-    program, home = driver.program("a"), driver.scheduler.book.replicas["r0"]
-    view, knowledge = driver.scheduler.view, driver.scheduler.knowledge
-    resident_tokens = view.resident_tokens(program, home)
-    lost_tokens = program.context_tokens - resident_tokens
-    assert lost_tokens > 0
-    prefill_token_s, lost_token_s = knowledge.prefill_speed.token_s, knowledge.lost_token_s("r0")
-    expected_s = program.context_tokens * prefill_token_s - lost_tokens * lost_token_s
-    assert view.elsewhere_s(program, home) == pytest.approx(expected_s)
-
-
 def test_a_replica_that_was_removed_is_forgotten() -> None:
     driver = make_driver(tier=True)
     driver.is_removed("r0")

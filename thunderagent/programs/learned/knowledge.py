@@ -20,7 +20,6 @@ from thunderagent.programs.model.learned import CapacityRecord, LearnedRecord, P
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Turn
-from thunderagent.programs.model.views import ProgramView
 
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage says better."""
@@ -221,14 +220,6 @@ class Knowledge:
         if not tiers.by_replica:
             return 0
         return int(tiers.loading_s(turn, branch, prompt_tokens, cached_tokens) / self.prefill_speed.token_s)
-
-    def elsewhere_s(self, program: ProgramView, home_id: str, resident_tokens: int) -> float:
-        """Return how much longer than its home, whose memory has so much of it, another replica computes a context."""
-        recompute_s = resident_tokens * self.prefill_speed.token_s
-        if home_id in self.tiers.by_replica:
-            loaded_tokens = max(0, program.context_tokens - resident_tokens)
-            recompute_s += loaded_tokens * (self.prefill_speed.token_s - self.lost_token_s(home_id))
-        return recompute_s
 
     def idle_limit_s(self, tool: str) -> float:
         """Return after how long in a tool a program will most likely not come back any more. Cost: O(intervals)."""

@@ -32,8 +32,6 @@ class Reason(StrEnum):
     """No replica has room for the program's claim."""
     QUEUE_AHEAD = "queue_ahead"
     """Others come before it in the paused queue."""
-    HOME_SOON = "home_soon"
-    """Its history lies on a replica without room, and to wait for that is cheaper than to compute it elsewhere."""
     NO_REPLICA = "no_replica"
     """No replica is usable."""
     SUSPENDED = "suspended"

@@ -128,9 +128,6 @@ class View(Protocol):
         For one that is not known, or does not say how large it is, the largest of those that are open stands in.
         """
 
-    def elsewhere_s(self, program: ProgramView, home: ReplicaView) -> float:
-        """Return how much longer another replica would compute until it had a program's context, as learned."""
-
     @property
     def growth_tokens_per_s(self) -> float:
         """How fast a program grows while it is not paused, as learned; infinite until then."""

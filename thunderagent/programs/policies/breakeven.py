@@ -29,9 +29,8 @@ capacity programs are let in; only above `high_ratio` they are paused: first tho
 acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before that
 ends. The last unfinished member of a group is paused last, because the whole group waits for it.
 
-**Home.** A program goes back to the replica where its history lies, if there is room; if not, it waits there for as
-long as to compute the history again would take (times `home_wait_ratio`), and then goes where most room is. New ones go
-where most room is.
+**Home.** A program goes back to the replica where its history lies, if there is room; if not, it goes where most room
+is, as new ones do.
 
 Where memory is not short none of this does anything: every turn is granted at once. A program that is larger than every
 replica is let in at once, too, and so is one that would be alone on a replica: what the engine can do with it is the
@@ -93,10 +92,6 @@ class BreakEven:
     """How long the oldest waits before a replica is reserved for it, in median residences. Lower it if large programs
     wait long; raise it if `unused` grows when one comes. `inf`: never; `0`: at once.
     """
-    home_wait_ratio: float = 1.0
-    """How long a program waits for its home although another replica has room, in times to compute its history. Raise
-    it if prefill is dear; lower it if programs wait while replicas idle. `0`: do not wait.
-    """
     hint_ratio: float = HINT_RATIO
     """The part of the limit that clients' hints may keep for longer than the policy would. Raise it if all clients are
     your own and `thunderagent_hints_measured_total` says they are right. `0`: hints can only free memory.
@@ -114,7 +109,7 @@ class BreakEven:
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
-        names = ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio", "home_wait_ratio")
+        names = ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio")
         check_not_negative("breakeven", self, *names, "hint_ratio")
         if not 0 < self.low_ratio <= self.high_ratio:
             raise ConfigurationError(
@@ -129,7 +124,6 @@ class BreakEven:
             foresight_ratio=self.foresight_ratio,
             pass_count=self.pass_count,
             wait_ratio=self.wait_ratio,
-            home_wait_ratio=self.home_wait_ratio,
         )
         for name in ("place", "balance", "hold_s", "hold_threshold_s", "pause_rank", "restore_rank"):
             object.__setattr__(self, name, getattr(rules, name))

@@ -35,7 +35,6 @@ class LettingIn:
         "foresight_ratio",
         "high_ratio",
         "hold_ratio",
-        "home_wait_ratio",
         "low_ratio",
         "pass_count",
         "wait_ratio",
@@ -50,7 +49,6 @@ class LettingIn:
         foresight_ratio: float,
         pass_count: int,
         wait_ratio: float,
-        home_wait_ratio: float,
     ) -> None:
         """Work by these."""
         self.hold_ratio = hold_ratio
@@ -59,7 +57,6 @@ class LettingIn:
         self.foresight_ratio = foresight_ratio
         self.pass_count = pass_count
         self.wait_ratio = wait_ratio
-        self.home_wait_ratio = home_wait_ratio
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
@@ -146,8 +143,6 @@ class LettingIn:
         if not candidates or (len(candidates) == 1 and candidates[0] is reserved):
             return None, Reason.QUEUE_AHEAD
         if home is not None and (home is reserved or (some_routed and self._is_kept(view, program, home))):
-            if self._waits_for_home(view, program, home):
-                return None, Reason.HOME_SOON
             home = None
         foresees = not program.turn_count and self._foresees(view, program)
         roomiest = candidates[0]
@@ -158,11 +153,8 @@ class LettingIn:
         may_be_oversize = capacity_tokens and claim_tokens > self.low_ratio * capacity_tokens
         if may_be_oversize and claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
             return roomiest, Reason.OVERSIZE
-        if home is not None:
-            if self._fits(view, program, home, foresees, make_room):
-                return home, Reason.FITS
-            if home is not roomiest and self._waits_for_home(view, program, home):
-                return None, Reason.HOME_SOON
+        if home is not None and self._fits(view, program, home, foresees, make_room):
+            return home, Reason.FITS
         if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
             return roomiest, Reason.FITS
         return None, Reason.NO_ROOM
@@ -213,9 +205,6 @@ class LettingIn:
         return view.now_s - program.waiting_since_s > self.wait_ratio * view.median_residence_s
 
     # --- placing ----------------------------------------------------------------------------------------------------
-
-    def _waits_for_home(self, view: View, program: ProgramView, home: ReplicaView) -> bool:
-        return view.now_s - program.waiting_since_s < self.home_wait_ratio * view.elsewhere_s(program, home)
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool, make_room: bool) -> bool:
         """Say whether a program fits once expired programs are paused; a program alone on the replica always fits."""

@@ -3,11 +3,11 @@
 Theory of operation
 ===================
 The second of the three default policies of Nalar (arXiv 2601.05109, section 6.1) moves a job that waits behind a long
-one to another instance. Here a program with a turn waits for one replica for two reasons: its history lies there, and
-the local policy holds it until there is room; or its route leads there. Where such a one has waited for `wait_s`, and a
-turn on that replica has run for `long_turn_s`, it goes to the replica with most room among those that its route allows,
-if it fits there. Of those that wait, the first `looked_at_count` are looked at in a period, and as many of those bound
-to replicas by routes, shared among them. A turn that an engine has already cannot be moved. The numbers are ours.
+one to another instance. Here a program with a turn waits for the replica that its route leads to; without a route, for
+the one where its history lies. Where such a one has waited for `wait_s`, and a turn on that replica has run for
+`long_turn_s`, it goes to the replica with most room among those that its route allows, if it fits there. Of those that
+wait, the first `looked_at_count` are looked at in a period, and as many of those bound to replicas by routes, shared
+among them. A turn that an engine has already cannot be moved. The numbers are ours.
 """
 
 from __future__ import annotations

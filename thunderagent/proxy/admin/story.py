@@ -12,7 +12,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
@@ -271,20 +270,14 @@ def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
 
 
 def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count: int) -> str:
-    """Say in one sentence what a program waits for: who is before it, and room at home or where least is missing."""
+    """Say in one sentence what a program waits for: who is before it, and room where least is missing."""
     if not rooms:
         return "a replica must come up"
-    at_home = [room for room in rooms if _is_waited_for(room, program)]
-    room = min(at_home or rooms, key=_order_of_need)
+    room = min(rooms, key=_order_of_need)
     first = ""
     if ahead_count:
         first = f"{ahead_count:,} {'program is' if ahead_count == 1 else 'programs are'} let in first; then "
     return first + _what_is_missing(room, program, is_first=not ahead_count)
-
-
-def _is_waited_for(room: RoomReport, program: Program) -> bool:
-    """Say whether a program waits for its home, and what it waits for is still there."""
-    return room.is_home and bool(room.resident_tokens) and program.hold_reason == Reason.HOME_SOON
 
 
 def _order_of_need(room: RoomReport) -> tuple[bool, int, int]:
@@ -297,9 +290,7 @@ def _what_is_missing(room: RoomReport, program: Program, *, is_first: bool) -> s
     if room.resident_tokens:
         where += f", where {room.resident_tokens:,} tokens of its {'history' if program.turn_count else 'prompt'} lie"
     if room.missing_tokens:
-        patience = ", or it has waited for longer than to compute them elsewhere takes"
-        otherwise = patience if _is_waited_for(room, program) else ""
-        return f"{room.missing_tokens:,} tokens must become free on {where}{otherwise}"
+        return f"{room.missing_tokens:,} tokens must become free on {where}"
     if not is_first:
         return f"it fits on {where} as far as those leave room"
     may_grow = room.free_tokens is not None and room.growth_tokens and not program.turn_count

@@ -30,7 +30,7 @@ def driver_with(
     replicas: dict[str, int | None] | None = None,
     **more: float,
 ) -> Driver:
-    """A driver with every part switched off that is not asked for, but waiting for home and letting pass."""
+    """A driver with every part switched off that is not asked for, but letting pass."""
     policy = BreakEven(
         hold_ratio=hold_ratio,
         low_ratio=low_ratio,
@@ -267,9 +267,9 @@ def test_on_other_replicas_whoever_fits_goes_on() -> None:
     assert driver.held(first)
 
 
-def test_one_whose_home_is_kept_for_the_first_waits_for_it_before_it_goes_elsewhere() -> None:
-    """For as long as to compute its history again, as if its home were full."""
-    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=100.0)
+def test_one_whose_home_is_kept_for_the_first_goes_elsewhere() -> None:
+    """As if its home were full."""
+    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000})
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
     driver.releases("lived")
@@ -283,9 +283,8 @@ def test_one_whose_home_is_kept_for_the_first_waits_for_it_before_it_goes_elsewh
     first = driver.arrives("first", 900)
     driver.passes(60.0)
     turn = driver.arrives("a", 300)
-    assert driver.decisions == [Hold(turn, "a", Reason.HOME_SOON)]
+    assert driver.granted_on[turn] == "r0"
     assert driver.held(first)
-    assert restored_on(driver.ticks(10.0)) == {"a": "r0"}
 
 
 def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
@@ -531,37 +530,12 @@ def test_a_program_goes_back_to_where_its_history_lies() -> None:
     assert driver.granted_on[driver.arrives("a", 300)] == "r0"
 
 
-def test_a_program_waits_for_its_home_for_as_long_as_to_compute_its_history_again() -> None:
-    """What is left of 500 tokens takes 20 ms: then it goes where most room is; with `home_wait_ratio` 0 at once."""
-    driver = driver_with(replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=100.0)
+def test_a_program_whose_home_is_full_goes_where_most_room_is() -> None:
+    """At once: to wait for its history was worth nothing on any load."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
     away_from_home(driver, 500)
-    busy = driver.arrives("b", 600)
-    assert driver.granted_on[busy] == "r0"
-    turn = driver.arrives("a", 500)
-    assert driver.decisions == [Hold(turn, "a", Reason.HOME_SOON)]
-    resident_tokens = driver.scheduler.book.resident_tokens(driver.program("a"), driver.scheduler.replicas["r0"])
-    wait_s = 100.0 * resident_tokens * PREFILL_TOKEN_S
-    assert wait_s == pytest.approx(2.0)
-    assert driver.ticks(wait_s - 0.01) == []
-    assert restored_on(driver.ticks(0.02)) == {"a": "r1"}
-    at_once = driver_with(replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=0.0)
-    away_from_home(at_once, 500)
-    at_once.arrives("b", 600)
-    assert at_once.granted_on[at_once.arrives("a", 500)] == "r1"
-
-
-def test_a_program_that_waits_for_its_home_goes_there_when_there_is_room() -> None:
-    """At once."""
-    driver = driver_with(replicas={"r0": 1000, "r1": 1000}, home_wait_ratio=100.0)
-    away_from_home(driver, 500)
-    opens(driver, b=400)
-    busy = driver.arrives("b", 600)
-    turn = driver.arrives("a", 500)
-    assert driver.held(turn)
-    driver.passes(0.5)
-    driver.finishes(busy, 600)
-    driver.releases("b")
-    assert driver.granted_on[turn] == "r0"
+    driver.arrives("b", 600)
+    assert driver.granted_on[driver.arrives("a", 500)] == "r1"
 
 
 def test_new_ones_go_where_most_room_is() -> None:
@@ -672,7 +646,6 @@ def test_the_capacity_is_corrected_by_what_is_lost_unless_that_is_switched_off()
                 "foresight_ratio",
                 "pass_count",
                 "wait_ratio",
-                "home_wait_ratio",
             )
             for bad in (-1, float("nan"))
         ],

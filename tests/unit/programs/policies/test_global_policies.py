@@ -110,22 +110,26 @@ def test_migrate_leaves_who_fits_nowhere_and_who_waits_for_nothing_long() -> Non
     assert driver.granted_on[waiting] == "r0"
 
 
-def test_migrate_moves_who_waits_for_its_history() -> None:
-    """The default policy holds it for its own replica, for as long as to compute it again would take."""
+def test_migrate_moves_who_waits_behind_others() -> None:
+    """Nobody may pass the first, which fits nowhere; one behind it, whose home has a long turn, fits elsewhere."""
     policy = load_policy(
-        "breakeven",
-        {"reserve_tokens": 0, "home_wait_ratio": 1e9, "global_policy": "migrate", "global_policy.wait_s": 0.0},
+        "breakeven", {"reserve_tokens": 0, "pass_count": 0, "global_policy": "migrate", "global_policy.wait_s": 0.0}
     )
-    driver = Driver(policy, replicas={"r0": 10_000, "r1": 8_000})
-    driver.takes_turn("a", 5_000)
-    driver.scheduler.core.pause(driver.program("a"), Reason.IDLE)
+    driver = Driver(policy, replicas={"r0": 10_000, "r1": 10_000})
+    for program_id, tokens in (("first", 100), ("a", 5_000)):
+        driver.takes_turn(program_id, tokens)
+        driver.scheduler.core.pause(driver.program(program_id), Reason.IDLE)
+        driver.passes(1.0)
     driver.routes("all", "", r0=1)
-    driver.arrives("b", 9_000)
+    driver.arrives("b", 8_000)
+    driver.routes("all", "", r1=1)
+    driver.arrives("c", 2_000)
     driver.routes("all", "")
     driver.passes(11.0)
-    waiting = driver.arrives("a", 5_000)
-    assert driver.program("a").hold_reason == Reason.HOME_SOON
+    first, waiting = driver.arrives("first", 9_000), driver.arrives("a", 5_000)
+    assert (driver.program("a").replica_id, driver.program("a").hold_reason) == ("r0", Reason.QUEUE_AHEAD)
     driver.ticks(1.0)
+    assert driver.held(first)
     assert driver.granted_on[waiting] == "r1"
 
 

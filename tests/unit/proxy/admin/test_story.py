@@ -8,7 +8,6 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import ProgramReleased, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaDown
 from thunderagent.programs.model.policy import Policy
@@ -127,29 +126,6 @@ def test_history_in_memory_is_named() -> None:
     (room,) = waiting.replicas
     assert (room.is_home, room.resident_tokens) == (True, 400)
     assert waiting.what_must_happen == "100 tokens must become free on r0, where 400 tokens of its history lie"
-
-
-def test_who_waits_for_its_home_waits_for_that() -> None:
-    """Another replica has room, but to compute the history there takes longer."""
-    driver = Driver(PLAIN, replicas={"r0": 100_000, "r1": 100_000})
-    driver.takes_turn("other", 10)  # on r0
-    driver.takes_turn("a", 60_000)  # on r1
-    turn_id = driver.arrives("x", 80_000)
-    driver.takes_turn("b", 30_000)
-    homes = {name: driver.home(name) for name in ("other", "a", "x", "b")}
-    assert homes == {"other": "r0", "a": "r1", "x": "r0", "b": "r1"}
-    driver.scheduler.core.pause(driver.program("a"), Reason.EXPIRED)
-    driver.arrives("y", 65_000)
-    driver.finishes(turn_id, 80_000)
-    driver.releases("x")
-    driver.arrives("a", 60_000)
-    waiting = waiting_of(driver, "a")
-    assert waiting.reason == "home_soon"
-    assert [(room.is_home, room.missing_tokens) for room in waiting.replicas] == [(False, 0), (True, 55_000)]
-    assert waiting.what_must_happen == (
-        "55,000 tokens must become free on r1, where 5,000 tokens of its history lie, or it has waited for longer "
-        "than to compute them elsewhere takes"
-    )
 
 
 def test_without_a_replica_one_must_come_up() -> None:

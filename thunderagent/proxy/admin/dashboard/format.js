@@ -48,7 +48,6 @@ const REASONS = {
   policy: "the policy places by other things than memory",
   no_room: "no replica has room for its claim",
   queue_ahead: "others come before it in the queue",
-  home_soon: "its history lies on a replica without room, and waiting is cheaper than computing it elsewhere",
   no_replica: "no replica is usable",
   thrashing: "programs claim more than the replica's memory",
   expired: "its tool runs longer than its memory is worth holding for, and others need the room",
