@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from thunderagent.programs.policies.mars_priority import level_of
+from thunderagent.programs.policies.papers.mars_priority import level_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

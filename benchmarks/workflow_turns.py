@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.workflow_cases import CASES, DEFAULTS, Case, VirtualLoop, all_come
 from thunderagent.leases import TurnAsk, TurnHint
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.hints import LATE_RATIO, LEAST_CONFIDENCE_RATIO, TOLERANCE_S
 from thunderagent.programs.model.events import Tick
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.verbs.hints import LATE_RATIO, LEAST_CONFIDENCE_RATIO, TOLERANCE_S
 from thunderagent.runtime import Runtime
 from thunderagent.simulator.engine.engine import Engine
 from thunderagent.simulator.engine.records import EngineConfig, EngineRequest, FinishedRequest

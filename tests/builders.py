@@ -50,11 +50,11 @@ from thunderagent.programs.model.fleet_events import (
 )
 from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.scheduler import Scheduler
 
 BYTES_PER_TOKEN = 4

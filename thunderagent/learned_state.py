@@ -30,8 +30,8 @@ import structlog
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.fleet_events import KnowledgeLoaded
-from thunderagent.programs.model.learned import LearnedRecord
 from thunderagent.programs.model.policy import ClaimRules
+from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.pools import Pool
 from thunderagent.runtime import Runtime
 

@@ -45,6 +45,7 @@ from thunderagent.errors import (
 )
 from thunderagent.event_log import EventLogWriter
 from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd, TurnHint
+from thunderagent.programs.model.advice.routes import Targets
 from thunderagent.programs.model.decisions import (
     Decision,
     Grant,
@@ -94,8 +95,7 @@ from thunderagent.programs.model.fleet_events import (
     RouteSet,
 )
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.routes import Targets
-from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.operations import NOT_THERE, Operations
 from thunderagent.programs.pools import Pool, Pools
 from thunderagent.programs.scheduler import Scheduler

@@ -148,7 +148,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
         ),
         pytest.param(
             "autellix",
-            "leases.py",
+            "verbs/leases.py",
             "        if self._stream.flows:  # who hears of it finds the turns before it in the program's count\n"
             "            self._stream.submitted(program, turn)\n",
             "        turn.account_id = replica.replica_id\n",

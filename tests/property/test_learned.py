@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from thunderagent.learned_state import PoolRecord, decode_state, encode_state
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.model.learned import LearnedRecord
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.model.turn import Turn
 
 

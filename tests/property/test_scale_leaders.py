@@ -12,7 +12,7 @@ import pytest
 
 from tests.property.test_scale_links import TURNS_COUNT, Client, Ledger, Link, Time, World
 from thunderagent.errors import BadFrameError, FencedError, StoreError
-from thunderagent.programs.model.kept import ProgramRecord
+from thunderagent.programs.model.records.kept import ProgramRecord
 from thunderagent.scale.candidacy import Candidacy
 from thunderagent.scale.gateway import Gateway
 from thunderagent.scale.journal import Journal

@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.invariants import check
+from thunderagent.programs.model.advice.hints import KEEPS
 from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Unmark
 from thunderagent.programs.model.events import (
     Event,
@@ -59,12 +60,11 @@ from thunderagent.programs.model.fleet_events import (
     RouteSet,
     TierPolled,
 )
-from thunderagent.programs.model.hints import KEEPS
-from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
-from thunderagent.programs.model.learned import CapacityRecord
 from thunderagent.programs.model.policy import HINT_RATIO
+from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
+from thunderagent.programs.model.records.learned import CapacityRecord
+from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.scheduler import Scheduler
 
 EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))

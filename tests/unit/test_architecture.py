@@ -262,20 +262,14 @@ def wrong_imports(module: Module) -> Iterator[str]:
 
 
 # Room of the core, or module beside the rooms: what else of the core it may import.
-PARTS = frozenset({"placing", "leases", "turn_ends", "hints", "stream", "global_policy"})
-VERBS = frozenset({"model", "book", "learned", "rules"}) | PARTS
+VERBS = frozenset({"model", "book", "learned", "rules", "verbs"})
 CORE_ARROWS: dict[str, frozenset[str]] = {
     "model": frozenset(),
     "book": frozenset({"model"}),
     "learned": frozenset({"model"}),
     "rules": frozenset({"model", "book"}),
     "policies": frozenset({"model"}),
-    "stream": frozenset({"model", "book", "learned"}),
-    "global_policy": frozenset({"model", "book"}),
-    "placing": frozenset({"model", "book", "rules"}),
-    "leases": frozenset({"model", "book", "rules", "stream"}),
-    "turn_ends": frozenset({"model"}),  # and the core, which it is a part of, for its type
-    "hints": frozenset({"model", "learned"}),  # the same
+    "verbs": frozenset({"model", "book", "learned", "rules"}),  # and the core, which they are parts of, for its type
     "core": VERBS,
     "operations": VERBS | {"core"},
     "view": VERBS,  # and the core and its operations, for their types
@@ -286,8 +280,9 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "addresses": frozenset({"model"}),  # and the pools, for their type
     "pools": frozenset({"model", "book", "addresses", "scheduler"}),
 }
-CORE_FOLDERS = ("model", "book", "learned", "rules", "policies", "handlers")
+CORE_FOLDERS = ("model", "book", "learned", "rules", "verbs", "policies", "handlers")
 MOST_LINES = 350
+MOST_FILES = 12
 
 
 def core_room_of(dotted: str) -> str:
@@ -732,6 +727,14 @@ def test_a_module_of_the_core_is_read_in_two_screens() -> None:
     assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
+def test_a_folder_of_the_core_holds_a_dozen_files() -> None:
+    """A reader chooses among so few; what is more is two rooms."""
+    folders = [PACKAGE / "programs", *(path for path in (PACKAGE / "programs").rglob("*") if path.is_dir())]
+    counts = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+    assert len(counts) > len(CORE_FOLDERS)
+
+
 def test_nobody_changes_what_was_told() -> None:
     """An event is the same for the log, for observers and for a replay."""
     assert complaints(changed_events, all_modules()) == []
@@ -759,7 +762,7 @@ def test_a_wrong_import_in_the_core_is_found() -> None:
     """Each kind of arrow against the layers, and none that only a type checker sees."""
     wrong = "from thunderagent.programs.book.book import Book"
     assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.model.program")))
-    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.policies.cap")))
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.policies.baselines.cap")))
     assert list(
         wrong_core_imports(module_of("import thunderagent.programs.core", "thunderagent.programs.rules.limits"))
     )
@@ -854,7 +857,7 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.runtime", "from thunderagent.proxy import app"),
         ("thunderagent.proxy.turns.flow", "from thunderagent.config import Settings"),
         ("thunderagent.proxy.turns.flow", "from thunderagent.tools import manager"),
-        ("thunderagent.proxy.turns.flow", "from thunderagent.programs.policies.cap import Cap"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.programs.policies.baselines.cap import Cap"),
         ("thunderagent.client.sync", "from thunderagent.errors import ThunderAgentError"),
         ("thunderagent.config", "from thunderagent.cli import main"),
         ("thunderagent.policy_loader", "from thunderagent.event_log import replay"),

@@ -92,7 +92,7 @@ def test_an_option_that_was_not_given_says_nothing() -> None:
         (["serve", "--judge-model", "m"], "thunderagent: error: judge_model goes with judge_url"),
         (["serve", "--provision", "nonsense"], "invalid choice: 'nonsense' (choose from 'command', 'docker', 'kub"),
         (
-            ["serve", "--priority", "thunderagent.programs.policies.cap:Cap"],
+            ["serve", "--priority", "thunderagent.programs.policies.baselines.cap:Cap"],
             "Cap cannot be the priority: it has no engine_pri",
         ),
         (["serve", "--config", "no/such/file.toml"], "there is no configuration file no/such/file.toml"),

@@ -19,9 +19,9 @@ from thunderagent.programs.model.events import (
     TurnUnverified,
 )
 from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled, TierPolled
-from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
+from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 
 SETTINGS = SchedulerSettings(idle_limit_s=7.5)

@@ -23,10 +23,10 @@ from thunderagent.learned_state import (
     write_state,
 )
 from thunderagent.leases import TurnAsk
-from thunderagent.programs.learned.hint_record import MAX_TENANTS_COUNT
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.media_sizes import CLASSES_COUNT
 from thunderagent.programs.learned.roles import MAX_ROLES_COUNT
+from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime

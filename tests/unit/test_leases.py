@@ -7,7 +7,7 @@ import pytest
 
 from tests.builders import asked
 from thunderagent.leases import Lease, LeaseSource, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
 

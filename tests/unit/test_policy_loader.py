@@ -12,8 +12,8 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import PRESETS, Setting, load_policy, parse_setting
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policies.composed import Composed
-from thunderagent.programs.policies.mars import Mars
-from thunderagent.programs.policies.mars_admission import MarsAdmission
+from thunderagent.programs.policies.papers.mars import Mars
+from thunderagent.programs.policies.papers.mars_admission import MarsAdmission
 
 OWN_POLICY = '''
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ def test_every_policy_has_a_name_that_loads_it(name: str) -> None:
             "no policy 'fastest'; there are autellix, .*, ttl, concur, .*, thunderagent-ports, or package.module:Class",
         ),
         ("no_such_module:Policy", "cannot be loaded: No module named 'no_such_module'"),
-        ("thunderagent.programs.policies.cap:Cup", "cannot be loaded.*Cup"),
+        ("thunderagent.programs.policies.baselines.cap:Cup", "cannot be loaded.*Cup"),
     ],
 )
 def test_a_policy_that_does_not_exist_is_named_with_those_that_do(name: str, message: str) -> None:

@@ -8,7 +8,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.replica_sources import KvFollower, followers_of, of_rank, sources_of, static_of
 from thunderagent.runtime import Runtime

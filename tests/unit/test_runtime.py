@@ -25,8 +25,8 @@ from thunderagent.programs.model.policy import Placement, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.thunderagent import ThunderAgent
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime, RuntimeSettings
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.programs.model.decisions import Pause
-from thunderagent.programs.policies.ttl import Ttl
+from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import RuntimePrograms
 

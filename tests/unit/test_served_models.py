@@ -9,7 +9,7 @@ import pytest
 
 from thunderagent.errors import UnknownModelError
 from thunderagent.leases import ReplicaMap, ReplicaState, TurnAsk
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.served_models import ASK_EVERY_S, ServedModels

@@ -178,7 +178,7 @@ def test_a_rule_is_one_file_and_one_entry(core: Path) -> None:
     assert changed_files(core) == {"rules/longest.py": len(TOY_RULE.splitlines()), "scheduler.py": 2}
     program = """
 from tests.builders import Driver
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 
 driver = Driver(Cap(1), replicas={"r0": 1000})
 driver.arrives("a", 10)
@@ -198,7 +198,7 @@ def test_without_its_entry_a_rule_does_nothing(core: Path) -> None:
     (core / "rules/longest.py").write_text(TOY_RULE)
     program = """
 from tests.builders import Driver
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 
 driver = Driver(Cap(1), replicas={"r0": 1000})
 driver.arrives("a", 10)

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.hints import Hints
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.leases import Leases
 from thunderagent.programs.model.decisions import Reason, Reject
 from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.policy import Admission, Moment, Placement, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
-from thunderagent.programs.placing import Placing
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.routes import Routing
-from thunderagent.programs.stream import Stream
-from thunderagent.programs.turn_ends import TurnEnds
+from thunderagent.programs.verbs.hints import Hints
+from thunderagent.programs.verbs.leases import Leases
+from thunderagent.programs.verbs.placing import Placing
+from thunderagent.programs.verbs.stream import Stream
+from thunderagent.programs.verbs.turn_ends import TurnEnds
 
 if TYPE_CHECKING:
-    from thunderagent.programs.global_policy import GlobalPolicies
     from thunderagent.programs.model.view import View
+    from thunderagent.programs.verbs.global_policy import GlobalPolicies
 
 
 class Core:

@@ -14,7 +14,7 @@ session, agent instance and agent type, here stand program, replica and a scope 
 - **kill**: a program ends at once. A replica drains and ends: that is for who started it, as is to **provision** one.
 
 There are two levels (section 4). An event of an operator, or a global policy that is asked once in a period what should
-be changed (`global_policy.py`), only sets routes and priorities and moves programs; every turn is then placed and
+be changed (`verbs/global_policy.py`), only sets routes and priorities and moves programs; every turn is then placed and
 ordered as it comes, by the scheduler and its policy, without asking again.
 
 Each has a reason why it cannot be done (`why_not_...`), empty if it can: the view refuses by it, and the
@@ -27,9 +27,9 @@ from math import isfinite
 
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
+from thunderagent.programs.model.advice.routes import Scope, Targets
 from thunderagent.programs.model.decisions import EndReplica, Provision, Reason, SetPriority
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.routes import Scope, Targets
 
 MOST_PRIORITY = 1_000_000
 """Priorities are from minus this to this."""

@@ -17,7 +17,7 @@ Each event does three things, in this order:
 Where a program stands is one thing, its place (`model/places.py`). It changes in one function, `Book.move`, and its
 size in one other, `Book.resize`; sums, orders, story and decisions follow there, so that a policy never sees a claim
 that is in no sum, or in two. The verbs are in `core.py`, and what a policy wants to hear it is told in signals
-(`stream.py`).
+(`verbs/stream.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
-from thunderagent.programs.global_policy import GlobalPolicies
 from thunderagent.programs.handlers.adoption import Adoption
 from thunderagent.programs.handlers.arrivals import Arrivals
 from thunderagent.programs.handlers.fleet import Fleet
@@ -43,13 +42,14 @@ from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.operations import Operations
-from thunderagent.programs.placing import Placing
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.programs.rules.verbs import Rule
-from thunderagent.programs.stream import Stream
+from thunderagent.programs.verbs.global_policy import GlobalPolicies
+from thunderagent.programs.verbs.placing import Placing
+from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.view import SchedulerView
 
 IN_DEMAND_RATIO = 0.8

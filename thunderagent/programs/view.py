@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.global_policy import waits
+from thunderagent.programs.model.advice.routes import Scope
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.routes import Scope
-from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.views import ProgramView, ReplicaView, RouteView, SandboxSums
+from thunderagent.programs.verbs.global_policy import waits
 
 if TYPE_CHECKING:
     from thunderagent.programs.core import Core

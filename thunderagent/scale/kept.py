@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from thunderagent.errors import BadFrameError
-from thunderagent.programs.model.kept import BranchRecord, ProgramRecord
+from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
 from thunderagent.scale.messages import MAX_EPOCH, known_of
 
 COUNTED_COUNT = 20_000

@@ -29,7 +29,7 @@ from aiohttp import web
 from thunderagent.errors import BadFrameError, FencedError, OperationRefusedError, StateError, StoreError
 from thunderagent.learned_state import LearnedState, decode_state
 from thunderagent.programs.model.fleet_events import RouteSet
-from thunderagent.programs.model.kept import ProgramRecord, ProgramsAdopted
+from thunderagent.programs.model.records.kept import ProgramRecord, ProgramsAdopted
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages

@@ -1,7 +1,7 @@
 # oldest_first.py
 from dataclasses import dataclass
 
-from thunderagent.programs.policies.thunderagent import ThunderAgent
+from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 
 
 @dataclass(frozen=True)

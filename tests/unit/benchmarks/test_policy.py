@@ -30,7 +30,7 @@ from benchmarks.policy import (
     programs_at,
     whole_numbers,
 )
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.comparison.results import CAP_BEST, Run
 from thunderagent.simulator.engine.records import EngineConfig

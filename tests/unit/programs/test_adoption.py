@@ -8,10 +8,10 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.programs.handlers.adoption import record_of
-from thunderagent.programs.model.kept import ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.places import Kind
+from thunderagent.programs.model.records.kept import ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 
 
 def records(driver: Driver) -> dict[str, ProgramRecord]:

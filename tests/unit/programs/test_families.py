@@ -9,10 +9,10 @@ import pytest
 from tests.builders import Driver
 from thunderagent.programs.model.decisions import Grant, Reason
 from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.breakeven import BreakEven
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.sticky import Sticky
-from thunderagent.programs.policies.thunderagent import ThunderAgent
+from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 
 
 @pytest.mark.parametrize("policy", [Cap(n=1), Sticky()])

@@ -9,7 +9,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.event_log import EventLogWriter, replay
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.learned.hint_record import MAX_TENANTS_COUNT, HintRecord
+from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT, HintRecord
 from thunderagent.programs.model.decisions import Pause
 from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.program import Program

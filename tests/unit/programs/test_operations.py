@@ -10,8 +10,7 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.global_policy import NEWLY_WAITING_COUNT
-from thunderagent.programs.leases import PRIORITY_STEP, engine_priority
+from thunderagent.programs.model.advice.routes import Route, Scope
 from thunderagent.programs.model.decisions import (
     EndReplica,
     Grant,
@@ -29,10 +28,11 @@ from thunderagent.programs.model.events import TurnArrived
 from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.routes import Route, Scope
 from thunderagent.programs.model.view import View
 from thunderagent.programs.policies.composed import Composed, ControlChain
 from thunderagent.programs.rules.routes import Routes
+from thunderagent.programs.verbs.global_policy import NEWLY_WAITING_COUNT
+from thunderagent.programs.verbs.leases import PRIORITY_STEP, engine_priority
 
 
 def by_memory(**replicas: int) -> Driver:

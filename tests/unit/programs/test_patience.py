@@ -9,8 +9,8 @@ import pytest
 from tests.builders import Driver, of_kind
 from thunderagent.programs.model.decisions import Grant, Hold, Reason, Restore
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.sticky import Sticky
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.sticky import Sticky
 
 SETTINGS = SchedulerSettings(idle_limit_s=1000.0, patience_margin_s=2.0, patience_ratio=0.25)
 

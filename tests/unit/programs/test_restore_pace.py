@@ -10,7 +10,7 @@ from thunderagent.programs.learned.restore_pace import HALF_LIFE_S, LONGEST_INTE
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.views import SandboxSums
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 
 
 def test_nothing_is_expected_before_a_restore_was_seen() -> None:

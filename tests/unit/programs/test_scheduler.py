@@ -27,11 +27,11 @@ from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, Po
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.breakeven import BreakEven
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.policies.sticky import Sticky
-from thunderagent.programs.policies.thunderagent import ThunderAgent
+from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.programs.scheduler import Scheduler
 
 PLAIN = ClaimRules()

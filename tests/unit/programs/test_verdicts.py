@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import Driver
-from thunderagent.programs.learned.judge_record import JudgeRecord
+from thunderagent.programs.learned.trust import JudgeRecord
+from thunderagent.programs.model.advice.verdicts import FAILURE, SUCCESS, Level, Verdict, Verdicts
 from thunderagent.programs.model.decisions import Grant, Reason, Reject, Release
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.verdicts import FAILURE, SUCCESS, Level, Verdict, Verdicts
 
 
 def after(

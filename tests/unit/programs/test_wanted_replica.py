@@ -7,9 +7,9 @@ import pytest
 from tests.builders import Driver
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.policies.sticky import Sticky
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.sticky import Sticky
 
 TWO = {"r0": 1000, "r1": 1000}
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from thunderagent.errors import BadFrameError, StoreError
-from thunderagent.programs.model.kept import BranchRecord, ProgramRecord
+from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
 from thunderagent.scale import kept as kept_module
 from thunderagent.scale.candidacy import GIVEN_UP, Candidacy
 from thunderagent.scale.journal import ENTRY_BYTES, SLICE_COUNT, TELL_AFTER_BYTES, WAITING_COUNT, Journal

@@ -11,7 +11,7 @@ from thunderagent.errors import StoreError
 from thunderagent.learned_state import LearnedState
 from thunderagent.programs.model.events import ProgramOpened, ProgramReleased
 from thunderagent.programs.model.fleet_events import ReplicaUp
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.proxy.fleet.replicas import Replicas

@@ -20,7 +20,7 @@ from thunderagent.programs.model.events import (
     TurnStarted,
     TurnUnverified,
 )
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime

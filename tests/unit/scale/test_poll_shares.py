@@ -19,7 +19,7 @@ from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas

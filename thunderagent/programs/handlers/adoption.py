@@ -16,8 +16,8 @@ from typing import Any
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
-from thunderagent.programs.model.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch
 
 

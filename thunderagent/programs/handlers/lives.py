@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from thunderagent.programs.core import Core
+from thunderagent.programs.model.advice.verdicts import OUTCOMES, Level, Verdict
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
     ProgramCrowdedOut,
@@ -22,12 +23,11 @@ from thunderagent.programs.model.events import (
     ToolStarted,
     TurnArrived,
 )
-from thunderagent.programs.model.kept import ProgramRecord
 from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.kept import ProgramRecord
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.verdicts import OUTCOMES, Level, Verdict
 from thunderagent.programs.model.views import SandboxSums
 
 MAX_HOPELESS_COUNT = 10_000

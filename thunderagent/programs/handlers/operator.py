@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thunderagent.programs.core import Core
+from thunderagent.programs.model.advice.routes import Scope
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.fleet_events import (
     MigrationAsked,
@@ -16,7 +17,6 @@ from thunderagent.programs.model.fleet_events import (
     RouteSet,
 )
 from thunderagent.programs.model.policy import Moment
-from thunderagent.programs.model.routes import Scope
 from thunderagent.programs.operations import Operations
 
 

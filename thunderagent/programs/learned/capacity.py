@@ -29,7 +29,7 @@ from collections import deque
 from math import inf
 from typing import NamedTuple
 
-from thunderagent.programs.model.learned import CapacityRecord
+from thunderagent.programs.model.records.learned import CapacityRecord
 
 LOWEST_RATIO = 0.2
 LOWEST_COUNTED_RATIO = 0.5

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from thunderagent.programs.learned.growth import TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
-from thunderagent.programs.model.learned import HistogramRecord, PriceRecord
+from thunderagent.programs.model.records.learned import HistogramRecord, PriceRecord
 
 ALPHA_RATIOS = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or a program may take to be in time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from thunderagent.programs.learned.histogram import MOST_TOKENS, LogHistogram, check_range, geometric_edges
-from thunderagent.programs.model.learned import GrowthRecord, HistogramRecord, PriceRecord
+from thunderagent.programs.model.records.learned import GrowthRecord, HistogramRecord, PriceRecord
 
 TOKEN_EDGES = geometric_edges(8.0, 2**0.5, 36)
 """8 tokens to 1.5 million."""

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from math import inf
 
-from thunderagent.programs.model.learned import HistogramRecord
+from thunderagent.programs.model.records.learned import HistogramRecord
 
 REMEMBERED_COUNT = 2000.0
 """Values that count: beyond, all counts are halved, so that the newest half weighs as much as all before."""

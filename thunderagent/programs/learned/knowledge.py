@@ -8,17 +8,16 @@ from math import inf
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.learned.growth import Growth, PrefillSpeed, Residences
-from thunderagent.programs.learned.hint_record import HintRecord
 from thunderagent.programs.learned.histogram import check_range
-from thunderagent.programs.learned.judge_record import JudgeRecord
 from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.restore_pace import RestorePace
 from thunderagent.programs.learned.roles import RoleOutputs
 from thunderagent.programs.learned.tier_price import TierPrices
 from thunderagent.programs.learned.tool_times import ToolTimes
-from thunderagent.programs.model.learned import CapacityRecord, LearnedRecord, PriceRecord
+from thunderagent.programs.learned.trust import HintRecord, JudgeRecord
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.learned import CapacityRecord, LearnedRecord, PriceRecord
 from thunderagent.programs.model.turn import Branch, Turn
 
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25

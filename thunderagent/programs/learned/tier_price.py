@@ -24,7 +24,7 @@ from math import inf
 
 from thunderagent.programs.learned.growth import FEW_TOKENS, MANY_TOKENS, TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
-from thunderagent.programs.model.learned import TierRecord
+from thunderagent.programs.model.records.learned import TierRecord
 from thunderagent.programs.model.turn import Branch, Turn
 
 LOW_RATIO = 0.25

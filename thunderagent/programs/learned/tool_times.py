@@ -28,7 +28,7 @@ from itertools import accumulate
 from math import inf
 
 from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
-from thunderagent.programs.model.learned import ToolRecord
+from thunderagent.programs.model.records.learned import ToolRecord
 
 EDGES_S = geometric_edges(0.05, 2**0.5, 34)
 """Ends of the intervals: 50 ms to 77 min."""

@@ -27,7 +27,7 @@ from thunderagent.programs.model.fleet_events import (
     RouteSet,
     TierPolled,
 )
-from thunderagent.programs.model.kept import ProgramsAdopted
+from thunderagent.programs.model.records.kept import ProgramsAdopted
 
 PrefixCut = tuple[int, int]
 """A place in a prompt up to which others may have the same: a digest of all before it, and how many bytes that is."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thunderagent.programs.model.learned import LearnedRecord
-from thunderagent.programs.model.routes import Targets
+from thunderagent.programs.model.advice.routes import Targets
+from thunderagent.programs.model.records.learned import LearnedRecord
 
 
 @dataclass(slots=True)

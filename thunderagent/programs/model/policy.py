@@ -28,10 +28,10 @@ is not asked for the turns of such programs, which are most.
 
 A policy that holds by what it costs to compute a claim again may say how long that is worth in `hold_threshold_s`, with
 the arguments of `hold_s`. Then what a client says of its program's next turn takes the place of its guess; `hint_ratio`
-is the part of a replica's limit that may be kept so for longer than by the guess (`hints.py`).
+is the part of a replica's limit that may be kept so for longer than by the guess (`verbs/hints.py`).
 
 To write one, subclass nothing: a frozen dataclass with these members is a policy, its fields are its settings. Parts of
-it can be chosen apart, and a policy may have more than these members: see `parts.py`.
+it can be chosen apart, and a policy may have more than these members: see `policies/composed.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.ranked_set import Rank
-from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 

@@ -6,12 +6,12 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
+from thunderagent.programs.model.advice.hints import Hint
+from thunderagent.programs.model.advice.routes import Route
+from thunderagent.programs.model.advice.verdicts import Level, Verdicts
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.hints import Hint
 from thunderagent.programs.model.places import Kind, Phase, Place, Status
-from thunderagent.programs.model.routes import Route
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
-from thunderagent.programs.model.verdicts import Level, Verdicts
 
 STORY_ENTRIES = 48
 """How many of its last happenings a program remembers."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.views import ProgramView, ReplicaView, RouteView, SandboxSums
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from thunderagent.programs.model.advice.verdicts import Level
     from thunderagent.programs.model.places import Phase, Status
-    from thunderagent.programs.model.verdicts import Level
 
 
 class ProgramView(Protocol):

@@ -13,29 +13,29 @@ from thunderagent.programs.model.policy import (
     Policy,
     Victims,
 )
-from thunderagent.programs.policies.autellix import Autellix
-from thunderagent.programs.policies.balance import Balance
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.sticky import Sticky
+from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.programs.policies.breakeven import BreakEven
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.concur import Concur
-from thunderagent.programs.policies.continuum import Continuum
-from thunderagent.programs.policies.infercept import InferCept
-from thunderagent.programs.policies.least_area import LeastArea
-from thunderagent.programs.policies.mars import Mars
-from thunderagent.programs.policies.mars_admission import FEW_LONG, MarsAdmission
-from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority
-from thunderagent.programs.policies.migrate import Migrate
-from thunderagent.programs.policies.orbit import OrbitJudge, OrbitStep
-from thunderagent.programs.policies.orders import Fcfs, ShortestFirst
-from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.policies.plas import Atlas, Plas
-from thunderagent.programs.policies.program_age import ProgramAge
-from thunderagent.programs.policies.reassign import Reassign
-from thunderagent.programs.policies.sticky import Sticky
-from thunderagent.programs.policies.thunderagent import ThunderAgent
-from thunderagent.programs.policies.ttl import Ttl
-from thunderagent.programs.policies.victims import Largest, Youngest
-from thunderagent.programs.policies.window import Window
+from thunderagent.programs.policies.global_policies.balance import Balance
+from thunderagent.programs.policies.global_policies.migrate import Migrate
+from thunderagent.programs.policies.global_policies.reassign import Reassign
+from thunderagent.programs.policies.papers.autellix import Autellix
+from thunderagent.programs.policies.papers.concur import Concur
+from thunderagent.programs.policies.papers.continuum import Continuum
+from thunderagent.programs.policies.papers.infercept import InferCept
+from thunderagent.programs.policies.papers.mars import Mars
+from thunderagent.programs.policies.papers.mars_admission import FEW_LONG, MarsAdmission
+from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsPriority
+from thunderagent.programs.policies.papers.orbit import OrbitJudge, OrbitStep
+from thunderagent.programs.policies.papers.plas import Atlas, Plas
+from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policies.parts.least_area import LeastArea
+from thunderagent.programs.policies.parts.orders import Fcfs, ShortestFirst
+from thunderagent.programs.policies.parts.program_age import ProgramAge
+from thunderagent.programs.policies.parts.victims import Largest, Youngest
+from thunderagent.programs.policies.parts.window import Window
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "autellix": Autellix,

@@ -12,7 +12,7 @@ same for all on a replica: β·C, the time in which it could prefill its whole m
 known, only how long tools of its name ran so far; so a program is held until its tool's rate of return falls under one
 in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the queue needs
 the room, and not before. What a client says of its next turn takes the place of that guess, for the break-even time at
-most, and for at most `hint_ratio` of a replica (`hints.py`).
+most, and for at most `hint_ratio` of a replica (`verbs/hints.py`).
 
 **Admission by age.** Whoever was there first is restored first, on every event that frees room. That bounds waiting
 without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and

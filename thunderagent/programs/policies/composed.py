@@ -42,7 +42,7 @@ from thunderagent.programs.model.policy import (
     Policy,
     Victims,
 )
-from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 

@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from thunderagent.programs.model.advice.verdicts import Level
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
-from thunderagent.programs.model.verdicts import Level
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.admin.reports import ProgramReport, program_fields
 from thunderagent.proxy.gate.bodies import Report

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
+from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
 
 

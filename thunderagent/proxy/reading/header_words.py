@@ -14,7 +14,7 @@ from typing import NamedTuple
 from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
-from thunderagent.programs.model.verdicts import OUTCOMES
+from thunderagent.programs.model.advice.verdicts import OUTCOMES
 
 MAX_PROGRAM_ID_BYTES = 256
 

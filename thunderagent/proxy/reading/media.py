@@ -2,7 +2,7 @@
 
 A screenshot is megabytes of base64 in a body and some thousand tokens to an engine. So what stands in a body as data,
 and is no text to the model, is set apart: its bytes are not counted as text, and each piece has a class and a first
-guess of its tokens. What an engine makes of a class its usage teaches (`programs/media_sizes.py`).
+guess of its tokens. What an engine makes of a class its usage teaches (`programs/learned/media_sizes.py`).
 
 A mark is a member of an object, as `"url": "data:image/png;base64,`: inside a text its quotes would be escaped, so a
 text cannot hold one. After a mark the search goes on behind its data, so that it looks at each byte once.

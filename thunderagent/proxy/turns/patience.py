@@ -21,7 +21,7 @@ from multidict import istr
 
 from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
+from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 
 PATIENCE_HEADER = istr("X-Program-Patience")
 TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))

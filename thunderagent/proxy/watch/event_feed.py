@@ -38,7 +38,7 @@ from thunderagent.programs.model.events import (
     TurnProgressed,
 )
 from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, ResidencyReported, TierPolled
-from thunderagent.programs.model.signals import GpuFirstToken, Signal
+from thunderagent.programs.model.records.signals import GpuFirstToken, Signal
 from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
 

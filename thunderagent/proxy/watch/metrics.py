@@ -12,10 +12,10 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from thunderagent.programs.learned.judge_record import TURN_EDGES_COUNT
-from thunderagent.programs.model.hints import KEEPS
+from thunderagent.programs.learned.trust import TURN_EDGES_COUNT
+from thunderagent.programs.model.advice.hints import KEEPS
+from thunderagent.programs.model.advice.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
 from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
 from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas

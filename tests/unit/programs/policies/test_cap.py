@@ -8,7 +8,7 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Hold, Reason
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 
 
 def capped(n: int, **replicas: int | None) -> Driver:

@@ -11,10 +11,10 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.signals import Signal, WindowUpdate
+from thunderagent.programs.model.records.signals import Signal, WindowUpdate
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed
-from thunderagent.programs.policies.concur import Concur
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.papers.concur import Concur
 
 
 class Congested:

@@ -10,7 +10,7 @@ from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant, Pause, Reason
-from thunderagent.programs.policies.continuum import (
+from thunderagent.programs.policies.papers.continuum import (
     DELAYS_COUNT,
     DURATIONS_COUNT,
     Continuum,

@@ -7,7 +7,7 @@ import pytest
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Pause, Reason
-from thunderagent.programs.policies.infercept import InferCept
+from thunderagent.programs.policies.papers.infercept import InferCept
 
 
 def preserve_waste_token_s(context_tokens: float, elapsed_s: float) -> float:

@@ -9,15 +9,15 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed
-from thunderagent.programs.policies.least_area import (
+from thunderagent.programs.policies.parts.least_area import (
     FIRST_GROWTH_TOKENS,
     NOT_OVERDUE_RANK,
     REMEMBERED_COUNT,
     LeastArea,
 )
-from thunderagent.programs.policies.passthrough import Passthrough
 
 
 def driver_with(order: LeastArea) -> Driver:

@@ -8,8 +8,8 @@ from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant, Mark, Pause, Reason
-from thunderagent.programs.model.signals import Signal, WindowUpdate
-from thunderagent.programs.policies.mars import Mars
+from thunderagent.programs.model.records.signals import Signal, WindowUpdate
+from thunderagent.programs.policies.papers.mars import Mars
 
 
 def driver_with(capacity_tokens: int | None = 100_000, **settings: float) -> Driver:

@@ -9,8 +9,8 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant
 from thunderagent.programs.model.events import ToolStarted
-from thunderagent.programs.model.signals import Signal, WindowUpdate
-from thunderagent.programs.policies.mars_admission import MarsAdmission
+from thunderagent.programs.model.records.signals import Signal, WindowUpdate
+from thunderagent.programs.policies.papers.mars_admission import MarsAdmission
 
 FEW_LONG = "mars-few-long"
 

@@ -8,7 +8,7 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant
-from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
+from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsPriority, level_of
 
 
 def priority_of(driver: Driver, turn_id: int) -> int | None:

@@ -9,8 +9,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Grant, Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.signals import (
+from thunderagent.programs.model.records.signals import (
     GpuEnd,
     GpuFirstToken,
     GpuSubmit,
@@ -20,6 +19,7 @@ from thunderagent.programs.model.signals import (
     ToolNum,
     ToolStart,
 )
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.composed import Composed
 
 

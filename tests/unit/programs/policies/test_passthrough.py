@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.builders import Driver
 from thunderagent.programs.model.decisions import Grant, Pause, Reason
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 
 
 def test_every_turn_is_granted_at_once_however_full_the_replicas_are() -> None:

@@ -8,11 +8,11 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Decision, Grant
-from thunderagent.programs.policies.autellix import Autellix
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.programs.policies.composed import Composed
-from thunderagent.programs.policies.passthrough import Passthrough
-from thunderagent.programs.policies.plas import Atlas, Plas
-from thunderagent.programs.policies.ttl import Ttl
+from thunderagent.programs.policies.papers.autellix import Autellix
+from thunderagent.programs.policies.papers.plas import Atlas, Plas
 
 
 def driver_with(priority: Plas) -> Driver:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tests.builders import Driver
-from thunderagent.programs.policies.sticky import Sticky, rendezvous_hash
+from thunderagent.programs.policies.baselines.sticky import Sticky, rendezvous_hash
 
 REPLICAS = {"r0": None, "r1": None, "r2": None, "r3": None}
 PROGRAMS = [f"program-{number}" for number in range(60)]

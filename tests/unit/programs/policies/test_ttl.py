@@ -7,7 +7,7 @@ import pytest
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Mark, Pause, Reason
-from thunderagent.programs.policies.ttl import Ttl
+from thunderagent.programs.policies.baselines.ttl import Ttl
 
 
 def driver_with(ttl_s: float = 10.0, **replicas: int | None) -> Driver:

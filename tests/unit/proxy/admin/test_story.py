@@ -12,9 +12,9 @@ from thunderagent.programs.model.events import ProgramReleased, TurnArrived, Tur
 from thunderagent.programs.model.fleet_events import ReplicaDown
 from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies import POLICIES
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.programs.policies.breakeven import BreakEven
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.ttl import Ttl
 from thunderagent.proxy.admin.story import ProgramStoryReport, WaitingReport, program_story
 from thunderagent.runtime import Runtime
 

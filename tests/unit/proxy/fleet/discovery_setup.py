@@ -11,7 +11,7 @@ from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.discovery import Wanted
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs import invariants
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.polls import Polls

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from thunderagent.errors import ReplicaTrippedError
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings, BreakerState
 from thunderagent.runtime import Runtime

@@ -9,7 +9,7 @@ from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.polls import Polls

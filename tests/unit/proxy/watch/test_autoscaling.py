@@ -8,8 +8,8 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.programs.model.fleet_events import ReplicaPolled
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector, demand_ratio, oldest_hold_s
 from thunderagent.runtime import Runtime
 

@@ -9,7 +9,7 @@ from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.backends.vllm import VllmBackend
 from thunderagent.programs.model.decisions import Grant, Hold, Reason
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.history import KEPT_COUNT, History, quantile_s
 from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S

@@ -24,7 +24,7 @@ PRESSED_OFTEN = """
 import os
 import signal
 from threading import Timer
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 
 class Pressed(Passthrough):
     def place(self, view, program, candidates):
@@ -38,7 +38,7 @@ KINDS = ("turn", "program")
 FILES = ["comparison.csv", "comparison.html", "comparison.json", "runs.csv"]
 
 INTERRUPTED = """
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 
 class Interrupted(Passthrough):
     def place(self, view, program, candidates):

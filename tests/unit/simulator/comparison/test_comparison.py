@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.simulator.comparison.comparison import ComparisonProgress, cap_grid, compare, processes_that_fit
 from thunderagent.simulator.comparison.results import (
     KEPT_SAMPLES_COUNT,
@@ -35,7 +35,7 @@ SCENARIO = Scenario(engine=EngineConfig(kv_tokens=16_000, timing=profile("demo")
 PLAN = ComparisonPlan(SCENARIO, workload("standard"), ("passthrough", "cap:n=3"), (8, 2), seeds=(5, 3), process_count=1)
 
 INTERRUPTED = """
-from thunderagent.programs.policies.passthrough import Passthrough
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 
 class Interrupted(Passthrough):
     def place(self, view, program, candidates):

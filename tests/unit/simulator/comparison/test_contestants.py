@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.policies.cap import Cap
-from thunderagent.programs.policies.thunderagent import ThunderAgent
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.simulator.comparison.contestants import Contestant, bounds_of
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
@@ -36,7 +36,7 @@ def test_a_text_is_read_and_written_back(text: str) -> None:
 
 def test_a_class_of_ones_own_is_named_with_a_colon() -> None:
     """`package.module:Class`, and then its settings."""
-    contestant = Contestant.parse("thunderagent.programs.policies.cap:Cap:n=3")
+    contestant = Contestant.parse("thunderagent.programs.policies.baselines.cap:Cap:n=3")
     assert contestant.prepare(SCENARIO, STANDARD)[0] == Cap(n=3)
 
 

@@ -7,7 +7,7 @@ import pytest
 from thunderagent.programs.model.decisions import Pause, Reason, Restore
 from thunderagent.programs.model.events import TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.policies.cap import Cap
+from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.figures.restores import RestoreCounter, RestoreFigures
 

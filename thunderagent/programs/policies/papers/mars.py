@@ -49,12 +49,12 @@ from thunderagent.programs.policies.helpers import (
     without_routed_before,
     worth_a_look,
 )
-from thunderagent.programs.policies.mars_admission import MarsAdmission
-from thunderagent.programs.policies.mars_priority import MarsOrder, MarsPriority, level_of
+from thunderagent.programs.policies.papers.mars_admission import MarsAdmission
+from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsPriority, level_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 if TYPE_CHECKING:
-    from thunderagent.programs.model.signals import Signal
+    from thunderagent.programs.model.records.signals import Signal
 
 PASS_COUNT = 8
 """So many behind the first that waits may be restored when that does not fit: they are passed over, not waited for."""

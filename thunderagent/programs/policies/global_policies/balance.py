@@ -22,7 +22,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
-from thunderagent.programs.policies.room import free_tokens, size_tokens
+from thunderagent.programs.policies.global_policies.room import free_tokens, size_tokens
 
 LOOKED_AT_COUNT = 16
 """So many programs of the fullest replica are asked whether they may go."""

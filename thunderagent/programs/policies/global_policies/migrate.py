@@ -20,7 +20,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
-from thunderagent.programs.policies.room import emptiest_first, free_tokens
+from thunderagent.programs.policies.global_policies.room import emptiest_first, free_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.places import Phase
-from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, ProgramEnd, ToolEnd
+from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd, ToolEnd
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
 
 if TYPE_CHECKING:
-    from thunderagent.programs.model.signals import Signal
+    from thunderagent.programs.model.records.signals import Signal
 
 LEVEL_FACTOR = 4
 """Each level reaches to so many times the tokens of the one before."""

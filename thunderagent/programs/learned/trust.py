@@ -1,16 +1,20 @@
-"""How often clients' hints were right, and how far they are believed for it.
+"""How often clients' hints and judges' verdicts were right, and how far hints are believed for it.
 
 A program is believed as far as its client says it is sure, and no further than its own hints were right so far. Until
 there are some of its own, its tenant's stand in; a client of whom nothing was seen is believed. Programs of nobody in
-particular are no tenant: one stranger's wrong word would be held against all the others.
+particular are no tenant: one stranger's wrong word would be held against all the others. Whether verdicts were right
+clients say with the outcomes of their programs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
 from thunderagent.programs.learned.histogram import SLACK, check_range
+from thunderagent.programs.model.advice.verdicts import OUTCOMES as PROGRAM_OUTCOMES
+from thunderagent.programs.model.advice.verdicts import Level
 from thunderagent.programs.model.program import Program
 
 MAX_TENANTS_COUNT = 1024
@@ -24,6 +28,9 @@ FIRST_WEIGHT = 4.0
 
 OUTCOMES = RIGHT, EARLY, LATE = ("right", "early", "late")
 """The turn came when it was said, sooner, or later."""
+
+TURN_EDGES_COUNT = (5, 10, 15, 20, 30, 40, 60, 80)
+"""Turns by which recall is told."""
 
 
 class HintRecord:
@@ -79,3 +86,32 @@ class HintRecord:
         self._of_tenant.move_to_end(tenant)
         if len(self._of_tenant) > MAX_TENANTS_COUNT:
             self._of_tenant.popitem(last=False)
+
+
+class JudgeRecord:
+    """After how many turns programs were predicted to fail, by what became of them."""
+
+    __slots__ = ("_counts", "level_counts", "program_counts")
+
+    def __init__(self) -> None:
+        """Begin with nobody."""
+        self.program_counts = dict.fromkeys(PROGRAM_OUTCOMES, 0)
+        """Programs that ended so."""
+        self.level_counts = dict.fromkeys(Level, 0)
+        """Verdicts by the level that they made."""
+        self._counts = {outcome: [0] * (len(TURN_EDGES_COUNT) + 1) for outcome in PROGRAM_OUTCOMES}
+
+    def program_ended(self, outcome: str, first_failure_turn_count: int | None) -> None:
+        """Take in a program with an outcome; None was never predicted to fail."""
+        self.program_counts[outcome] += 1
+        if first_failure_turn_count is not None:
+            self._counts[outcome][bisect_left(TURN_EDGES_COUNT, first_failure_turn_count)] += 1
+
+    def predicted_ratio(self, outcome: str, turn_count: int) -> float | None:
+        """Return the part of the programs with that outcome that were predicted to fail by that turn, an edge.
+
+        Of `FAILURE` that is the recall, of `SUCCESS` the part of false alarms; None before the first such program.
+        """
+        edges_count = TURN_EDGES_COUNT.index(turn_count) + 1
+        whole_count = self.program_counts[outcome]
+        return sum(self._counts[outcome][:edges_count]) / whole_count if whole_count else None

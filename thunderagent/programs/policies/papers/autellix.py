@@ -20,11 +20,11 @@ from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
-from thunderagent.programs.model.signals import Signal
+from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import home_of, restore_waiting
-from thunderagent.programs.policies.plas import Plas
+from thunderagent.programs.policies.papers.plas import Plas
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.policy import Moment
-from thunderagent.programs.model.signals import (
+from thunderagent.programs.model.records.signals import (
     GpuSubmit,
     ProgramEnd,
     ToolEnd,
@@ -46,10 +46,10 @@ from thunderagent.programs.model.signals import (
 )
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
-from thunderagent.programs.policies.mars_memory import Memory
+from thunderagent.programs.policies.papers.mars_memory import Memory
 
 if TYPE_CHECKING:
-    from thunderagent.programs.model.signals import Signal
+    from thunderagent.programs.model.records.signals import Signal
 
 MARS, FEW_LONG = PACKINGS = ("mars", "few-long")
 """The paper's three orders, and ours."""

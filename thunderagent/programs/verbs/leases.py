@@ -12,7 +12,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.model.view import View
 from thunderagent.programs.rules.patience import Deadlines
-from thunderagent.programs.stream import Stream
+from thunderagent.programs.verbs.stream import Stream
 
 PRIORITY_STEP = 2**32
 """By so much one step of a program's priority outdoes what a policy gives engines, in the numbers that they get."""

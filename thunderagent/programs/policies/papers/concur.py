@@ -32,7 +32,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.ranked_set import RankedSet
-from thunderagent.programs.model.signals import ProgramEnd, Signal, ToolEnd, ToolStart, WindowUpdate
+from thunderagent.programs.model.records.signals import ProgramEnd, Signal, ToolEnd, ToolStart, WindowUpdate
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one

@@ -7,8 +7,9 @@ Served first come first served, a few that are lost hold up the many that would 
 
 - `orbit-step` takes the length of a program for the sign that it fails: its number is ⌊turns / `window_count`⌋, and the
   lower number comes first.
-- `orbit-judge` asks (`verdicts.py`): its number is the program's level, high 0 to lowest 3, and that of `orbit-step`
-  as long as there is no verdict on the program. So without a judge, or with one that never answers, both are the same.
+- `orbit-judge` asks (`model/advice/verdicts.py`): its number is the program's level, high 0 to lowest 3, and that of
+  `orbit-step` as long as there is no verdict on the program. So without a judge, or with one that never answers, both
+  are the same.
 
 Of equal numbers the turn comes first that is expected to generate less, by its agent's role (`roles.py`); then the one
 that came first. Turns are those of the whole program, over all its branches and sub-agents, granted before this one.

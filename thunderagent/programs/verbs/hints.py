@@ -4,7 +4,7 @@ Theory of operation
 ===================
 When a program's turns have ended, a policy that holds by break-even (`hold_threshold_s`) guesses from the tool how long
 it is worth holding. A client may know better: it says in how many seconds s the next turn comes, and how sure it is.
-With p, how far that is believed (`learned/hint_record.py`), and T, the threshold, to hold until 2·s costs p·s +
+With p, how far that is believed (`learned/trust.py`), and T, the threshold, to hold until 2·s costs p·s +
 (1 - p)·2·s seconds of memory in the mean and saves p·T. So the claim is kept until 2·s if p·T is as much as s·(2 - p),
 and is others' at once if it is not. Below `LEAST_CONFIDENCE_RATIO` the policy's own guess stands.
 
@@ -21,9 +21,9 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from thunderagent.programs.learned.hint_record import RIGHT
+from thunderagent.programs.learned.trust import RIGHT
+from thunderagent.programs.model.advice.hints import DROP, OFFLOAD, RETAIN, Hint
 from thunderagent.programs.model.events import ProgramHinted
-from thunderagent.programs.model.hints import DROP, OFFLOAD, RETAIN, Hint
 from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.policy import HINT_RATIO, Moment
 from thunderagent.programs.model.program import Program

@@ -33,7 +33,7 @@ from functools import partial
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.places import Phase
-from thunderagent.programs.model.signals import (
+from thunderagent.programs.model.records.signals import (
     GpuEnd,
     GpuFirstToken,
     GpuSubmit,

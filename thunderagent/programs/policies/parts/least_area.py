@@ -40,13 +40,13 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.signals import GpuEnd, GpuSubmit, ProgramEnd
+from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 if TYPE_CHECKING:
-    from thunderagent.programs.model.signals import Signal
+    from thunderagent.programs.model.records.signals import Signal
 
 ENDS_COUNT = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
 """The last turn of each interval: 1 to 8, and then four for each doubling, up to 1,024."""

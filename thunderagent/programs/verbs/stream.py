@@ -8,7 +8,7 @@ from thunderagent.programs.book.book import Book
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.policy import Observe
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.signals import (
+from thunderagent.programs.model.records.signals import (
     GpuEnd,
     GpuFirstToken,
     GpuSubmit,

@@ -1,0 +1,1 @@
+"""Policies that are asked once in a period, for all replicas at once."""

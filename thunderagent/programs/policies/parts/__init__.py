@@ -1,0 +1,1 @@
+"""Orders, victims and admissions that go with any policy."""
