@@ -356,7 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=5_000, metavar="N", help="(default: 5000)")
     parser.add_argument(
-        "--in-flight", type=int, default=2_500, metavar="N", help="for which there is room, growth aside (2500)"
+        "--in-flight", type=int, default=2_500, metavar="N", help="for which there is room, and growth (2500)"
     )
     parser.add_argument("--turn-s", type=float, default=2.0, metavar="SECONDS", help="a turn's mean length (2)")
     parser.add_argument("--idle-programs", type=int, default=0, metavar="N", help="that are known beside these (0)")

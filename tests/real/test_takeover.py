@@ -216,6 +216,26 @@ async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
         await client.aclose()
 
 
+async def test_who_is_cancelled_while_it_asks_the_store_ends(
+    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever turn of the loop: the client forgot it in every second one."""
+    with redis_server(require_real, tmp_path) as server:
+        monkeypatch.syspath_prepend(server.packages)
+        store = importlib.import_module("thunderagent.scale.redis_store").RedisStore(server.url, "c", LOCK_S)
+        cancelled_count = 0
+        for turns_count in [*range(12)] * 20:
+            asking = asyncio.create_task(store.has_standby())
+            for _ in range(turns_count):
+                await asyncio.sleep(0)
+            if asking.cancel():
+                await asyncio.wait([asking])
+                assert asking.cancelled()
+                cancelled_count += 1
+        assert cancelled_count
+        await store.close()
+
+
 async def test_nothing_is_lost_whoever_leads(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """Killed, handed over, paused, and killed again while a Redis that was killed is just back."""
     gaps_s: dict[str, float] = {}

@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from thunderagent.errors import FencedError, StoreError
-from thunderagent.scale.store import Seen, seen_of
+from thunderagent.scale.store import Seen, heeds_cancellation, seen_of
 
 ANSWER_LIMIT_S = 1.0
 """A store that takes longer is one that is away."""
@@ -192,6 +192,7 @@ async def _errors() -> AsyncIterator[None]:
     """Map what the client raises, and bound how long it takes."""
     try:
         async with asyncio.timeout(2 * ANSWER_LIMIT_S):
-            yield
+            with heeds_cancellation():
+                yield
     except (RedisError, OSError, TimeoutError) as error:
         raise StoreError(f"the store does not do as told: {error or type(error).__name__}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from thunderagent.errors import StoreError
@@ -34,6 +36,23 @@ def seen_of(
     if not 0 <= number < MAX_EPOCH:
         raise StoreError(f"the epoch in the store is none of a scheduler's: {number}")
     return Seen(name, number, [(where.decode(), fields.get(b"e", b"")) for where, fields in entries], has_more)
+
+
+@contextmanager
+def heeds_cancellation() -> Iterator[None]:
+    """End the task after the block if it was cancelled within, though whoever was called there forgot it.
+
+    `asyncio.wait_for` does before Python 3.12, where the cancellation comes together with what it waits for, and
+    clients of stores wait by it: a scheduler that had to begin anew would go on for ever with what it was to end.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "stores are asked by tasks"
+    before_count = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before_count:
+            raise asyncio.CancelledError
 
 
 class Store(Protocol):
