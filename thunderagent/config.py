@@ -484,7 +484,7 @@ class ServeConfig(BaseSettings):
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="names by which browsers and operators may call the proxy where there are no keys, separated by "
-        "commas, besides localhost, host and all addresses; * is any",
+        "commas, besides localhost, host, that of reached_at and all addresses; * is any",
     )
     metrics_need_key: bool = Field(False, description="ask for an admin key on /metrics")
     tls_cert: Path | None = Field(

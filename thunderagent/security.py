@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import structlog
 from pydantic import SecretStr
@@ -68,10 +69,15 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
         metrics_need_key=config.metrics_need_key,
         client_stall_limit_s=config.client_stall_limit_s,
         forward_unknown=ForwardUnknown(config.forward_unknown) if config.forward_unknown is not None else None,
-        hosts=(config.host, *config.allowed_hosts),
+        hosts=(config.host, *_own_names(config), *config.allowed_hosts),
         rate_limit_per_s=config.rate_limit_per_s,
         rate_limit_burst_count=config.rate_limit_burst_count,
     )
+
+
+def _own_names(config: ServeConfig) -> tuple[str, ...]:
+    """Return the name that others reach this process by, if it was said."""
+    return (urlsplit(config.reached_at).netloc,) if config.reached_at else ()
 
 
 def held_limits(config: ServeConfig) -> HeldLimits:

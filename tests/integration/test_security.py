@@ -345,11 +345,19 @@ async def test_without_keys_nobody_calls_us_by_a_name_that_is_not_ours(
     method: str, target: str, replica: FakeReplica
 ) -> None:
     """A page may have its own name lead to this machine, and is then of our origin."""
-    async with running_proxy(replica.url, allowed_hosts="proxy.test") as proxy:
+    async with running_proxy(replica.url, allowed_hosts="proxy.test", reached_at="http://scheduler.test:8300") as proxy:
         for name in ("evil.example", "evil.example:8300", "127.0.0.1.evil.example", "localhost.evil.example", "["):
             refused = await named(proxy.url, method, target, name)
             assert (refused.status, refused.error["code"]) == (421, "host_refused"), name
-        for name in ("localhost:1", "app.localhost", "127.0.0.1", "[::1]:8300", "10.0.0.7:80", "proxy.test:8300"):
+        for name in (
+            "localhost:1",
+            "app.localhost",
+            "127.0.0.1",
+            "[::1]:8300",
+            "10.0.0.7:80",
+            "proxy.test",
+            "scheduler.test:8300",
+        ):
             assert (await named(proxy.url, method, target, name)).status != 421, name
 
 

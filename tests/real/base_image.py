@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 BASE_IMAGE = "thunderagent-test-base:latest"
 BUILD_IMAGE = "thunderagent-test-build:latest"
 PACKAGES = {"mmdebstrap": "mmdebstrap"}
+REDIS_IMAGE = "thunderagent-test-redis:latest"
 _TOOLS_IMAGE = "thunderagent-test-tools:latest"
 _CONTENT = "base-files,coreutils,dash,python3,python3-venv"
 _TOOLS = f"{_CONTENT},gcc,libc6-dev,python3-dev"
+_REDIS = "base-files,coreutils,dash,redis-server"
 _PATH_LINE = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
 _BUILD_IMAGE_DOCKERFILE = f"FROM {_TOOLS_IMAGE}\nCOPY wheels /wheels\nCOPY pip.conf /etc/pip.conf\n"
@@ -58,6 +60,14 @@ def make_base_images(engine: DockerEngine, pyproject: Path, extras: Sequence[str
         log = list(client.build(fileobj=context, custom_context=True, tag=BUILD_IMAGE, rm=True, decode=True))
         if "error" in log[-1]:
             raise DockerEngineError(log[-1]["error"])
+
+
+def make_redis_image(engine: DockerEngine) -> None:
+    """Make an image with Debian's Redis at an engine. Raises DockerEngineError if that cannot be had."""
+    root = _root("redis-image", _REDIS, _sources())
+    repository, _, tag = REDIS_IMAGE.partition(":")
+    with contextlib.closing(engine.client()) as client:
+        client.import_image_from_file(str(root), repository=repository, tag=tag, changes=[_PATH_LINE])
 
 
 def _root(name: str, content: str, sources: str) -> Path:
@@ -95,6 +105,8 @@ def _wheels(pyproject: Path, python_version: str, extras: Sequence[str]) -> Path
     compiles = [each for each in dev if each.startswith("mypy==")]
     requirements = [*project["build-system"]["requires"], *compiles, *project["project"]["dependencies"]]
     requirements += [each for extra in extras for each in project["project"]["optional-dependencies"][extra]]
+    if "scale" in extras:  # redis wants it of Pythons before 3.11.3; pip asks that of the Python that runs it
+        requirements.append("async-timeout>=4.0.3")
     options = ["--quiet", "--only-binary=:all:", f"--python-version={python_version}"]
 
     def download(folder: Path) -> None:

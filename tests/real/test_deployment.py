@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from tests.real import base_image
-from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, make_base_images
+from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, REDIS_IMAGE, make_base_images, make_redis_image
 from tests.real.conftest import free_ports
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
-from tests.real.support import events, replicas, until, until_all_up
+from tests.real.support import Json, events, replicas, until, until_all_up
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -39,7 +39,8 @@ def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
     try:
         ensure_docker({"docker-compose": "docker-compose", **base_image.PACKAGES})
         with DockerEngine(disk_bytes=DISK_BYTES) as engine:
-            make_base_images(engine, ROOT / "pyproject.toml")
+            make_base_images(engine, ROOT / "pyproject.toml", ["scale"])
+            make_redis_image(engine)
             yield engine
     except DockerEngineError as error:
         require_real(f"no Docker: {error}")
@@ -55,8 +56,9 @@ def client(engine: DockerEngine) -> Iterator[Any]:
 class Compose:
     """`docker-compose` on this project's file, at the tests' engine."""
 
-    def __init__(self, engine: DockerEngine) -> None:
-        (self.port,) = free_ports(1)
+    def __init__(self, engine: DockerEngine, file: str = "docker-compose.yml") -> None:
+        self.port, self.second_port = free_ports(2)
+        self._file = file
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "DOCKER_"))},
             "DOCKER_HOST": engine.url,
@@ -67,16 +69,22 @@ class Compose:
             "COMPILE": "0",
             "THUNDERAGENT_IMAGE": IMAGE,
             "THUNDERAGENT_PORT": str(self.port),
+            "THUNDERAGENT_PORT_2": str(self.second_port),
+            "REDIS_IMAGE": REDIS_IMAGE,
         }
 
     def __call__(self, *arguments: str) -> str:
         """Run a command; return what it says."""
         done = subprocess.run(
-            ("docker-compose", *arguments), cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False
+            ("docker-compose", "--file", self._file, *arguments),
+            cwd=ROOT,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        assert done.returncode == 0, (
-            f"docker-compose {' '.join(arguments)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        )
+        said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        assert done.returncode == 0, f"docker-compose {' '.join(arguments)}:\n{said}"
         return done.stdout
 
 
@@ -90,16 +98,34 @@ def compose(engine: DockerEngine, client: Any) -> Compose:
 
 @pytest.fixture
 async def stack(compose: Compose, client: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """Run the stack; yield a client of the proxy. Taking it down must leave nothing behind."""
+    """Run the stack; yield a client of the proxy."""
+    async with (
+        up(compose, client),
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{compose.port}", timeout=30) as http,
+    ):
+        yield http
+
+
+@contextlib.asynccontextmanager
+async def up(compose: Compose, client: Any) -> AsyncIterator[None]:
+    """Run a stack for the length of the block. Taking it down must leave nothing behind."""
     try:
         await asyncio.to_thread(compose, "up", "--detach")
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{compose.port}", timeout=30) as http:
-            yield http
+        yield
+    except BaseException:
+        print(*(told_by(client, each) for each in client.containers(all=True)), sep="\n")
+        raise
     finally:
         await asyncio.to_thread(compose, "down", "--volumes")
     assert client.containers(all=True) == []
     assert {each["Name"] for each in client.networks()} == {"bridge", "host", "none"}
     assert not client.volumes()["Volumes"]
+
+
+def told_by(client: Any, found: Json) -> str:
+    """Return what is to be known of a container where something failed."""
+    state = client.inspect_container(found["Id"])["State"]
+    return f"{found['Names'][0]} {json.dumps(state)}\n{client.logs(found['Id'], tail=40).decode()}"
 
 
 def run_in_image(client: Any, *command: str, **settings: Any) -> str:
@@ -200,6 +226,55 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
     assert "every decision is the same" in replayed
 
 
+async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
+    engine: DockerEngine, client: Any
+) -> None:
+    """The leader's container is killed under a stream and turns by both gateways: not one error; the other leads."""
+    scaled = Compose(engine, "deploy/compose/scaled.yml")
+    await asyncio.to_thread(scaled, "build")
+    urls = [f"http://127.0.0.1:{port}" for port in (scaled.port, scaled.second_port)]
+    async with up(scaled, client), httpx2.AsyncClient(timeout=60) as http, asyncio.TaskGroup() as group:
+        await until(lambda: are_healthy(client, 7))
+        assert (await http.get(f"{urls[0]}/summary")).json()["cell"]["has_standby"]
+        answers: list[httpx2.Response] = []
+        stop = asyncio.Event()
+
+        async def talk(number: int) -> None:
+            while not stop.is_set():
+                program = f"{urls[number % 2]}/p/task-{number}/v1/chat/completions"
+                answers.append(await http.post(program, json=chat(8)))
+
+        for number in range(4):
+            group.create_task(talk(number))
+        streamed = group.create_task(http.post(f"{urls[0]}/p/s/v1/chat/completions", json=chat(600, stream=True)))
+        await until(lambda: say_so(len(answers) >= 20))
+        leader = leader_of(client)
+        client.kill(container(client, leader))
+        before_count = len(answers)
+        await until(lambda: say_so(len(answers) >= before_count + 40))
+        stop.set()
+        body = (await streamed).content
+        cells = [(await http.get(f"{url}/summary")).json()["cell"] for url in urls]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len([each for each in events(body) if each["choices"] and each["choices"][0]["delta"].get("content")]) == 600
+    assert [(cell["role"], cell["epoch"], cell["links_count"]) for cell in cells] == [("leader", 2, 2)] * 2
+
+
+async def say_so(value: bool) -> bool:
+    """Return a condition as `until` waits for it."""
+    return value
+
+
+def leader_of(client: Any) -> str:
+    """Return the service of the scheduler that leads, as each says in its own container."""
+    asked = "import json, urllib.request as u; print(json.load(u.urlopen('http://127.0.0.1:8300/health'))['role'])"
+    for service in ("scheduler-1", "scheduler-2"):
+        made = client.exec_create(container(client, service), ["python3", "-c", asked])
+        if client.exec_start(made).decode().strip() == "leader":
+            return service
+    raise AssertionError("no scheduler leads")
+
+
 def chat(output_tokens: int, **fields: object) -> dict[str, Any]:
     """Return the body of a chat."""
     exactly = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
@@ -213,11 +288,11 @@ def container(client: Any, service: str) -> str:
     return container_id
 
 
-async def are_healthy(client: Any) -> bool:
-    """Say whether the health check of each service has succeeded."""
+async def are_healthy(client: Any, services_count: int = 3) -> bool:
+    """Say whether the health check of each of so many services has succeeded."""
     found = [client.inspect_container(each["Id"])["State"]["Health"] for each in client.containers()]
     assert "unhealthy" not in [each["Status"] for each in found], json.dumps(found)
-    return [each["Status"] for each in found] == ["healthy"] * 3
+    return [each["Status"] for each in found] == ["healthy"] * services_count
 
 
 async def answers_503(http: httpx2.AsyncClient, path: str) -> bool:

@@ -43,6 +43,13 @@ CLOSE_LIMIT_S = 1.0
 """One that hangs is not waited for longer when its link is closed: it may be wanted again."""
 
 LOOK_S = 0.2
+REFUSALS = {
+    401: "it asks for a key, or for another one",
+    403: "it asks for an admin key",
+    421: "it is called by a name that it does not know: set its reached_at, or its allowed_hosts",
+}
+"""What a scheduler means by the status that refuses a link."""
+
 LAST_WORDS_S = 2.0
 """At a shutdown so much time is left for a scheduler to hear how the last turns ended."""
 
@@ -68,6 +75,8 @@ class Dialling:
         """Set while none is followed."""
         self._alone.set()
         self._closing: set[asyncio.Task[bool]] = set()
+        self._refusals: dict[str, int] = {}
+        """By address: the status that refused the last link."""
 
     async def run(self) -> None:
         """Keep a link until cancelled."""
@@ -84,7 +93,7 @@ class Dialling:
                 await self._dial(http, url)
             except aiohttp.WSServerHandshakeError as error:
                 stands_by = error.status == 503
-                log.debug("scheduler_refuses", url=url, why=str(error))
+                self._refused(url, error.status)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.debug("scheduler_unreachable", url=url, why=str(error))
             except Exception:  # whatever a scheduler said: turns are carried on, and told again by the next link
@@ -93,6 +102,12 @@ class Dialling:
             with suppress(TimeoutError):
                 async with asyncio.timeout(0 if stands_by else SEEK_S):
                     await self._alone.wait()
+
+    def _refused(self, url: str, status: int) -> None:
+        """Say why a scheduler takes no link, each time that its answer is another one."""
+        if status != self._refusals.get(url) and status != 503:
+            log.warning("scheduler_refuses", url=url, status=status, why=REFUSALS.get(status, "it knows no such link"))
+        self._refusals[url] = status
 
     async def _dial(self, http: aiohttp.ClientSession, url: str) -> None:
         async with asyncio.timeout(STAND_LIMIT_S):

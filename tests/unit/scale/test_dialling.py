@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
 
 from thunderagent.scale import messages
 from thunderagent.scale.dialling import Dialling
@@ -30,11 +32,35 @@ async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
         await socket.receive()
         return socket
 
+    await _dials(lead, again)
+
+
+async def test_a_scheduler_that_takes_no_link_is_named_once_with_the_reason() -> None:
+    """A gateway that is refused says so: it would wait without a word. A scheduler that stands by is not that."""
+    asked_count, often = 0, asyncio.Event()
+
+    async def refuse(_request: web.Request) -> web.Response:
+        nonlocal asked_count
+        asked_count += 1
+        if asked_count == 6:
+            often.set()
+        return web.Response(status=421 if asked_count > 2 else 503)
+
+    with capture_logs() as logs:
+        await _dials(refuse, often)
+    (said,) = [entry for entry in logs if entry["event"] == "scheduler_refuses"]
+    assert (said["log_level"], said["status"]) == ("warning", 421)
+    assert "reached_at" in said["why"]
+
+
+async def _dials(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], until: asyncio.Event) -> None:
+    """Have a gateway dial a scheduler that answers so, until something was seen."""
+
     def take(_frame: messages.Frame) -> None:
         raise KeyError("a turn that is not there")
 
     app = web.Application()
-    app.router.add_get(messages.PATH, lead)
+    app.router.add_get(messages.PATH, answer)
     runtime: Any = SimpleNamespace(
         turns=SimpleNamespace(epoch=0, has_news=False),
         news=asyncio.Event(),
@@ -48,5 +74,5 @@ async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
         urls = (str(server.make_url("")),)
         dialling = Dialling(cast("RemoteRuntime", runtime), urls, headers={}, ssl_context=None)
         running = group.create_task(dialling.run())
-        await again.wait()
+        await until.wait()
         running.cancel()
