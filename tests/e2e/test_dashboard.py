@@ -60,11 +60,11 @@ async def world_at(log_path: Path) -> AsyncIterator[World]:
             for _ in range(3):
                 await turn(client, name, "what is the time " * 50)
         async with asyncio.TaskGroup() as group:
-            for number in range(HELD_COUNT):
+            for number in range(HELD_COUNT):  # one after another: the first of them goes on first
                 group.create_task(turn(client, f"held/{number}", "and where am I"))
-            async with asyncio.timeout(10):
-                while (await world.get("/queue"))["waiting_count"] < HELD_COUNT:
-                    await asyncio.sleep(0.02)
+                async with asyncio.timeout(10):
+                    while (await world.get("/queue"))["waiting_count"] <= number:
+                        await asyncio.sleep(0.02)
             try:
                 yield world
             finally:
