@@ -96,6 +96,7 @@ class Cell:
         capacity = self.in_flight_count * (PROMPT_TOKENS + OUTPUT_TOKENS) * 5 // 4
         options = ("--listen", f"127.0.0.1:{port}", "--backends", self.engine_url, "--lock-s", str(LOCK_S))
         options += ("--idle-limit-s", str(IDLE_LIMIT_S)) if self.idle_count else ()
+        options += ("--tenant-max-programs-count", "1000000")
         store = ("--store", f"unix://{self.folder / 'redis.sock'}", "--capacity-tokens", str(capacity))
         with (self.folder / f"scheduler-{port}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
