@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
 from time import perf_counter
@@ -24,7 +24,22 @@ STREAM_EVENTS_COUNT = 64
 METRICS = b'vllm:cache_config_info{engine="0",kv_cache_size_tokens="1000000000"} 1.0\n'
 
 
-def _head(content_type: str, length: int) -> bytes:
+def take_requests(buffer: bytearray) -> Iterator[tuple[bytes, bytes]]:
+    """Take the requests that are whole out of a buffer; yield each as its head, in lower case, and its body."""
+    while (end := buffer.find(b"\r\n\r\n")) >= 0:
+        head = bytes(buffer[:end]).lower()
+        at = head.find(b"content-length:")
+        length = int(head[at + 15 :].partition(b"\r\n")[0]) if at >= 0 else 0
+        whole = end + 4 + length
+        if len(buffer) < whole:
+            return
+        body = bytes(buffer[end + 4 : whole])
+        del buffer[:whole]
+        yield head, body
+
+
+def answer_head(content_type: str, length: int) -> bytes:
+    """Return the head of an answer with a body of so many bytes."""
     return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
@@ -38,7 +53,7 @@ def _whole_answer() -> bytes:
         "usage": USAGE,
     }
     body = json.dumps(answer).encode()
-    return _head("application/json", len(body)) + body
+    return answer_head("application/json", len(body)) + body
 
 
 def _event(payload: dict[str, object]) -> bytes:
@@ -67,26 +82,19 @@ class InstantEngine(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin a connection."""
         self._transport = cast("asyncio.Transport", transport)
-        self._buffer = b""
+        self._buffer = bytearray()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a request."""
         self._buffer += data
-        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
-            head = self._buffer[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].partition(b"\r\n")[0]) if at >= 0 else 0
-            if len(self._buffer) < end + 4 + length:
-                return
-            body = self._buffer[end + 4 : end + 4 + length]
-            self._buffer = self._buffer[end + 4 + length :]
+        for head, body in take_requests(self._buffer):
             self._answer(head, body)
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"get /metrics"):
-            self._transport.write(_head("text/plain", len(METRICS)) + METRICS)
+            self._transport.write(answer_head("text/plain", len(METRICS)) + METRICS)
         elif head.startswith(b"get"):
-            self._transport.write(_head("text/plain", 0))
+            self._transport.write(answer_head("text/plain", 0))
         elif b'"stream":true' in body:
             self._write_piece(0)
         else:

@@ -14,7 +14,8 @@ import sys
 import time
 from typing import cast
 
-METRICS = b'vllm:cache_config_info{engine="0",kv_cache_size_tokens="1000000000"} 1.0\n'
+from benchmarks.instant import METRICS, answer_head, take_requests
+
 PIECE_S = 0.04
 PROMPT_TOKENS = 10
 _TURN = re.compile(rb"turn=([\w.-]+) tokens=(\d+)")
@@ -23,10 +24,6 @@ _TURN = re.compile(rb"turn=([\w.-]+) tokens=(\d+)")
 def prompt_of(turn: str, tokens: int) -> str:
     """Return a prompt that names a turn, and asks for so many tokens."""
     return f"turn={turn} tokens={tokens} "
-
-
-def _head(content_type: str, length: int) -> bytes:
-    return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 def _chunk(data: bytes) -> bytes:
@@ -59,7 +56,7 @@ class CountingEngine(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin a connection."""
         self._transport = cast("asyncio.Transport", transport)
-        self._buffer = b""
+        self._buffer = bytearray()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what is generated for it."""
@@ -74,14 +71,7 @@ class CountingEngine(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes of a request."""
         self._buffer += data
-        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
-            head = self._buffer[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].partition(b"\r\n")[0]) if at >= 0 else 0
-            if len(self._buffer) < end + 4 + length:
-                return
-            body = self._buffer[end + 4 : end + 4 + length]
-            self._buffer = self._buffer[end + 4 + length :]
+        for head, body in take_requests(self._buffer):
             self._answer(head, body)
 
     def _answer(self, head: bytes, body: bytes) -> None:
@@ -91,9 +81,9 @@ class CountingEngine(asyncio.Protocol):
             self._transport.write(STREAM_HEAD + WORD)
             asyncio.get_running_loop().call_later(PIECE_S, self._go_on, self._turn, 1, tokens)
         elif head.startswith(b"get /metrics"):
-            self._transport.write(_head("text/plain", len(METRICS)) + METRICS)
+            self._transport.write(answer_head("text/plain", len(METRICS)) + METRICS)
         else:
-            self._transport.write(_head("text/plain", 0))
+            self._transport.write(answer_head("text/plain", 0))
 
     def _go_on(self, turn: str, count: int, tokens: int) -> None:
         if turn != self._turn:
