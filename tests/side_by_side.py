@@ -4,7 +4,8 @@ Theory of operation. pytest-xdist collects all tests in each of its processes, w
 and 15 s in a fresh clone: here they are collected once. A pipe holds the numbers of all files; who has time reads the
 next one, and runs that file's tests in their order. Reports go back through a pipe for each process, and are told to
 pytest's plugins here as if the tests had run here. Where a process dies, its test and those of its file that did not
-run have failed.
+run have failed. Each process ends pytest as pytest does, which is where errors come out that nobody could raise: it
+says why on its standard error, ends with a status, and that is a failure of its own.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     os.write(filling, b"".join(number.to_bytes(_NUMBER_BYTES) for number in range(len(files))))
     os.close(filling)
     processes: dict[Connection, tuple[Any, deque[str]]] = {}
-    for _ in range(min(count, len(files))):
+    for number in range(min(count, len(files))):
         ours, theirs = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=_work, args=(session, files, queue, theirs))
+        process = _FORK.Process(target=_work, args=(session, files, queue, theirs), name=f"process {number}")
         process.start()
         theirs.close()
         processes[ours] = process, deque()
@@ -74,6 +75,9 @@ def _listen(session: pytest.Session, processes: dict[Connection, tuple[Any, dequ
                 process.join()
                 for nodeid in to_run:
                     _lost(session, nodeid, f"its process ended with status {process.exitcode} before it did")
+                if process.exitcode and not to_run:
+                    why = f"it ended with status {process.exitcode} after its last test: see its standard error"
+                    _lost(session, f"side_by_side::{process.name}", why)
                 unheard.subtract(to_run)
                 continue
             if kind == "file":
@@ -145,6 +149,7 @@ def _work(session: pytest.Session, files: list[list[pytest.Item]], queue: int, e
         if session.shouldfail or session.shouldstop:
             break
     end.send(("end", None))
+    session.config._ensure_unconfigure()  # as pytest's own main function does at the end
 
 
 def _in_order(

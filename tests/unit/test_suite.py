@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 SHOW_SETTINGS = """
 import tests.conftest
@@ -56,9 +58,11 @@ def test_has_no_process_left(): pass
 }
 
 
-def _outcomes(folder: Path, *options: str, status: int = 0) -> tuple[dict[str, str], str]:
+def _outcomes(
+    folder: Path, *options: str, status: int = 0, files: dict[str, str] = FILES
+) -> tuple[dict[str, str], str]:
     """Run the files side by side; return what became of each test, and what was said."""
-    for name, text in FILES.items():
+    for name, text in files.items():
         folder.joinpath(name).write_text(text.replace("{status}", str(status)))
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", str(folder), "--rootdir", str(folder), "-p", "tests.side_by_side"]
@@ -69,7 +73,7 @@ def _outcomes(folder: Path, *options: str, status: int = 0) -> tuple[dict[str, s
     for case in ET.parse(report).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
         found[name] = next((each.tag for each in case if each.tag in {"failure", "error", "skipped"}), "passed")
-    return found, done.stdout
+    return found, done.stdout + done.stderr
 
 
 def test_side_by_side_every_test_is_reported_once_though_a_process_dies(tmp_path: Path) -> None:
@@ -108,3 +112,39 @@ def test_side_by_side_the_first_failure_can_end_the_run(tmp_path: Path) -> None:
     found, said = _outcomes(tmp_path, "-x", "-k", "first")
     assert found == {"test_first.test_passes": "passed", "test_first.test_fails": "failure"}
     assert "stopping after 1 failures" in said
+
+
+AFTER_ITS_LAST_TEST = {
+    "which nobody can hear": {
+        "test_last.py": """
+import gc
+
+class Kept:
+    def __del__(self): raise ValueError("which nobody can hear")
+
+def test_passes():
+    gc.disable()
+    cycle = Kept()
+    cycle.itself = cycle
+"""
+    },
+    "it ended with status 7": {
+        "conftest.py": """
+import os
+
+collecting = os.getpid()
+
+def pytest_unconfigure():
+    if os.getpid() != collecting: os._exit(7)
+""",
+        "test_last.py": "def test_passes(): pass",
+    },
+}
+
+
+@pytest.mark.parametrize("why", AFTER_ITS_LAST_TEST)
+def test_side_by_side_a_process_that_fails_after_its_last_test_is_a_failure(tmp_path: Path, why: str) -> None:
+    """By an error that nobody could raise before, or by its status."""
+    found, said = _outcomes(tmp_path, "-W", "error", files=AFTER_ITS_LAST_TEST[why])
+    assert found == {"test_last.test_passes": "passed", "side_by_side.process 0": "failure"}
+    assert why in said
