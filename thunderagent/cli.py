@@ -302,7 +302,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.role == "picker":
         from thunderagent.picker.command import Options, serve_picker
 
-        serving = serve_picker(config, Options(args.picker_port, args.fallbacks), ready=announce)
+        serving = serve_picker(config, Options.of(args), ready=announce)
     elif args.role == "serve" and not config.gateways:
         serving = serve(config, ready=announce, load=load)
     else:

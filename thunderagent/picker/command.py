@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -14,15 +16,17 @@ from prometheus_client import CollectorRegistry
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.leases import LeaseSource
+from thunderagent.picker.addresses import Addresses
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import MADE_ANSWERS_COUNT
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.scaling import begin_process, check_gateways, gateway
-from thunderagent.security import check_security, held_limits
+from thunderagent.security import check_security, held_limits, is_loopback
 from thunderagent.serving import (
     CLOSE_S,
+    background,
     build_runtime,
     calm_garbage_collector,
     embedded_engines,
@@ -47,11 +51,32 @@ class Options:
 
     port: int
     fallbacks_count: int
+    client_ca: Path | None
+    """Envoys show a certificate that this authority signed."""
+    network_is_private: bool
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Options:
+        """Return what was given."""
+        return cls(
+            arguments.picker_port, arguments.fallbacks, arguments.picker_client_ca, arguments.picker_network_private
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is no option of `serve`."""
     parser.add_argument("--picker-port", type=int, default=9002, metavar="N", help="where Envoy asks (default: 9002)")
+    parser.add_argument(
+        "--picker-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="let in at the picker's port only who shows a certificate of this authority; needs --tls-cert",
+    )
+    parser.add_argument(
+        "--picker-network-private",
+        action="store_true",
+        help="say that only Envoys can reach the picker's port, so that they need no certificate",
+    )
     parser.add_argument(
         "--fallbacks",
         type=int,
@@ -63,14 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable[[str, str], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ConfigurationError`."""
+    check_port(config, options)
     try:
         from thunderagent.picker import server  # noqa: PLC0415 - needs an extra
+        from thunderagent.picker.carried import Around  # noqa: PLC0415
         from thunderagent.picker.turns import Picker, PickerSettings  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError("picker: needs the extra picker: pip install 'thunderagent[picker]'") from error
     tls = None
     if config.tls_cert is not None:
-        tls = ((config.tls_key or config.tls_cert).read_bytes(), config.tls_cert.read_bytes())
+        key, client_ca = config.tls_key or config.tls_cert, options.client_ca
+        tls = server.Tls(
+            key.read_bytes(), config.tls_cert.read_bytes(), client_ca.read_bytes() if client_ca is not None else None
+        )
     stop = begin_process()
     async with _source(config) as source:
         calm_garbage_collector()
@@ -81,19 +111,39 @@ async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable
             reads_prefixes=policy.claim_rules.share_prefixes or config.event_log is not None,
             model_aliases=config.model_aliases,
         )
-        settings = PickerSettings(config.max_body_bytes, config.patience_s, options.fallbacks_count)
+        settings = PickerSettings(
+            config.max_body_bytes, config.body_timeout_s, config.patience_s, options.fallbacks_count
+        )
         held, made = HeldTurns(held_limits(config), CollectorRegistry()), MadeAnswers(MADE_ANSWERS_COUNT)
-        picker = Picker(source.leases, rules, held, made, settings, source.suspect)
+        addresses = Addresses(source.leases.replicas)
+        picker = Picker(Around(source.leases, addresses, held, made, source.suspect), rules, settings)
 
         def is_ready() -> bool:
             return bool(source.leases.replicas.open_ids) and not stop.is_set()
 
         listening = server.listening(picker, is_ready, config.host, options.port, tls, grace_s=CLOSE_S)
-        async with listening as port:
+        async with background(addresses.run), listening as port:
             ready(source.url, f"picker at {config.host}:{port}")
             await stop.wait()
             log.info("shutting_down", grace_s=config.grace_s)
             await source.close()
+
+
+def check_port(config: ServeConfig, options: Options) -> None:
+    """Refuse a port where strangers would be granted leases. Raises `ConfigurationError`."""
+    if options.client_ca is not None:
+        if config.tls_cert is None:
+            raise ConfigurationError("picker_client_ca: certificates are shown over TLS only; set tls_cert, too")
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=options.client_ca)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigurationError(f"picker_client_ca: cannot use {options.client_ca}: {error}") from error
+    elif not (options.network_is_private or is_loopback(config.host)):
+        raise ConfigurationError(
+            f"picker_port: {config.host!r} can be reached from other machines, and whoever reaches it is taken for an "
+            "Envoy; set picker_client_ca (and tls_cert), so that Envoys show a certificate, or picker_network_private "
+            "if nobody else can reach it"
+        )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,13 @@ SERVING, NOT_SERVING = 1, 2
 OVERWRITE = 2
 """What a header that is set does to those of its name: it takes their place."""
 
+ENDPOINT = "x-gateway-destination-endpoint"
+"""Where a request goes on to; the next two are who served it, and among whom may be picked."""
+
+SERVED = f"{ENDPOINT}-served"
+SUBSET = f"{ENDPOINT}-subset"
+METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
+
 CHUNK_BYTES = 62_000
 """So much of a body is in one message: Envoy refuses more than 64 KB of it in its default buffers."""
 
@@ -125,3 +132,15 @@ def texts_in(metadata: Any, namespace: str, key: str) -> list[str] | None:
                     values = [value.string_value for value in entry.value.list_value.values]
                     return values or [part.strip() for part in entry.value.string_value.split(",") if part.strip()]
     return None
+
+
+def picked(endpoints: Sequence[str], path: str | None = None) -> Any:
+    """Return the message by which a head goes on to the first of some endpoints, to another `path` if there is one."""
+    message, joined = ProcessingResponse(), ",".join(endpoints)
+    response = message.request_headers.response
+    response.clear_route_cache = True
+    mutate(response.header_mutation, [(ENDPOINT, joined), *([(":path", path)] if path is not None else [])])
+    response.header_mutation.remove_headers.append("content-length")
+    entry = message.dynamic_metadata.fields.add(key=METADATA).value.struct_value.fields.add(key=ENDPOINT)
+    entry.value.string_value = joined
+    return message

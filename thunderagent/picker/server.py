@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -25,20 +26,27 @@ OPTIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What is shown, and what others have to show: the contents of PEM files."""
+
+    key: bytes
+    chain: bytes
+    client_ca: bytes | None
+    """Who signed the certificates of Envoys; None where they need none."""
+
+
 @asynccontextmanager
 async def listening(
     picker: Picker,
     is_ready: Callable[[], bool],
     host: str,
     port: int,
-    tls: tuple[bytes, bytes] | None,
+    tls: Tls | None,
     *,
     grace_s: float,
 ) -> AsyncIterator[int]:
-    """Listen for Envoy for the length of the block; yield the port. `tls` is a key and a chain of certificates.
-
-    Raises `ConfigurationError`.
-    """
+    """Listen for Envoy for the length of the block; yield the port. Raises `ConfigurationError`."""
     server = grpc.aio.server(options=OPTIONS)
 
     async def process(_: Any, context: Any) -> None:
@@ -70,7 +78,10 @@ async def listening(
         if tls is None:
             bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(address, grpc.ssl_server_credentials([tls]))
+            credentials = grpc.ssl_server_credentials(
+                [(tls.key, tls.chain)], root_certificates=tls.client_ca, require_client_auth=tls.client_ca is not None
+            )
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigurationError(f"picker_port: cannot listen on {address}: {error}") from error
     await server.start()

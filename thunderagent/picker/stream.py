@@ -49,8 +49,14 @@ class Stream:
         return message
 
     async def until(self, task: asyncio.Task[Any]) -> bool:
-        """Wait for a task; False if Envoy ended the exchange before that."""
+        """Wait for a task; False if Envoy ended the exchange before that.
+
+        A request is here whole by then. Of what comes all the same one message is kept, and nothing more is read.
+        """
         while not task.done():
+            if self._read:
+                await asyncio.wait({task})
+                return True
             if self._reading is None:
                 self._reading = asyncio.ensure_future(self._duplex.read())
             await asyncio.wait({task, self._reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -79,3 +85,19 @@ class Stream:
         immediate.status.code, immediate.body = answer.status, answer.body
         messages.mutate(immediate.headers, list(answer.headers.items()))
         await self.write(message)
+
+    async def echo(self, message: Any) -> None:
+        """Have a part go on as it came."""
+        for kind in ("request_body", "response_body"):
+            if message.HasField(kind):
+                part = getattr(message, kind)
+                await self.write_body(kind, part.body, ends=part.end_of_stream)
+                return
+        reply = messages.ProcessingResponse()
+        for kind in ("request_trailers", "response_trailers", "response_headers"):
+            if message.HasField(kind):
+                getattr(reply, kind).SetInParent()
+                if kind == "response_headers":
+                    reply.response_headers.response.SetInParent()
+                await self.write(reply)
+                return
