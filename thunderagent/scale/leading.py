@@ -87,8 +87,7 @@ class Leading:
         self._since_s: float | None = None
         self._has_standby = False
         self._taking = asyncio.Lock()
-        self._has_tried = False
-        """To take the lock: it may be had, whatever was answered."""
+        """While the lock is asked for, or left."""
         runtime.stands_by = True
 
     def __repr__(self) -> str:
@@ -149,7 +148,6 @@ class Leading:
         """Take the lock, unless this scheduler leaves."""
         async with self._taking:
             if self.role == "standby":
-                self._has_tried = True
                 self.epoch = await self._store.take(self.owner, expected, self.kept.epoch)
 
     async def _warnings(self) -> list[str]:
@@ -339,12 +337,11 @@ class Leading:
         self._end()
 
     async def _stand_by_no_more(self) -> None:
-        """Take the lock no more; if that is just being tried, leave it to another one."""
+        """Take the lock no more; it may be had, whatever was answered, so it is left to another one."""
         self.role = "over"
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(FINISH_LIMIT_S), self._taking:
-                if self._has_tried:
-                    await self._store.give_up(self.owner)
+                await self._store.give_up(self.owner)
         self.over.set()
 
     async def _hand_over(self, request: web.Request) -> web.Response:
