@@ -12,8 +12,8 @@ from tests.integration.kubernetes_api import KubernetesApi, rights_of
 from tests.unit.scale.test_leading import MemoryStore, running, until_leading
 from thunderagent.backends.discovery.kubernetes import ClusterAccess
 from thunderagent.errors import StoreError
-from thunderagent.scale.candidacy import GIVEN_UP
-from thunderagent.scale.kubernetes_store import LOOK_S, MAX_LEASE_S, KubernetesStore
+from thunderagent.scale.leader.candidacy import GIVEN_UP
+from thunderagent.scale.leader.kubernetes_store import LOOK_S, MAX_LEASE_S, KubernetesStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

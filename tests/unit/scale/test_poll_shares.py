@@ -24,10 +24,10 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
-from thunderagent.scale.gateways import Gateways
+from thunderagent.scale.gateway.polling import SharedPolls
 from thunderagent.scale.messages import Frame, Hello, Look, Polled, PollShare, Told, decode, encode
-from thunderagent.scale.poll_shares import PollShares
-from thunderagent.scale.polling import SharedPolls
+from thunderagent.scale.scheduler.gateways import Gateways
+from thunderagent.scale.scheduler.poll_shares import PollShares
 
 INTERVAL_S = 0.02
 

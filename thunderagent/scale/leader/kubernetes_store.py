@@ -30,13 +30,13 @@ import structlog
 
 from thunderagent.backends.discovery.kubernetes import ClusterAccess, ConflictError, NotThereError, connected
 from thunderagent.errors import DiscoveryError, StoreError
-from thunderagent.scale.candidacy import GIVEN_UP
+from thunderagent.scale.leader.candidacy import GIVEN_UP
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from thunderagent.backends.discovery.kubernetes import Cluster, Json
-    from thunderagent.scale.store import Seen, Store
+    from thunderagent.scale.leader.store import Seen, Store
 
 log = structlog.get_logger("thunderagent.scale")
 

@@ -19,9 +19,9 @@ from hashlib import blake2b
 
 from thunderagent.backends.asking import Watch
 from thunderagent.backends.poller import Poller
-from thunderagent.scale.gateway import Gateway
-from thunderagent.scale.gateways import Gateways
 from thunderagent.scale.messages import Look, Polled, PollShare
+from thunderagent.scale.scheduler.gateway import Gateway
+from thunderagent.scale.scheduler.gateways import Gateways
 
 WITNESSES_COUNT = 2
 
