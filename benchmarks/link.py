@@ -20,9 +20,9 @@ import uvloop
 from benchmarks.machine import save_results
 from benchmarks.processes import thunderagent
 from thunderagent.leases import TurnAsk
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.dialling import Dialling
-from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.dialling import Dialling
+from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
 
 TIMER_S = 0.001
 PROMPT_BYTES = 4_000

@@ -38,10 +38,10 @@ from benchmarks.instant import instant_engine
 from benchmarks.machine import save_results
 from benchmarks.processes import die_with_parent, resident_mb
 from thunderagent.leases import TurnAsk
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.dialling import Dialling
-from thunderagent.scale.gateways import GENERATION_BITS
-from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.dialling import Dialling
+from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.scheduler.gateways import GENERATION_BITS
 
 GATEWAYS_COUNT = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 1_000, 50

@@ -31,10 +31,10 @@ from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.sandboxes import build_manager
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.gateway_app import GatewayCollector
-from thunderagent.scale.links import Links
-from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.gateway.app import GatewayCollector
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.scheduler.links import Links
 
 OTHERS = "Programs and turns"
 GROUPS = {

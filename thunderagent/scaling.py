@@ -33,16 +33,16 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.keys import KEY_HEADER, mint_key
 from thunderagent.proxy.reading.identity import IdentityRules
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.dialling import Dialling
-from thunderagent.scale.gateway_app import build_gateway_app
-from thunderagent.scale.leading import Leading
-from thunderagent.scale.links import Links
+from thunderagent.scale.gateway.app import build_gateway_app
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.dialling import Dialling
+from thunderagent.scale.gateway.polling import SharedPolls
+from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.leader.leading import Leading
+from thunderagent.scale.leader.store import Store
+from thunderagent.scale.leader.writing import Writing
 from thunderagent.scale.messages import RemoteReplica
-from thunderagent.scale.polling import SharedPolls
-from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
-from thunderagent.scale.store import Store
-from thunderagent.scale.writing import Writing
+from thunderagent.scale.scheduler.links import Links
 from thunderagent.security import (
     ServerTls,
     backend_api_key,
@@ -148,7 +148,7 @@ def _store_of(config: ServeConfig) -> Store | None:
     if config.store is None:
         return None
     try:
-        from thunderagent.scale.redis_store import RedisStore  # noqa: PLC0415 - needs an extra
+        from thunderagent.scale.leader.redis_store import RedisStore  # noqa: PLC0415 - needs an extra
     except ImportError as error:
         raise ConfigurationError("store: needs the extra scale: pip install 'thunderagent[scale]'") from error
     try:
@@ -163,7 +163,7 @@ def _store_of(config: ServeConfig) -> Store | None:
 def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
     """Return a store whose lock is a Lease of Kubernetes. Raises `ConfigurationError`."""
     from thunderagent.backends.discovery.kubernetes import ClusterAccess  # noqa: PLC0415 - needs an extra
-    from thunderagent.scale.kubernetes_store import KubernetesStore  # noqa: PLC0415 - as above
+    from thunderagent.scale.leader.kubernetes_store import KubernetesStore  # noqa: PLC0415 - as above
 
     namespace, _, name = config.lease.rpartition("/")
     if not namespace:

@@ -12,8 +12,8 @@ from tests.integration.kubernetes_api import KubernetesApi, rights_of
 from tests.unit.scale.test_leading import MemoryStore, running, until_leading
 from thunderagent.backends.discovery.kubernetes import ClusterAccess
 from thunderagent.errors import StoreError
-from thunderagent.scale.candidacy import GIVEN_UP
-from thunderagent.scale.kubernetes_store import LOOK_S, KubernetesStore
+from thunderagent.scale.leader.candidacy import GIVEN_UP
+from thunderagent.scale.leader.kubernetes_store import LOOK_S, MAX_LEASE_S, KubernetesStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,12 +29,14 @@ JUST_BEFORE_S = 0.01
 class Candidate:
     """A scheduler's view of a Lease, with a clock of its own."""
 
-    def __init__(self, api: KubernetesApi, shared: MemoryStore, name: str, now_s: float = 0.0) -> None:
+    def __init__(
+        self, api: KubernetesApi, shared: MemoryStore, name: str, now_s: float = 0.0, lock_s: float = LOCK_S
+    ) -> None:
         self.name = name
         self.now_s = now_s
         self.shared = shared
         access = ClusterAccess(None, api.url, 5.0)
-        self.store = KubernetesStore(shared, access, "default", NAME, LOCK_S, lambda: self.now_s)
+        self.store = KubernetesStore(shared, access, "default", NAME, lock_s, lambda: self.now_s)
 
     async def owner(self, after_s: float = LOOK_S) -> str | None:
         """Return whom it takes for the owner, some time later."""
@@ -164,6 +166,43 @@ async def test_with_neither_a_leader_ends_before_its_lease_can_have_run_out(
         await first.store.renew(first.name, 1)
     first.now_s += JUST_BEFORE_S
     assert await first.store.renew(first.name, 1) == 0
+
+
+async def test_both_may_hang_and_a_leader_ends_in_time(
+    api: KubernetesApi, shared: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they were away: it does not wait for answers while its Lease runs out."""
+    leader = Candidate(api, shared, "a http://a:1", lock_s=0.3)
+    await leader.take()
+    await api.stop()
+
+    async def hang(*_: object) -> int:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    monkeypatch.setattr(shared, "renew", hang)
+    async with await asyncio.start_server(hear, "127.0.0.1", int(api.url.rpartition(":")[2])):
+        with pytest.raises(StoreError, match=r"does not answer within 0\.1 s"):
+            await leader.store.renew(leader.name, 1)
+        leader.now_s += 0.3
+        assert await leader.store.renew(leader.name, 1) == 0
+        await leader.store.close()
+
+
+async def test_a_lease_that_lasts_for_ever_is_waited_for_a_minute(
+    api: KubernetesApi, first: Candidate, other: Candidate
+) -> None:
+    """Whoever wrote it: if he still leads, the log refuses him."""
+    await first.take()
+    api.patch("leases", NAME, {"spec": {"leaseDurationSeconds": 10**9}})
+    assert await other.owner() == first.name
+    assert await other.owner(MAX_LEASE_S - JUST_BEFORE_S) == first.name
+    assert await other.owner() is None
 
 
 async def test_a_store_that_lost_its_data_proves_nothing(

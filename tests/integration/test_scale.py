@@ -47,7 +47,7 @@ from thunderagent.proxy.gate.guard import MAX_OPEN_BODY_BYTES
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import keep_target
-from thunderagent.scale.gateway_app import Scheduler
+from thunderagent.scale.gateway.app import Scheduler
 from thunderagent.scaling import check_gateways, serve_with_gateways
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.scale.test_leading import MemoryStore
 from thunderagent.backends.discovery.kubernetes import ClusterAccess
 from thunderagent.errors import StoreError
-from thunderagent.scale.candidacy import GIVEN_UP
-from thunderagent.scale.kubernetes_store import KubernetesStore
+from thunderagent.scale.leader.candidacy import GIVEN_UP
+from thunderagent.scale.leader.kubernetes_store import KubernetesStore
 
 if TYPE_CHECKING:
     from tests.kubernetes.conftest import Namespace

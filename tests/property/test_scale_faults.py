@@ -17,8 +17,8 @@ from tests.property.test_scale_leaders import LOCK_S, SEEDS_COUNT, Carrier, Cell
 from tests.property.test_scale_links import TURNS_COUNT
 from thunderagent.errors import StoreError
 from thunderagent.programs.model.records.kept import ProgramRecord
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.kept import At, Begins, Record, Whole, encode_record, entry_of
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.leader.kept import At, Begins, Record, Whole, encode_record, entry_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,12 +13,12 @@ import pytest
 from tests.property.test_scale_links import TURNS_COUNT, Client, Ledger, Link, Time, World
 from thunderagent.errors import BadFrameError, FencedError, StoreError
 from thunderagent.programs.model.records.kept import ProgramRecord
-from thunderagent.scale.candidacy import Candidacy
-from thunderagent.scale.gateway import Gateway
-from thunderagent.scale.journal import Journal
-from thunderagent.scale.kept import At, Counted, Kept, Linked, Record, Sums, decode
+from thunderagent.scale.leader.candidacy import Candidacy
+from thunderagent.scale.leader.journal import Journal
+from thunderagent.scale.leader.kept import At, Counted, Kept, Linked, Record, Sums, decode
 from thunderagent.scale.messages import decode as decode_frame
 from thunderagent.scale.messages import encode as encode_frame
+from thunderagent.scale.scheduler.gateway import Gateway
 
 SEEDS_COUNT = int(os.environ.get("SCALE_SEEDS", "60"))
 LOCK_S = 2.0

@@ -15,10 +15,10 @@ import pytest
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.gateway import Gateway
-from thunderagent.scale.gateways import Gateways
+from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.messages import Card, Digest, Frame, Hello, Progress, Refusal, Released, Running, decode, encode
+from thunderagent.scale.scheduler.gateway import Gateway
+from thunderagent.scale.scheduler.gateways import Gateways
 
 SEEDS_COUNT = int(os.environ.get("SCALE_SEEDS", "60"))
 CAPACITY_COUNT = 4

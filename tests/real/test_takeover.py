@@ -193,7 +193,7 @@ async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
     """As after a restart with older data between two commands: no command failed, so nobody else would notice."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
-        redis_store = importlib.import_module("thunderagent.scale.redis_store")
+        redis_store = importlib.import_module("thunderagent.scale.leader.redis_store")
         client = importlib.import_module("redis.asyncio").Redis.from_url(server.url)
         store = redis_store.RedisStore(server.url, "c", LOCK_S)
         assert await store.take("a", "", 6) == 7
@@ -222,7 +222,7 @@ async def test_who_is_cancelled_while_it_asks_the_store_ends(
     """In whichever turn of the loop: the client forgot it in every second one."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
-        store = importlib.import_module("thunderagent.scale.redis_store").RedisStore(server.url, "c", LOCK_S)
+        store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)
         cancelled_count = 0
         for turns_count in [*range(12)] * 20:
             asking = asyncio.create_task(store.has_standby())

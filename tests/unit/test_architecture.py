@@ -107,7 +107,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "learned_state": frozenset({"errors", "programs", "runtime"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
-    # `backends` knows how a cluster is asked for a Lease.
+    # Its own rooms: `FORBIDDEN`. `backends` knows how a cluster is asked for a Lease.
     "scale": frozenset(
         {"errors", "programs", "leases", "runtime", "learned_state", "proxy", "backends", "compilation", "status"}
     ),
@@ -171,11 +171,24 @@ ARROWS: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 
+SCALE = "thunderagent.scale"
+
 # Modules: what else they must never know; and who among them may, all the same.
 FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ("thunderagent.backends", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.proxy", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.runtime", frozenset({"aiohttp", "httpx2", "http"}), frozenset()),
+    (
+        "thunderagent.scale.gateway",
+        frozenset({"thunderagent.scale.scheduler", "thunderagent.scale.leader"}),
+        frozenset(),
+    ),
+    (
+        "thunderagent.scale.scheduler",
+        frozenset({"thunderagent.scale.gateway", "thunderagent.scale.leader"}),
+        frozenset(),
+    ),
+    ("thunderagent.scale.leader", frozenset({"thunderagent.scale.gateway"}), frozenset()),
     (
         "thunderagent.simulator",
         frozenset({"asyncio", "socket", "socketserver", "selectors", "aiohttp", "httpx2", "uvloop"}),

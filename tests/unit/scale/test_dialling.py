@@ -12,8 +12,8 @@ from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from thunderagent.scale import messages
-from thunderagent.scale.dialling import Dialling
-from thunderagent.scale.remote import RemoteRuntime
+from thunderagent.scale.gateway.dialling import Dialling
+from thunderagent.scale.gateway.remote import RemoteRuntime
 
 
 async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:

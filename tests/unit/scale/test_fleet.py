@@ -11,9 +11,9 @@ from thunderagent.leases import ReplicaState, TurnAsk
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
-from thunderagent.scale.fleet import RemoteFleet
+from thunderagent.scale.gateway.fleet import RemoteFleet
+from thunderagent.scale.gateway.refusals import error_of
 from thunderagent.scale.messages import Refusal, RemoteReplica, Replicas
-from thunderagent.scale.refusals import error_of
 
 
 def replica(name: str, *, up: bool = True, is_open: bool = True, models: tuple[str, ...] = ()) -> RemoteReplica:

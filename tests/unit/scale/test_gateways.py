@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
-from thunderagent.scale import carried
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.gateways import EPOCH_JUMP, FORGET_S, Gateways
+from thunderagent.scale.gateway import carried
+from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.messages import (
     CHUNK_BYTES,
     CHUNK_COUNT,
@@ -28,6 +27,7 @@ from thunderagent.scale.messages import (
     Turns,
     encode,
 )
+from thunderagent.scale.scheduler.gateways import EPOCH_JUMP, FORGET_S, Gateways
 
 
 class Heard:

@@ -7,10 +7,10 @@ import pytest
 
 from thunderagent.errors import BadFrameError, StoreError
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
-from thunderagent.scale import kept as kept_module
-from thunderagent.scale.candidacy import GIVEN_UP, Candidacy
-from thunderagent.scale.journal import ENTRY_BYTES, SLICE_COUNT, TELL_AFTER_BYTES, WAITING_COUNT, Journal
-from thunderagent.scale.kept import (
+from thunderagent.scale.leader import kept as kept_module
+from thunderagent.scale.leader.candidacy import GIVEN_UP, Candidacy
+from thunderagent.scale.leader.journal import ENTRY_BYTES, SLICE_COUNT, TELL_AFTER_BYTES, WAITING_COUNT, Journal
+from thunderagent.scale.leader.kept import (
     At,
     Begins,
     Counted,
@@ -27,7 +27,7 @@ from thunderagent.scale.kept import (
     encode,
     program_of,
 )
-from thunderagent.scale.store import Seen, seen_of
+from thunderagent.scale.leader.store import Seen, seen_of
 
 PROGRAM = ProgramRecord("p", "t", standing="active", replica_id="r0", branches=(BranchRecord("", 70),), age_s=3.0)
 

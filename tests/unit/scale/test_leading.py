@@ -16,10 +16,10 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
-from thunderagent.scale.kept import Kept, decode
-from thunderagent.scale.leading import Leading
-from thunderagent.scale.links import Links
-from thunderagent.scale.store import Seen, Store
+from thunderagent.scale.leader.kept import Kept, decode
+from thunderagent.scale.leader.leading import Leading
+from thunderagent.scale.leader.store import Seen, Store
+from thunderagent.scale.scheduler.links import Links
 
 LOCK_S = 0.03
 """Renewed so often that a test waits for nothing."""

@@ -25,12 +25,12 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.dialling import Dialling
-from thunderagent.scale.granting import SLICE_COUNT
-from thunderagent.scale.links import RESYNC_S, TOLD_LIMIT_S, Links
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.dialling import Dialling
+from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
 from thunderagent.scale.messages import Frame, FromGateway, Hello, Hold, Message, Progress, Running, Told, Turns
-from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.scheduler.granting import SLICE_COUNT
+from thunderagent.scale.scheduler.links import RESYNC_S, TOLD_LIMIT_S, Links
 
 LEASE = Lease(1, "p", 1, "r0", "", None, "fits", 0.0)
 

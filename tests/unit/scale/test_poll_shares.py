@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.unit.scale.test_gateways import Heard
 from thunderagent.backends import backend_of
-from thunderagent.backends.asking import Failure, RankReading, Watch
+from thunderagent.backends.asking import Failure, Found, RankReading, Watch
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
 from thunderagent.programs.model.decisions import Decision
@@ -24,10 +24,10 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
-from thunderagent.scale.gateways import Gateways
+from thunderagent.scale.gateway.polling import SharedPolls
 from thunderagent.scale.messages import Frame, Hello, Look, Polled, PollShare, Told, decode, encode
-from thunderagent.scale.poll_shares import PollShares
-from thunderagent.scale.polling import SharedPolls
+from thunderagent.scale.scheduler.gateways import Gateways
+from thunderagent.scale.scheduler.poll_shares import PollShares
 
 INTERVAL_S = 0.02
 
@@ -296,6 +296,24 @@ async def test_one_gateway_that_reaches_no_engine_takes_none_down() -> None:
         await until(lambda: core.runtime.replicas.open_ids)
         cell.cut_off.add(other)
         await until(lambda: not core.runtime.replicas.open_ids)
+
+
+async def test_who_was_not_asked_takes_no_engine_down() -> None:
+    """As a gateway whose share is another's by now."""
+    core, engine = Core(), Engine()
+    async with running(engine) as url, cell_of(core) as cell:
+        core.add(replica(url))
+        cell.comes("g0")
+        cell.comes("g1")
+        await until(lambda: core.runtime.replicas.open_ids)
+        mine, other = sorted(cell.polling, key=lambda each: not shares_of(cell)[each])
+        (number,) = shares_of(cell)[mine]
+        before_count = core.polled_count
+        for gateway_id in (other, other):
+            cell.shares.polled(cell.gateways.all[gateway_id], Polled(number, Found(0.0, failure=REFUSED)))
+        await until(lambda: core.polled_count > before_count + 3)
+        assert not [each for each in core.heard if each[0] == "ReplicaDown"]
+        assert not [each for each in cell.heard_by[other] if isinstance(each, Look)]
 
 
 def shares_of(cell: Cell) -> dict[str, set[int]]:

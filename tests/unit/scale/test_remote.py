@@ -9,9 +9,9 @@ import pytest
 
 from thunderagent.errors import NoReplicaError
 from thunderagent.leases import FAIL_OPEN, Lease, OpenLease, ReplicaState, TurnAsk
-from thunderagent.scale.carried import CarriedTurns
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
 from thunderagent.scale.messages import Frame, Hold, Lead, Message, Refusal, RemoteReplica, Replicas
-from thunderagent.scale.remote import RemoteRuntime, RemoteSettings
 
 PATIENCE_S = 30.0
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from thunderagent.scale.store import heeds_cancellation
+from thunderagent.scale.leader.store import heeds_cancellation
 
 
 async def test_a_task_ends_though_a_client_forgot_that_it_was_cancelled() -> None:

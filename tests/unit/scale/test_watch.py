@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import structlog.testing
 
-from thunderagent.scale.watch import RETRY_S, LeaderWatch
+from thunderagent.scale.leader.watch import RETRY_S, LeaderWatch
 
 
 def watch(died: list[str]) -> LeaderWatch:

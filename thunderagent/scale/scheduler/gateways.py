@@ -31,7 +31,6 @@ from msgspec.structs import replace
 
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
-from thunderagent.scale.gateway import Gateway, GatewayTurn, Grants
 from thunderagent.scale.messages import (
     Digest,
     Frame,
@@ -50,6 +49,7 @@ from thunderagent.scale.messages import (
     Told,
     Turns,
 )
+from thunderagent.scale.scheduler.gateway import Gateway, GatewayTurn, Grants
 
 GENERATION_BITS = 32
 """Gateways are told the epoch above so many bits of a generation: what another scheduler counted is another."""

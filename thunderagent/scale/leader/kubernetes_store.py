@@ -18,6 +18,7 @@ With a lock of 3 s a Lease lasts 4 s, is renewed each second, and a leader gives
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -29,13 +30,13 @@ import structlog
 
 from thunderagent.backends.discovery.kubernetes import ClusterAccess, ConflictError, NotThereError, connected
 from thunderagent.errors import DiscoveryError, StoreError
-from thunderagent.scale.candidacy import GIVEN_UP
+from thunderagent.scale.leader.candidacy import GIVEN_UP
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from thunderagent.backends.discovery.kubernetes import Cluster, Json
-    from thunderagent.scale.store import Seen, Store
+    from thunderagent.scale.leader.store import Seen, Store
 
 log = structlog.get_logger("thunderagent.scale")
 
@@ -44,6 +45,9 @@ LOOK_S = 1.0
 
 SPARE_S = 1.0
 """A Lease lasts so much longer than its holder believes in it without an answer."""
+
+MAX_LEASE_S = 60.0
+"""Whatever a Lease says: whoever led is fenced by the log, if he is still there."""
 
 MAX_TRANSITIONS = 2**31 - 1
 
@@ -137,7 +141,8 @@ class KubernetesStore:
         """Keep the Lease, and the copy; without an answer of the API server the copy alone, as long as it is kept."""
         asked_s = self._now_s()
         try:
-            is_kept = await self._write(owner, epoch) or await self._write_anew(owner, epoch)
+            async with self._in_time("the API server"):
+                is_kept = await self._write(owner, epoch) or await self._write_anew(owner, epoch)
         except StoreError as error:
             self._heard(error)
             return await self._renew_copy(owner, epoch)
@@ -153,14 +158,28 @@ class KubernetesStore:
         return (self._lease is None or self._lease.holder in ("", owner)) and await self._write(owner, epoch)
 
     async def _renew_copy(self, owner: str, epoch: int) -> int:
-        is_late = self._renewed_s is None or self._now_s() - self._renewed_s >= self._lock_s
         try:
-            kept = await self._log.renew(owner, epoch)
+            async with self._in_time("the store"):
+                kept = await self._log.renew(owner, epoch)
         except StoreError:
-            if is_late:
+            if self._is_late:
                 return 0
             raise
-        return 0 if kept == 2 and is_late else kept  # one that lost its data proves nothing
+        return 0 if kept == 2 and self._is_late else kept  # one that lost its data proves nothing
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the own Lease may soon run out for others."""
+        return self._renewed_s is None or self._now_s() - self._renewed_s >= self._lock_s
+
+    @asynccontextmanager
+    async def _in_time(self, whom: str) -> AsyncIterator[None]:
+        """Wait a third of a lock: one renewal, an API server and a store that hang, and the Lease has not run out."""
+        try:
+            async with asyncio.timeout(self._lock_s / 3):
+                yield
+        except TimeoutError as error:
+            raise StoreError(f"{whom} does not answer within {self._lock_s / 3:.1f} s") from error
 
     def _heard(self, error: StoreError | None) -> None:
         if self._answers is not (error is None):
@@ -217,7 +236,7 @@ class KubernetesStore:
                 str(answer["metadata"]["resourceVersion"]),
                 str(spec.get("holderIdentity") or ""),
                 max(0, int(spec.get("leaseTransitions") or 0)),
-                max(self._lock_s + SPARE_S, float(spec.get("leaseDurationSeconds") or 0)),
+                max(self._lock_s + SPARE_S, min(MAX_LEASE_S, float(spec.get("leaseDurationSeconds") or 0))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{self._name} is no Lease as a scheduler writes it: {error!r}") from error

@@ -8,9 +8,9 @@ from thunderagent.leases import ReplicaState
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
-from thunderagent.scale.gateway import Gateway
-from thunderagent.scale.gateways import Gateways
 from thunderagent.scale.messages import RemoteReplica
+from thunderagent.scale.scheduler.gateway import Gateway
+from thunderagent.scale.scheduler.gateways import Gateways
 
 
 class ReplicaNews:

@@ -18,8 +18,8 @@ from thunderagent.programs.model.events import ProgramOpened
 from thunderagent.programs.model.fleet_events import ResidencyReported
 from thunderagent.proxy.fleet.replicas import Watcher
 from thunderagent.runtime import Runtime
-from thunderagent.scale.gateways import Gateways
 from thunderagent.scale.messages import Card, Digest, Progress, Released, Running
+from thunderagent.scale.scheduler.gateways import Gateways
 
 SLICE_COUNT = 50
 """So many turns that waited for grants to begin go on without giving way to others."""

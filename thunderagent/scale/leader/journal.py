@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from thunderagent.scale.kept import (
+from thunderagent.scale.leader.kept import (
     Begins,
     Counted,
     Learned,

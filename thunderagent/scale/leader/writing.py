@@ -17,11 +17,11 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.pools import Pool
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.runtime import Runtime
-from thunderagent.scale.gateway import Gateway
-from thunderagent.scale.journal import Journal
-from thunderagent.scale.kept import At, Counted, Ended, Learned, Linked, Lost, Operated, Record, Sums
-from thunderagent.scale.links import Links
-from thunderagent.scale.store import Store
+from thunderagent.scale.leader.journal import Journal
+from thunderagent.scale.leader.kept import At, Counted, Ended, Learned, Linked, Lost, Operated, Record, Sums
+from thunderagent.scale.leader.store import Store
+from thunderagent.scale.scheduler.gateway import Gateway
+from thunderagent.scale.scheduler.links import Links
 
 BATCH_S = 0.002
 """So long after the begin of a write the next one begins at the earliest: what changes meanwhile is gathered."""

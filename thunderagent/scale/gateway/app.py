@@ -48,7 +48,7 @@ from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded
 from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.scale import messages
-from thunderagent.scale.remote import RemoteRuntime
+from thunderagent.scale.gateway.remote import RemoteRuntime
 
 ASKED_HERE = frozenset({"/health", "/ready", "/metrics", messages.PATH})
 """Paths that a gateway answers itself, or not at all."""

@@ -21,7 +21,7 @@ from aiohttp import WSMsgType
 
 from thunderagent.errors import BadFrameError
 from thunderagent.scale import messages
-from thunderagent.scale.remote import RemoteRuntime
+from thunderagent.scale.gateway.remote import RemoteRuntime
 
 log = structlog.get_logger("thunderagent.scale")
 

@@ -27,9 +27,10 @@ import structlog
 
 from thunderagent.errors import ShuttingDownError
 from thunderagent.leases import FAIL_OPEN, UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd
-from thunderagent.scale.carried import CarriedTurns
-from thunderagent.scale.fleet import RemoteFleet
-from thunderagent.scale.known import KnownProgram, KnownPrograms
+from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.fleet import RemoteFleet
+from thunderagent.scale.gateway.known import KnownProgram, KnownPrograms
+from thunderagent.scale.gateway.refusals import error_of
 from thunderagent.scale.messages import (
     Digest,
     Frame,
@@ -43,7 +44,6 @@ from thunderagent.scale.messages import (
     Refusal,
     Replicas,
 )
-from thunderagent.scale.refusals import error_of
 
 log = structlog.get_logger("thunderagent.scale")
 

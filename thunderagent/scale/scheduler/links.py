@@ -33,12 +33,12 @@ from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
-from thunderagent.scale.gateway import Gateway
-from thunderagent.scale.gateways import Gateways
-from thunderagent.scale.granting import Granting
 from thunderagent.scale.messages import Deposed, Frame, Hello
-from thunderagent.scale.poll_shares import PollShares
-from thunderagent.scale.replica_news import ReplicaNews
+from thunderagent.scale.scheduler.gateway import Gateway
+from thunderagent.scale.scheduler.gateways import Gateways
+from thunderagent.scale.scheduler.granting import Granting
+from thunderagent.scale.scheduler.poll_shares import PollShares
+from thunderagent.scale.scheduler.replica_news import ReplicaNews
 
 log = structlog.get_logger("thunderagent.scale")
 

@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from thunderagent.errors import FencedError, StoreError
-from thunderagent.scale.store import Seen, heeds_cancellation, seen_of
+from thunderagent.scale.leader.store import Seen, heeds_cancellation, seen_of
 
 ANSWER_LIMIT_S = 1.0
 """A store that takes longer is one that is away."""

@@ -18,27 +18,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable
 from contextlib import suppress
-from itertools import islice
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from thunderagent.errors import BadFrameError, FencedError, OperationRefusedError, StateError, StoreError
-from thunderagent.learned_state import LearnedState, decode_state
-from thunderagent.programs.model.fleet_events import RouteSet
-from thunderagent.programs.model.records.kept import ProgramRecord, ProgramsAdopted
+from thunderagent.errors import BadFrameError, FencedError, OperationRefusedError, StoreError
+from thunderagent.learned_state import LearnedState
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
-from thunderagent.scale.candidacy import Candidacy
-from thunderagent.scale.kept import Kept, Operated, decode
-from thunderagent.scale.links import Links
-from thunderagent.scale.store import Seen, Store
-from thunderagent.scale.watch import LeaderWatch
-from thunderagent.scale.writing import Writing
+from thunderagent.scale.leader.candidacy import Candidacy
+from thunderagent.scale.leader.inheritance import go_on_from
+from thunderagent.scale.leader.kept import Kept, decode
+from thunderagent.scale.leader.store import Seen, Store
+from thunderagent.scale.leader.watch import LeaderWatch
+from thunderagent.scale.leader.writing import Writing
+from thunderagent.scale.scheduler.links import Links
 
 log = structlog.get_logger("thunderagent.scale")
 
@@ -46,9 +43,6 @@ LOOK_S = 0.02
 """Who stands by looks into the store so often."""
 
 RETRY_S = 0.1
-
-ADOPT_COUNT = 500
-"""Programs that are taken in without giving way to others."""
 
 FINISH_LIMIT_S = 1.0
 """Who gives the lock up writes the last for so long at most."""
@@ -87,8 +81,7 @@ class Leading:
         self._since_s: float | None = None
         self._has_standby = False
         self._taking = asyncio.Lock()
-        self._has_tried = False
-        """To take the lock: it may be had, whatever was answered."""
+        """While the lock is asked for, or left."""
         runtime.stands_by = True
 
     def __repr__(self) -> str:
@@ -149,7 +142,6 @@ class Leading:
         """Take the lock, unless this scheduler leaves."""
         async with self._taking:
             if self.role == "standby":
-                self._has_tried = True
                 self.epoch = await self._store.take(self.owner, expected, self.kept.epoch)
 
     async def _warnings(self) -> list[str]:
@@ -212,52 +204,13 @@ class Leading:
             if seen is None:
                 await asyncio.sleep(RETRY_S)
         await self._links.until_polled()
-        kept, runtime, gateways = self.kept, self._runtime, self._links.gateways
-        self._learn(kept.learned)
-        await self._adopt(kept.programs(runtime.now_s()))
-        self._operate(kept.operated)
-        runtime.outcome_counts.update(kept.sums.outcome_counts)
-        runtime.prompt_tokens_total += kept.sums.prompt_tokens
-        runtime.output_tokens_total += kept.sums.output_tokens
-        runtime.cached_tokens_total += kept.sums.cached_tokens
-        for gateway_id, gateway in kept.gateways.items():
-            gateways.knows(gateway_id, gateway.boot_id, gateway.counted, runtime.now_s())
+        kept, gateways = self.kept, self._links.gateways
+        await go_on_from(kept, self._runtime, self._learned, gateways)
         if self.role == "over":
             return
         gateways.on_higher = self._heard_higher
         self.writing.begin(self.epoch, kept.learned)
         self._links.lead(self.epoch, [each for each, gateway in kept.gateways.items() if gateway.is_there])
-
-    def _learn(self, content: bytes) -> None:
-        if content:
-            try:
-                self._learned.take(decode_state(content))
-            except StateError as error:
-                log.warning("state_refused", file="the store", why=error.message)
-
-    def _operate(self, operated: Operated) -> None:
-        """Go by what operators said, as far as its replicas are there."""
-        runtime = self._runtime
-        for scope, name, targets in operated.routes:
-            there = tuple((each, weight) for each, weight in targets.items() if runtime.replicas.get(each) is not None)
-            if there:
-                runtime.dispatch(RouteSet(runtime.now_s(), scope, name, there))
-        for replica_id, cause in operated.causes:
-            if replica_id is None or runtime.replicas.get(replica_id) is not None:
-                runtime.suspend_grants(cause, replica_id)
-
-    async def _adopt(self, programs: Iterable[tuple[str, ProgramRecord]]) -> None:
-        """Have the core adopt programs, each in its pool."""
-        runtime, remaining = self._runtime, iter(programs)
-        while chunk := list(islice(remaining, ADOPT_COUNT)):
-            by_pool: dict[str, list[ProgramRecord]] = {}
-            for name, record in chunk:
-                pool = next((each for each in runtime.pools.all if each.name == name), None)
-                home_id = record.replica_id if pool is None else next(iter(pool.scheduler.replicas), record.replica_id)
-                by_pool.setdefault(home_id, []).append(record)
-            for replica_id, records in by_pool.items():
-                runtime.dispatch(ProgramsAdopted(runtime.now_s(), replica_id, tuple(records)))
-            await asyncio.sleep(0)
 
     async def _renew(self) -> None:
         while True:
@@ -339,12 +292,11 @@ class Leading:
         self._end()
 
     async def _stand_by_no_more(self) -> None:
-        """Take the lock no more; if that is just being tried, leave it to another one."""
+        """Take the lock no more; it may be had, whatever was answered, so it is left to another one."""
         self.role = "over"
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(FINISH_LIMIT_S), self._taking:
-                if self._has_tried:
-                    await self._store.give_up(self.owner)
+                await self._store.give_up(self.owner)
         self.over.set()
 
     async def _hand_over(self, request: web.Request) -> web.Response:

@@ -19,9 +19,9 @@ from hashlib import blake2b
 
 from thunderagent.backends.asking import Watch
 from thunderagent.backends.poller import Poller
-from thunderagent.scale.gateway import Gateway
-from thunderagent.scale.gateways import Gateways
 from thunderagent.scale.messages import Look, Polled, PollShare
+from thunderagent.scale.scheduler.gateway import Gateway
+from thunderagent.scale.scheduler.gateways import Gateways
 
 WITNESSES_COUNT = 2
 
@@ -138,8 +138,12 @@ class PollShares:
         watch = self._watches.get(word.number)
         if watch is None or self._polling.get(gateway.gateway_id) is not gateway:
             return
+        witnesses = self._witnesses.get(word.number, set())
+        asked_ids = (self._of.get(word.number), self._first_of(watch, witnesses) if witnesses else None)
+        if gateway.gateway_id not in asked_ids:  # its share was another one's before this came
+            return
         if word.found.is_bad:
-            witnesses = self._witnesses.setdefault(word.number, set())
+            witnesses = self._witnesses.setdefault(word.number, witnesses)
             witnesses.add(gateway.gateway_id)
             other_id = self._first_of(watch, witnesses)
             if len(witnesses) < WITNESSES_COUNT and other_id is not None:
