@@ -580,7 +580,7 @@ async def command(
             assert process.stdout is not None
             async with asyncio.timeout(30):
                 line = (await process.stdout.readline()).decode()
-            assert " ready at http://" in line, line + log_path.read_text()
+            assert " ready at http" in line, line + log_path.read_text()
             yield CommandProcess(process, _url_in(line), log_path, line)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -594,7 +594,7 @@ def _environment() -> dict[str, str]:
 
 
 def _url_in(ready_line: str) -> str:
-    return re.findall(r"http://[\w.:]+\d", ready_line)[0]
+    return re.findall(r"https?://[\w.:]+\d", ready_line)[0]
 
 
 @dataclass

@@ -7,7 +7,7 @@ import json
 import subprocess
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.environments import RealEngineError, ensure_environment
 
@@ -45,10 +45,45 @@ def _cluster(name: str, ports: Sequence[int], **more: Any) -> dict[str, Any]:
     }
 
 
+class ClientTls(NamedTuple):
+    """How an Envoy calls its picker by TLS: files."""
+
+    ca: Path
+    """Who signed the picker's certificate."""
+    own: Path | None = None
+    """The certificate that is shown, with its key in front."""
+
+
+def _by_tls(tls: ClientTls) -> dict[str, Any]:
+    context: dict[str, Any] = {
+        "alpn_protocols": ["h2"],
+        "validation_context": {"trusted_ca": {"filename": str(tls.ca)}},
+    }
+    if tls.own is not None:
+        file = {"filename": str(tls.own)}
+        context["tls_certificates"] = [{"certificate_chain": file, "private_key": file}]
+    kind = f"{TYPES}.transport_sockets.tls.v3.UpstreamTlsContext"
+    return {
+        "transport_socket": {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {"@type": kind, "common_tls_context": context},
+        }
+    }
+
+
 def configuration(
-    port: int, picker_port: int, engine_ports: Sequence[int], *, retries_count: int = 0
+    port: int,
+    picker_port: int,
+    engine_ports: Sequence[int],
+    *,
+    retries_count: int = 0,
+    subset: Sequence[str] | None = None,
+    tls: ClientTls | None = None,
 ) -> dict[str, Any]:
-    """Return an Envoy's configuration as gateways of the inference extension write it."""
+    """Return an Envoy's configuration as gateways of the inference extension write it.
+
+    `subset` are the endpoints among which is to be picked.
+    """
     both = {"request": "FULL_DUPLEX_STREAMED", "response": "FULL_DUPLEX_STREAMED"}
     modes = {f"{side}_{part}_mode": "SEND" for side in both for part in ("header", "trailer")}
     ext_proc = {
@@ -67,6 +102,11 @@ def configuration(
     )
     route = {"cluster": "engines", "timeout": "0s", "idle_timeout": "0s", **({"retry_policy": retry} if retry else {})}
     router = {"@type": f"{TYPES}.filters.http.router.v3.Router"}
+    hint = {
+        "@type": f"{TYPES}.filters.http.set_metadata.v3.Config",
+        "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": {f"{ENDPOINT}-subset": subset}}],
+    }
+    hints = [{"name": "envoy.filters.http.set_metadata", "typed_config": hint}] if subset is not None else []
     manager = {
         "@type": f"{TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "in",
@@ -75,6 +115,7 @@ def configuration(
             "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
         },
         "http_filters": [
+            *hints,
             {"name": "envoy.filters.http.ext_proc", "typed_config": ext_proc},
             {"name": "envoy.filters.http.router", "typed_config": router},
         ],
@@ -109,7 +150,12 @@ def configuration(
     }
     clusters = [
         _cluster("engines", engine_ports, load_balancing_policy={"policies": [policy]}),
-        _cluster("picker", [picker_port], typed_extension_protocol_options=http2),
+        _cluster(
+            "picker",
+            [picker_port],
+            typed_extension_protocol_options=http2,
+            **(_by_tls(tls) if tls is not None else {}),
+        ),
     ]
     return {"static_resources": {"listeners": [listener], "clusters": clusters}}
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+import trustme
 
 from tests.integration.support import (
     CHAT,
@@ -35,10 +36,10 @@ from tests.integration.support import (
     word,
 )
 from tests.real.conftest import free_ports
-from tests.real.envoy_server import configuration, envoy, packages
+from tests.real.envoy_server import ClientTls, configuration, envoy, packages
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
     from typing import NoReturn
 
@@ -77,15 +78,17 @@ async def front(
     *urls: str,
     options: tuple[str, ...] = (),
     retries_count: int = 0,
+    subset: Sequence[str] | None = None,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Front]:
+    """Run both; the picker calls engines by `host`, and is to pick among a `subset`."""
     found = packages(require_real)
     port, picker_port = free_ports(2)
     quick = ("--port", "0", "--picker-port", str(picker_port), "--poll-interval-s", "0.2", "--tick-s", "0.05")
-    which = () if "--schedulers" in options else ("--backends", ",".join(urls))
+    which = () if "--schedulers" in options else ("--backends", ",".join(urls).replace("127.0.0.1", host))
     settings = {"PYTHONPATH": str(found)}
-    config = configuration(
-        port, picker_port, [int(url.rpartition(":")[2]) for url in urls], retries_count=retries_count
-    )
+    engine_ports = [int(url.rpartition(":")[2]) for url in urls]
+    config = configuration(port, picker_port, engine_ports, retries_count=retries_count, subset=subset)
     async with command("picker", *quick, *which, *options, settings=settings) as picker:
         await picker.ready()
         async with envoy(found, folder, config, port=port) as url:
@@ -220,6 +223,88 @@ async def test_refusals_come_as_they_are(require_real: Callable[[str], NoReturn]
         gone = await ask(running.url, "fifth")
         assert (gone.status, gone.error["code"]) == (503, "no_replica")
         assert gone.header("retry-after")
+
+
+async def test_what_is_no_turn_and_does_more_than_read_is_a_403(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """What controls an engine, or generates on an API that is not known; no engine sees any of it."""
+    async with fake_replica() as replica, front(require_real, tmp_path, replica.url) as running:
+        for path in ("/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/v1/audio/transcriptions", "/nobody"):
+            for target in (path, f"/p/some{path}"):
+                refused = await post(running.url, target, {})
+                assert (refused.status, refused.error["code"]) == (403, "admin_key_needed"), target
+                assert "send this to the engine" in refused.error["message"]
+        assert not replica.calls
+        assert (await get(running.url, "/v1/models")).status == 200
+        assert [call.path for call in replica.calls] == ["/v1/models"]
+
+
+async def test_bodies_are_bounded_in_sum_while_they_come(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """A client that sends a part of a large one, and waits, leaves no room for another, and frees it when it leaves."""
+    large = turn("second", content="x" * 200_000)
+    limits = ("--max-held-bytes", "300000", "--max-body-bytes", "300000")
+    async with fake_replica() as replica, front(require_real, tmp_path, replica.url, options=limits) as running:
+        assert (await post(running.url, CHAT, large)).status == 200
+        async with Wire.open(running.url) as wire:
+            head = [("Host", "x"), JSON_TYPE, ("Content-Length", "250000")]
+            wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", head) + b"x" * 200_000)
+            async with asyncio.timeout(20):
+                while (answer := await post(running.url, CHAT, large)).status == 200:
+                    await asyncio.sleep(0.05)
+            assert (answer.status, answer.error["code"]) == (503, "too_many_held")
+            assert answer.header("retry-after")
+        async with asyncio.timeout(20):
+            while (await post(running.url, CHAT, large)).status != 200:
+                await asyncio.sleep(0.05)
+
+
+async def test_replicas_with_names_are_picked_among_a_subset_of_names(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """127.1 is no address as Envoy has it, so that it is looked up; who served it says by its address."""
+    async with engine(kv_tokens=64_000) as one:
+        port = one.url.rpartition(":")[2]
+        for hint, status in ((f"127.1:{port}", 200), (f"127.0.0.1:{port}", 200), (f"127.2:{port}", 503)):
+            async with front(require_real, tmp_path, one.url, subset=[hint], host="127.1") as running:
+                answer = await ask(running.url, "p", max_tokens=4)
+                assert answer.status == status, hint
+                assert (await get(running.url, "/v1/models")).status == status
+                if status == 200:
+                    assert answer.header("x-replica-id") == f"127.1:{port}"
+                    assert await running.metric("turns_total", "finished") == 1
+                    assert "turn_moved" not in running.picker.log
+                else:
+                    assert answer.error["code"] == "no_replica"
+                    assert await running.metric("leases_active") == 0
+
+
+async def test_only_envoys_with_a_certificate_are_let_in(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """One that an authority of the picker's own choice signed."""
+    found = packages(require_real)
+    servers, envoys = trustme.CA(), trustme.CA()
+    files = {name: tmp_path / f"{name}.pem" for name in ("servers", "envoys", "picker", "envoy", "stranger")}
+    servers.cert_pem.write_to_path(str(files["servers"]))
+    envoys.cert_pem.write_to_path(str(files["envoys"]))
+    for name, authority in (("picker", servers), ("envoy", envoys), ("stranger", servers)):
+        authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(files[name]))
+    async with fake_replica() as replica:
+        port, picker_port = free_ports(2)
+        options = ("--port", "0", "--picker-port", str(picker_port), "--backends", replica.url)
+        tls = ("--tls-cert", str(files["picker"]), "--picker-client-ca", str(files["envoys"]))
+        async with command("picker", *options, *tls, settings={"PYTHONPATH": str(found)}):
+            for own, is_let_in in (("envoy", True), ("stranger", False), (None, False)):
+                shown = ClientTls(files["servers"], files[own] if own is not None else None)
+                config = configuration(port, picker_port, [int(replica.url.rpartition(":")[2])], tls=shown)
+                calls_count = len(replica.calls)
+                async with envoy(found, tmp_path, config, port=port) as url:
+                    status = (await ask(url, "p", max_tokens=4)).status
+                assert status == 200 if is_let_in else status >= 500, own
+                assert len(replica.calls) - calls_count == is_let_in
 
 
 async def test_envoy_goes_around_an_engine_that_is_gone(

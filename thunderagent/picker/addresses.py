@@ -103,7 +103,7 @@ class Addresses:
             async with asyncio.timeout(LOOKUP_LIMIT_S):
                 found = [_endpoint(address, _port_of(url)) for address in await self._lookup(name)]
         except (OSError, UnicodeError) as error:  # the end of that time is an OSError, whose text is empty
-            raise NoReplicaError(f"{name} has no address: {error or 'no answer'}") from error
+            raise NoReplicaError(f"{name} has no address: {str(error) or 'no answer'}") from error
         if not found:
             raise NoReplicaError(f"{name} has no address")
         before = self._found.get(url)
@@ -125,7 +125,7 @@ class Addresses:
 
 def endpoints_in(texts: Iterable[str] | None) -> frozenset[str] | None:
     """Return endpoints as they are compared; None for no list at all."""
-    return None if texts is None else frozenset(map(normal_endpoint, texts))
+    return None if texts is None else frozenset(filter(None, map(normal_endpoint, texts)))
 
 
 def normal_endpoint(text: str) -> str:

@@ -253,7 +253,8 @@ class Picker:
         if not self._settings.fallbacks_count:
             return []
         replicas, addresses = self._leases.replicas, self._around.addresses
-        others = sorted((each for each in replicas.open_ids if each != granted.replica_id), key=self._leases.turns_count)
+        others = [each for each in replicas.open_ids if each != granted.replica_id]
+        others.sort(key=self._leases.turns_count)
         urls = [url for each in others if addresses.allows(url := replicas.states[each].url, allowed)]
         return [endpoint for url in urls if (endpoint := addresses.known(url))][: self._settings.fallbacks_count]
 

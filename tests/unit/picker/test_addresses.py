@@ -106,7 +106,7 @@ async def test_what_was_found_is_kept_as_long_as_it_may_be_right() -> None:
 async def test_a_name_without_an_address_is_a_replica_that_is_not_there() -> None:
     async with looking() as (addresses, names, _):
         names.found = None
-        with pytest.raises(NoReplicaError, match="engine-1 has no address: .*not known"):
+        with pytest.raises(NoReplicaError, match=r"engine-1 has no address: .*not known"):
             await addresses.of(ENGINE)
         names.answers.clear()
         began_s = asyncio.get_running_loop().time()
