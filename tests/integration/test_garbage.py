@@ -8,7 +8,6 @@ import json
 import weakref
 from collections import Counter
 from contextlib import contextmanager
-from itertools import count
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from tests.integration.support import (
     word,
     writes,
 )
-from thunderagent.serving import FEW_TURNS_COUNT, FULL_COLLECTION_AFTER_COUNT, collect_garbage
+from thunderagent.serving import FULL_COLLECTION_AFTER_COUNT, LOOKED_AT_COUNT, collect_garbage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,13 +209,24 @@ def old_ring() -> Iterator[weakref.ref[Ring]]:
         gc.enable()
 
 
-@pytest.mark.parametrize("turns_count", [0, FEW_TURNS_COUNT + 1], ids=["few turns", "many turns, for long"])
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A period of a millisecond; what was taken for lasting is so no more afterwards."""
+    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("turns_count", [0, 1], ids=["no turn in hand", "turns, for a day"])
 async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
     turns_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+    """Also if it had been taken for lasting."""
+    monkeypatch.setattr("thunderagent.serving.FULL_COLLECTION_AT_LAST_COUNT", FULL_COLLECTION_AFTER_COUNT)
     with old_ring() as is_there:
         gc.collect(1)
+        gc.freeze()
         assert is_there() is not None, "it is old"
         async with asyncio.TaskGroup() as group:
             collecting = group.create_task(collect_garbage(lambda: turns_count))
@@ -224,24 +234,29 @@ async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
             collecting.cancel()
 
 
-async def test_no_collection_looks_at_what_many_streams_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would stop all of them."""
-    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+@pytest.mark.usefixtures("quick")
+async def test_no_collection_looks_at_more_than_it_can_while_a_turn_is_in_hand() -> None:
+    """It would stop all streams: what is too much is taken for lasting instead."""
     looked_at: list[int] = []
-    asked_count = count(1)
 
     def heard(phase: str, info: dict[str, int]) -> None:
         if phase == "stop":
             looked_at.append(info["generation"])
 
+    gc.collect()
     gc.disable()
     gc.callbacks.append(heard)
     try:
+        for _ in range(LOOKED_AT_COUNT + 1):
+            gc.collect(0)
+        looked_at.clear()
         async with asyncio.TaskGroup() as group:
-            collecting = group.create_task(collect_garbage(lambda: FEW_TURNS_COUNT + next(asked_count)))
+            collecting = group.create_task(collect_garbage(lambda: 1))
+            await until(gc.get_freeze_count)
+            assert not looked_at
             await until(lambda: len(looked_at) > FULL_COLLECTION_AFTER_COUNT)
             collecting.cancel()
     finally:
         gc.callbacks.remove(heard)
         gc.enable()
-    assert set(looked_at[:FULL_COLLECTION_AFTER_COUNT]) == {0}
+    assert set(looked_at) == {1}

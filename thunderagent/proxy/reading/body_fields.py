@@ -197,10 +197,11 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 
     Cost: a look at the beginning of each message where all of them are texts, however long these are.
     """
-    messages = fields.messages or ()
-    unread_bytes = len(body)
-    for message in messages:
+    unread_bytes, others = len(body), []
+    for message in fields.messages or ():
         unread_bytes -= len(message)
+        if _TEXT_MESSAGE.match(message) is None:
+            others.append(message)
     if unread_bytes > MAX_UNREAD_BYTES:
         unread_bytes -= len(fields.tools)
         for text in (fields.prompt, fields.text, fields.input, fields.system, fields.instructions):
@@ -208,7 +209,6 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
                 unread_bytes -= len(text)
     if unread_bytes > MAX_UNREAD_BYTES:
         return media_of(body, fields.model)
-    others = [message for message in messages if not _TEXT_MESSAGE.match(message)]
     return media_of(b"".join(others), fields.model) if others else NO_MEDIA
 
 

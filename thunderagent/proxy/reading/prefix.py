@@ -81,12 +81,15 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
     digest = _begun(fields, b"messages")
     digest.update(fields.tools)
     size_bytes, media_bytes = len(fields.tools), 0
-    cuts, start = [], 0
+    cuts, start, count = [], 0, len(messages)
     for end in STEPS:
-        size_bytes += sum(map(len, messages[start:end]))
-        if end > len(messages) or size_bytes > MAX_HASHED_BYTES:
+        if end > count:
             break
-        piece = b"".join(messages[start:end]) if end - start > 1 else messages[start]
+        is_one = end - start == 1
+        size_bytes += len(messages[start]) if is_one else sum(map(len, messages[start:end]))
+        if size_bytes > MAX_HASHED_BYTES:
+            break
+        piece = messages[start] if is_one else b"".join(messages[start:end])
         digest = _followed(digest, piece)
         if has_media:
             media_bytes += media_of(bytes(piece)).size_bytes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from math import isfinite
+from operator import attrgetter
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,6 +22,8 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.runtime import Runtime
+
+_PLACE, _LEVEL = attrgetter("place"), attrgetter("verdicts.level")
 
 NAMED_TENANTS_COUNT = 100
 """Tenants with a series of their own: those that had most."""
@@ -94,7 +97,9 @@ class StateCollector:
         )
         schedulers = self._runtime.pools.schedulers
         live = chain.from_iterable(scheduler.programs.values() for scheduler in schedulers)
-        counts = Counter((program.status, program.phase) for program in live)
+        counts: Counter[tuple[Status, Phase]] = Counter()
+        for place, count in Counter(map(_PLACE, live)).items():  # many programs, few places
+            counts[place.status, place.phase] += count
         for status in (Status.ACTIVE, Status.PAUSED):
             for phase in Phase:
                 programs.add_metric([status, phase], counts[status, phase])
@@ -291,7 +296,8 @@ class StateCollector:
         programs = GaugeMetricFamily(
             "thunderagent_programs_by_level", "Live programs by the level of their verdicts.", labels=["level"]
         )
-        counts = Counter(program.level for scheduler in schedulers for program in scheduler.programs.values())
+        live = chain.from_iterable(scheduler.programs.values() for scheduler in schedulers)
+        counts = Counter(map(_LEVEL, live))
         for level in Level:
             programs.add_metric([level.name.lower()], counts[level])
         yield programs

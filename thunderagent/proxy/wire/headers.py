@@ -7,31 +7,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import urljoin, urlsplit
 
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 from thunderagent.errors import ReplicaError, ReplicaRedirectError, ThunderAgentError
 from thunderagent.proxy.reading.target import Target
 
 _HOP_BY_HOP = frozenset(
     {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
+        istr("connection"),
+        istr("keep-alive"),
+        istr("proxy-authenticate"),
+        istr("proxy-authorization"),
+        istr("proxy-connection"),
+        istr("te"),
+        istr("trailer"),
+        istr("transfer-encoding"),
+        istr("upgrade"),
     }
 )
 """RFC 9110, section 7.6.1."""
 
-_REQUEST_DROPPED = _HOP_BY_HOP | {"host", "content-length", "expect"}
+_REQUEST_DROPPED = _HOP_BY_HOP | {istr("host"), istr("content-length"), istr("expect")}
 """Content-Length is counted anew, because the body may have been spliced; Host names the replica."""
 
 
-_RESPONSE_DROPPED = _HOP_BY_HOP | {"alt-svc", "refresh"}
+_RESPONSE_DROPPED = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")}
 """The last two would lead a client to the engine, or wherever that wants, without a redirect."""
 
 # Whose a request was, where it ran, how long it was held.
@@ -52,7 +52,7 @@ def forwarded_request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str
 
 def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: bool) -> CIMultiDict[str]:
     """Return the end-to-end headers of an answer; Content-Length only if the body's bytes stay as they are."""
-    return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {"content-length"})
+    return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {istr("content-length")})
 
 
 def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:

@@ -271,3 +271,9 @@ class Kept:
             except (msgspec.ValidationError, TypeError, KeyError):
                 continue
             yield pool, record.older(max(0.0, now_s - self._ahead_s[epoch] - told_s))
+
+    def forget(self, count: int) -> bool:
+        """Forget so many programs; False if that were all of them."""
+        for _ in range(min(count, len(self._programs))):
+            self._programs.popitem()
+        return bool(self._programs)
