@@ -237,7 +237,7 @@ async def test_what_is_no_turn_and_does_more_than_read_is_a_403(
                 assert "send this to the engine" in refused.error["message"]
         assert not replica.calls
         assert (await get(running.url, "/v1/models")).status == 200
-        assert [call.path for call in replica.calls] == ["/v1/models"]
+        assert len(replica.calls) == 1
 
 
 async def test_bodies_are_bounded_in_sum_while_they_come(
