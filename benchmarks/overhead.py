@@ -2,9 +2,9 @@
 
 The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. Beside it stand the same
 with the policy `passthrough`, a relay on aiohttp, one on the proxy's own protocols, which is the least that a turn can
-cost, and the routers of vLLM and SGLang as they come, each pinned to the same core. All are measured in turn several
-times in one run, and the medians of the ratios are reported. The processor time of each is reported, too: it holds also
-where the core has other work.
+cost, a gateway with its scheduler, and the routers of vLLM and SGLang as they come, each pinned to the same core. All
+are measured in turn several times in one run, and the medians of the ratios are reported. The processor time of each,
+with its children's, is reported, too: it holds also where the core has other work.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROUTERS = {
 }
 """What is installed of each, in an environment of its own, and how its interpreter starts it."""
 
-LOADS_OF = {"passthrough": ("whole",), **dict.fromkeys(ROUTERS, ("whole", "single"))}
+LOADS_OF = {"passthrough": ("whole",), **dict.fromkeys(("gateways", *ROUTERS), ("whole", "single"))}
 """What is measured of those of whom not all is."""
 
 
@@ -78,7 +78,12 @@ async def target(command: list[str], port: int, core: int, log: Path) -> AsyncIt
 
 
 def commands(
-    engine_port: int, proxy_port: int, relay_port: int, wire_port: int = 0, passthrough_port: int = 0
+    engine_port: int,
+    proxy_port: int,
+    relay_port: int,
+    wire_port: int = 0,
+    passthrough_port: int = 0,
+    gateways_port: int = 0,
 ) -> dict[str, tuple[list[str], int]]:
     """Return how each target is started, and its port."""
     upstream = f"http://127.0.0.1:{engine_port}"
@@ -89,6 +94,7 @@ def commands(
         "wire": ([sys.executable, "-m", "benchmarks.wire_relay", upstream, str(wire_port)], wire_port),
         "proxy": ([sys.executable, *serve, str(proxy_port)], proxy_port),
         "passthrough": ([sys.executable, *passes], passthrough_port),
+        "gateways": ([sys.executable, *serve, str(gateways_port), "--gateways", "1"], gateways_port),
     }
 
 
@@ -129,9 +135,10 @@ class Counted:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time that a process has taken so far."""
+    """Return the processor time that a process and its children have taken so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(cpu_s(int(child)) for child in children)
 
 
 async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
@@ -182,7 +189,6 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         if whole := runs.get(f"{name}_whole"):
             pairs = zip(runs["proxy_whole"], whole, strict=True)
             routed[f"{name}_requests_per_s"] = median(run["requests_per_s"] for run in whole)
-            routed[f"{name}_whole_cpu_us"] = median(run["cpu_us"] for run in whole)
             routed[f"ratio_to_{name}"] = median(ours["requests_per_s"] / its["requests_per_s"] for ours, its in pairs)
     return {
         **routed,
@@ -198,7 +204,11 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
             for name in ("relay", "wire", "proxy")
             for load in ("whole", "large", "stream")
         },
-        "passthrough_whole_cpu_us": median(run["cpu_us"] for run in runs["passthrough_whole"]),
+        **{
+            f"{name}_whole_cpu_us": median(run["cpu_us"] for run in runs[f"{name}_whole"])
+            for name in LOADS_OF
+            if f"{name}_whole" in runs
+        },
         "stream_events_per_s": median(run["events_per_s"] for run in runs["proxy_stream"]),
         "relay_stream_events_per_s": median(run["events_per_s"] for run in runs["relay_stream"]),
     }
@@ -247,7 +257,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.held:
             results["memory"] = await held_memory(engine_port, args.held, logs / "held.log")
             print(results["memory"])
-        starts = commands(engine_port, free_port(), free_port(), free_port(), free_port())
+        starts = commands(engine_port, *(free_port() for _ in range(5)))
         if args.routers:
             routers, results["missing"] = await asyncio.to_thread(router_commands, engine_port)
             starts |= routers
