@@ -205,3 +205,26 @@ class ProvisionAsked:
     """An operator wants one more replica."""
 
     now_s: float
+
+
+FleetEvent = (
+    EncodesPolled
+    | GrantsContinued
+    | GrantsSuspended
+    | KnowledgeLoaded
+    | MigrationAsked
+    | PrioritySet
+    | ProgramKilled
+    | ProvisionAsked
+    | ReplicaDown
+    | ReplicaDraining
+    | ReplicaFlushed
+    | ReplicaKilled
+    | ReplicaPolled
+    | ReplicaRemoved
+    | ReplicaTripped
+    | ReplicaUp
+    | ResidencyReported
+    | RouteSet
+    | TierPolled
+)
