@@ -9,6 +9,7 @@ from thunderagent.programs.core import Core
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
 from thunderagent.programs.model.events import PinnedTurnArrived, TurnArrived
 from thunderagent.programs.model.turn import MAIN_BRANCH, Turn
+from thunderagent.programs.rules.routes import serving
 
 
 class Anonymous:
@@ -27,13 +28,15 @@ class Anonymous:
 
     def arrived(self, event: TurnArrived) -> None:
         """Take in one that may run anywhere, or goes on from what one replica has."""
-        turn = self.turn(event)
-        wanted = self._core.book.replicas.get(event.wanted_replica_id or "")
-        if wanted is not None and wanted.open_to_programs:
+        core, turn = self._core, self.turn(event)
+        served_by = turn.served_by = core.routing.routes.asked(event.turn_id) if core.routing.routes else None
+        wanted = core.book.replicas.get(event.wanted_replica_id or "")
+        if wanted is not None and wanted.open_to_programs and serving([wanted], served_by):
             turn.pinned_replica_id = wanted.replica_id
             self.place(turn, [] if wanted.suspended_for else [wanted])
             return
-        self.place(turn, self._core.placing.candidates(event.avoid_replica_id))
+        candidates = serving(core.placing.candidates(event.avoid_replica_id), served_by)
+        self.place(turn, candidates or serving(core.book.granting_replicas, served_by))
 
     def pinned_arrived(self, event: PinnedTurnArrived) -> None:
         """Take in one for the replica that its client chose."""
@@ -63,7 +66,7 @@ class Anonymous:
         book = self._core.book
         for turn in list(book.anonymous_held.values()):
             pinned = book.replicas.get(turn.pinned_replica_id or "")
-            candidates = book.granting_replicas if pinned is None else [pinned]
+            candidates = serving(book.granting_replicas, turn.served_by) if pinned is None else [pinned]
             if candidates and (pinned is None or not pinned.suspended_for):
                 del book.anonymous_held[turn.turn_id]
                 book.ledger.wait_ends(book.now_s)

@@ -15,6 +15,7 @@ from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.rules.routes import serving
 
 
 class Arrivals:
@@ -85,6 +86,9 @@ class Arrivals:
         if program.hint is not None:
             core.hints.turn_came(program)
         if core.routing.routes:
+            if not core.routing.routes.serve(program, core.routing.routes.asked(event.turn_id)):
+                self._anonymous.arrived(event)
+                return
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, core.knowledge.tokens_per_byte_ratio)
@@ -147,7 +151,8 @@ class Arrivals:
             self._hold_in_place(program, turn, Reason.LEAVING)
             return
         suspended = bool(place.replica.suspended_for)
-        if suspended and (program.in_flight or wanted_here or not core.book.granting_replicas):
+        served_here = program.served_by is None or program.served_by.names(place.replica.replica_id)
+        if suspended and served_here and (program.in_flight or wanted_here or not core.book.granting_replicas):
             self._hold_in_place(program, turn, Reason.SUSPENDED)
         elif program.in_flight:
             self._grant_beside(program, turn)
@@ -282,6 +287,7 @@ class Arrivals:
             place = program.place
             home = place.replica if place.active and place.kind is not Kind.ACTING else None
             is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
+            is_elsewhere |= bool(program.held) and not serving([replica], program.served_by)
         may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
         if program_id is None or is_elsewhere or not may_open:
             self._anonymous.place(self._anonymous.turn(arrived), [replica])

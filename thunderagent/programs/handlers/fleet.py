@@ -14,6 +14,8 @@ from thunderagent.programs.model.fleet_events import (
     GrantsContinued,
     GrantsSuspended,
     KnowledgeLoaded,
+    ModelAsked,
+    ModelServed,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
@@ -60,6 +62,8 @@ class Fleet:
             GrantsContinued: self._grants_continued,
             ReplicaFlushed: self._replica_flushed,
             ReplicaTripped: self._replica_tripped,
+            ModelServed: self._model_served,
+            ModelAsked: self._model_asked,
             ReplicaPolled: self._replica_polled,
             TierPolled: self._tier_polled,
             EncodesPolled: self._encodes_polled,
@@ -266,6 +270,15 @@ class Fleet:
         for program in replica.programs.values():
             for turn in program.in_flight.values():
                 turn.unrepresentative = True
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def _model_served(self, event: ModelServed) -> None:
+        self._core.routing.model_served(self._core, event.model, event.replica_ids)
+        self._replicas_changed()
+
+    def _model_asked(self, event: ModelAsked) -> None:
+        self._core.routing.routes.ask(event.turn_id, event.model)
 
     # --- polled -----------------------------------------------------------------------------------------------------
 
