@@ -10,10 +10,11 @@ from thunderagent.programs.model.places import Kind
 from thunderagent.programs.policies import POLICIES
 
 
-def three(policy: str = "ttl", **settings: object) -> Driver:
+def three() -> Driver:
     """Three replicas, the first of which has less room than the others, and alone serves `lora`."""
-    chosen = load_policy(policy, settings or {"ttl_s": 1000.0, "reserve_tokens": 0})
-    driver = Driver(chosen, replicas={"r0": 1000, "r1": 2000, "r2": 2000})
+    driver = Driver(
+        load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0}), replicas={"r0": 1000, "r1": 2000, "r2": 2000}
+    )
     driver.serve("lora", "r0")
     return driver
 

@@ -37,7 +37,13 @@ from thunderagent.programs.model.events import (
     TurnFinished,
     TurnProgressed,
 )
-from thunderagent.programs.model.fleet_events import EncodesPolled, ModelAsked, ReplicaPolled, ResidencyReported, TierPolled
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    ModelAsked,
+    ReplicaPolled,
+    ResidencyReported,
+    TierPolled,
+)
 from thunderagent.programs.model.records.signals import GpuFirstToken, Signal
 from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
