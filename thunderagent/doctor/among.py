@@ -45,7 +45,7 @@ def _differences(pool: Sequence[Engine]) -> Iterator[Finding]:
     names = {engine.name: ", ".join(sorted(engine.model_ids)) for engine in pool}
     limits = {engine.name: _said(engine.context_limit_tokens) for engine in pool}
     if len(set(names.values())) > 1:
-        yield fault(
+        yield warning(
             "models_alike",
             _count(pool),
             f"Their models differ, though they have some in common: {_listed(names)}.",

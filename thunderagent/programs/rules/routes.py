@@ -146,10 +146,7 @@ class Routing:
         if served_by is None:
             program.routed_to = None if route is None else self._target(program, route, self.is_open)
             return
-
-        def may_serve(replica_id: str) -> bool:
-            return served_by.names(replica_id) and self.is_open(replica_id)
-
+        may_serve = {replica_id for replica_id, _ in served_by.targets if self.is_open(replica_id)}.__contains__
         target = None if route is None else self._target(program, route, may_serve)
         program.routed_to = target or self._target(program, served_by, may_serve) or served_by.targets[0][0]
 
