@@ -845,7 +845,9 @@ def _refusal(decision: Reject) -> ThunderAgentError:
             f"program {decision.program_id!r} was ended by an operator; the turn was not forwarded"
         )
     if decision.reason is Reason.NO_REPLICA:
-        return NoReplicaError("no replica has been usable for too long; the turn was not forwarded")
+        return NoReplicaError(
+            "no replica has been usable for too long; the turn was not forwarded; `thunderagent doctor` says why"
+        )
     if decision.reason is Reason.HOPELESS:
         return ProgramHopelessError(
             f"program {decision.program_id!r} was ended, because a judge expects it to fail; the turn was not forwarded"

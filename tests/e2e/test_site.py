@@ -38,10 +38,20 @@ QUESTIONS = {
     "which headers name a program": "reference/turns/",
     "prefix cache hit rate is 0": "fix/",
     "autoscaling with KEDA": "how-to/autoscale/",
-    "high availability": "compare/",
+    "high availability": "how-to/scale/",
     "rate limit": "explanation/security/",
     "TTFT": "how-to/observe/",
     "migrate from LiteLLM": "how-to/migrate/",
+    "how do I see that it works": "start/check/",
+    "what do I change in my agent framework": "integrations/",
+    "upgrade without losing turns": "how-to/upgrade/",
+    "how many gateways": "how-to/scale/",
+    "does it need a GPU": "start/simulated/",
+    "API keys": "explanation/security/",
+    "failover": "explanation/failures/",
+    "load balancing": "start/",
+    "KV cache": "explanation/default-policy/",
+    "prefix caching": "how-to/engines/",
 }
 
 
