@@ -36,6 +36,8 @@ from thunderagent.programs.model.fleet_events import (
     GrantsContinued,
     GrantsSuspended,
     MigrationAsked,
+    ModelAsked,
+    ModelServed,
     PrioritySet,
     ProgramKilled,
     ReplicaDown,
@@ -168,6 +170,7 @@ class Driver:
         program_class: str = "",
         role: str = "",
         parent_branch: str = "",
+        model: str = "",
     ) -> int:
         """Let a turn arrive whose prompt is estimated at `tokens`; return its id.
 
@@ -178,6 +181,8 @@ class Driver:
         cuts = tuple((crc32(name.encode()), tokens * BYTES_PER_TOKEN) for name, tokens in (prefix or {}).items())
         size_bytes = tokens * BYTES_PER_TOKEN
         deadline_s = None if patience_s is None else self.now_s + patience_s
+        if model:
+            self.send(ModelAsked(self.now_s, turn_id, model))
         told = TurnArrived(self.now_s, turn_id, program_id, branch, size_bytes, avoid, cuts, group, deadline_s)
         self.send(
             replace(
@@ -310,6 +315,10 @@ class Driver:
     def reports(self, replica_id: str, **resident_tokens: int) -> list[Decision]:
         """Let an engine say what lies in its memory of each program."""
         return self.send(ResidencyReported(self.now_s, replica_id, tuple(resident_tokens.items())))
+
+    def serve(self, model: str, *replica_ids: str) -> list[Decision]:
+        """Let these replicas alone serve a model; all, if none is named."""
+        return self.send(ModelServed(self.now_s, model, replica_ids))
 
     def goes_down(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaDown(self.now_s, replica_id))

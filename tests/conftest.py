@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
@@ -26,6 +27,9 @@ settings.register_profile(
     max_examples=int(os.environ.get("EXAMPLES", "50")),  # scripts/nightly has many more
 )
 settings.load_profile("any_machine")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: tests of Ctrl-C would wait in vain
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

@@ -11,6 +11,7 @@ A command's modules are imported when it is asked for: an engine starts in a thi
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import logging
 import os
@@ -317,7 +318,8 @@ def run_serve(args: argparse.Namespace) -> int:
     try:
         uvloop.run(serving, loop_factory=Loop)
     except OSError as error:
-        print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}", file=sys.stderr)
+        hint = "; --port gives another one" if error.errno == errno.EADDRINUSE else ""
+        print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}{hint}", file=sys.stderr)
         return 1
     return 0
 

@@ -116,13 +116,17 @@ class Process:
         """Return the process's id."""
         return self._process.pid
 
+    def shutdown_delay_s(self) -> float:
+        """Return how long it serves on once it is told to end."""
+        return float(self._environment.get(f"{ENVIRONMENT_PREFIX}SHUTDOWN_DELAY_S", 0))
+
     def stop(self, grace_s: float) -> None:
-        """End it after its turns, `grace_s` later at most."""
+        """End it after its delay and its turns, `grace_s` after the delay at most."""
         self._is_stopping = True
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(grace_s + CLOSE_S)
+            self._process.wait(self.shutdown_delay_s() + grace_s + CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -194,13 +198,20 @@ def start(
 
 
 def stop(name: str = "thunderagent", *, grace_s: float = 30.0) -> None:
-    """End a cell: first its gateways, after their turns, `grace_s` later at most. Nothing is done if none runs."""
-    actors = _actors(name)
+    """End a cell, first its gateways; nothing is done if none runs.
+
+    They serve on for their `shutdown_delay_s`, then end after their turns, `grace_s` later at most.
+    """
+    actors, patience_s = _actors(name), grace_s + 2 * CLOSE_S
     for role in (GATEWAY, SCHEDULER):
-        ending = [each.stop.remote(grace_s) for known, each in actors.items() if known.split("/")[-2] == role]
-        for each in ending:
+        ending = [
+            (each.shutdown_delay_s.remote(), each.stop.remote(grace_s))
+            for known, each in actors.items()
+            if known.split("/")[-2] == role
+        ]
+        for delay_s, end in ending:
             with suppress(RayError):  # one that is not there, or is just started again
-                ray.get(each, timeout=grace_s + 2 * CLOSE_S)
+                ray.get(end, timeout=ray.get(delay_s, timeout=patience_s) + patience_s)
     for each in actors.values():
         ray.kill(each, no_restart=True)
 

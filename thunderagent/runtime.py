@@ -81,6 +81,7 @@ from thunderagent.programs.model.fleet_events import (
     GrantsContinued,
     GrantsSuspended,
     MigrationAsked,
+    ModelAsked,
     PrioritySet,
     ProgramKilled,
     ProvisionAsked,
@@ -97,7 +98,8 @@ from thunderagent.programs.model.fleet_events import (
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.operations import NOT_THERE, Operations
-from thunderagent.programs.pools import Pool, Pools
+from thunderagent.programs.pool import Pool
+from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.served_models import ServedModels
 
@@ -227,7 +229,7 @@ class Runtime:
         if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
             self._superseded_ids.add(ask.supersedes_id)
         arrived_s = self.now_s()
-        decisions = self.dispatch(_arrival(ask, arrived_s))
+        decisions = self._arrives(ask, arrived_s)
         if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
             hinted = _hinting(ask.program_id, ask.hint, "", self.now_s())
             decisions = [*decisions, *self.dispatch(hinted)]  # that may be what lets this turn in
@@ -260,6 +262,12 @@ class Runtime:
                 timer.cancel()
             del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - arrived_s)
+
+    def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
+        """Tell of a turn, and first of its model where only some replicas of its pool serve that."""
+        if self.pools.some_partly and ask.pinned_replica_id is None and (name := self.pools.partly_name(ask.model)):
+            self.dispatch(ModelAsked(now_s, ask.turn_id, name))
+        return self.dispatch(_arrival(ask, now_s))
 
     async def _with_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> TurnAsk:
         """Find the pool that a turn is for; return the turn with what that leaves of its client's patience."""
@@ -628,7 +636,8 @@ class Runtime:
 
     def dispatch(self, event: Event) -> list[Decision]:
         """Hand one event to the scheduler and carry out what it decides."""
-        pools, in_pools = self.pools, self.pools.several
+        pools = self.pools
+        in_pools = pools.several or bool(pools.to_tell)
         try:
             decisions = pools.handle(event) if in_pools else self.scheduler.handle(event)
         except Exception as error:
@@ -836,7 +845,9 @@ def _refusal(decision: Reject) -> ThunderAgentError:
             f"program {decision.program_id!r} was ended by an operator; the turn was not forwarded"
         )
     if decision.reason is Reason.NO_REPLICA:
-        return NoReplicaError("no replica has been usable for too long; the turn was not forwarded")
+        return NoReplicaError(
+            "no replica has been usable for too long; the turn was not forwarded; `thunderagent doctor` says why"
+        )
     if decision.reason is Reason.HOPELESS:
         return ProgramHopelessError(
             f"program {decision.program_id!r} was ended, because a judge expects it to fail; the turn was not forwarded"

@@ -19,7 +19,8 @@ from math import inf
 from thunderagent.errors import ShuttingDownError, UnknownModelError
 from thunderagent.leases import ReplicaMap, ReplicaState, TurnAsk
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.pools import Pool, Pools
+from thunderagent.programs.pool import Pool
+from thunderagent.programs.pools import Pools
 
 SETTLING_LIMIT_S = 5.0
 """Turns of the first moments wait for no longer until all replicas have said which models they serve."""
@@ -131,7 +132,10 @@ class ServedModels:
         """Tell who carries bytes whether it matters which model a turn is for, and where each replica is."""
         has_pools = self.pools.several
         self._replicas.names_models = (
-            has_pools or self._refuses_unknown or (self.pools.may_be_several and not self._settled.is_set())
+            has_pools
+            or self.pools.some_partly
+            or self._refuses_unknown
+            or (self.pools.may_be_several and not self._settled.is_set())
         )
         self._replicas.has_pools = has_pools
         self._replicas.push(map(self._state_of, self.pools.replicas))

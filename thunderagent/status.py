@@ -116,7 +116,7 @@ def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, k
         print(f"thunderagent: error: {url} answers {error.response.status_code}; is a key missing?", file=sys.stderr)
         return 1
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        print(f"thunderagent: error: no proxy answers at {url}: {error}", file=sys.stderr)
+        print(f"thunderagent: error: no proxy answers at {url}: {error}; --url gives another address", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0

@@ -117,6 +117,7 @@ async def test_without_a_replica_a_turn_is_held_and_then_refused() -> None:
                 assert answer.status == 503
                 assert answer.error["code"] == "no_replica"
                 assert "no replica has been usable" in answer.error["message"]
+                assert "thunderagent doctor" in answer.error["message"]
                 assert 0 < int(answer.header("Retry-After") or 0) <= 120
             assert (await metrics_of(proxy.url))["thunderagent_turns_total"]["rejected",] == 2
 

@@ -164,6 +164,7 @@ async def test_an_unknown_path_under_the_proxys_own_is_a_404(
     answer = await get(proxy.url, target)
     assert answer.status == 404
     assert answer.error["code"] == "not_found"
+    assert ("/p/PROGRAM/v1/..." in answer.error["message"]) == target.startswith("/p/")
     assert not replica.calls
 
 

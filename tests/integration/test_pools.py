@@ -167,6 +167,57 @@ async def test_adapters_of_one_engine_are_one_pool() -> None:
                 assert (await ask(proxy.url, model=name)).header("X-Replica-ID") in of_base
 
 
+async def test_an_adapter_of_some_replicas_of_a_pool_is_asked_of_these_alone() -> None:
+    """Of nobody and of programs, many at once; and of others from when they load it, until they unload it."""
+    async with fake_replica() as one, fake_replica() as other:
+        one.models, other.models = ("base", "lora"), ("base",)
+        async with running_proxy(one.url, other.url) as proxy:
+
+            async def where(model: str, name: str) -> set[str | None]:
+                ids = [None if number % 2 else f"{name}-{number}" for number in range(12)]
+                answers = await asyncio.gather(*(ask(proxy.url, each, model=model) for each in ids))
+                assert {answer.status for answer in answers} == {200}
+                return {answer.header("X-Replica-ID") for answer in answers}
+
+            assert await where("lora", "p") == {one.replica_id}
+            assert await where("base", "q") == {one.replica_id, other.replica_id}
+            other.models = ("base", "lora")
+            await until(lambda: not proxy.runtime.pools.some_partly)
+            assert await where("lora", "r") == {one.replica_id, other.replica_id}
+            one.models = ("base",)
+            await until(lambda: proxy.runtime.pools.some_partly)
+            assert await where("lora", "p") == {other.replica_id}
+            assert (await ask(proxy.url, model="nothing")).status == 404
+
+
+async def test_an_adapter_whose_only_replica_takes_nothing_is_waited_for() -> None:
+    """It drains, or is down: programs that it paused are restored there, and no turn goes to the one beside it."""
+    async with fake_replica() as one, fake_replica() as other:
+        one.models, other.models = ("base", "lora"), ("base",)
+        async with running_proxy(one.url, other.url) as proxy:
+
+            async def is_waited_for() -> None:
+                ids = ("p", "new", None)
+                asked = [asyncio.create_task(ask(proxy.url, program_id, model="lora")) for program_id in ids]
+                await until(lambda: proxy.runtime.held_count == len(ids))
+                assert (await ask(proxy.url, "base", model="base")).header("X-Replica-ID") == other.replica_id
+                await comes_back()
+                assert {answer.header("X-Replica-ID") for answer in await asyncio.gather(*asked)} == {one.replica_id}
+
+            async def comes_back() -> None:
+                if one.healthy:
+                    await post(proxy.url, f"/replicas/{one.replica_id}/undrain", {})
+                one.healthy = True
+
+            assert (await ask(proxy.url, "p", model="lora")).status == 200
+            await post(proxy.url, f"/replicas/{one.replica_id}/drain", {})
+            await proxy.up(1)
+            await is_waited_for()
+            one.healthy = False
+            await proxy.up(1)
+            await is_waited_for()
+
+
 async def test_a_replica_that_says_later_what_it_serves_goes_there() -> None:
     """What it generates meanwhile comes to its end, and nothing more of the first model is sent there."""
     gate = Gate()

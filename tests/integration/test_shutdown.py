@@ -218,6 +218,7 @@ async def test_an_address_in_use_is_said_so() -> None:
         output, errors = await process.communicate()
         assert (process.returncode, output) == (1, b"")
         assert f"cannot serve on 127.0.0.1:{port}" in errors.decode()
+        assert "--port gives another one" in errors.decode()
         assert "Traceback" not in errors.decode()
 
 

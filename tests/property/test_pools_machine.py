@@ -28,6 +28,7 @@ from thunderagent.programs.model.events import (
 from thunderagent.programs.model.fleet_events import (
     GrantsContinued,
     GrantsSuspended,
+    ModelAsked,
     ReplicaDown,
     ReplicaRemoved,
     ReplicaUp,
@@ -39,7 +40,7 @@ from thunderagent.programs.scheduler import Scheduler
 SETTINGS = SchedulerSettings(max_programs_count=6, tenant_max_programs_count=4, forget_limit_s=60.0)
 REPLICA_IDS = st.sampled_from(["r0", "r1", "r2", "r3"])
 PROGRAM_IDS = st.sampled_from(["p0", "p1", "p2", "p3", "p4", "p5", "p6"])
-NAMES = st.sampled_from(["a", "b", "c"])
+NAMES = st.sampled_from(["a", "b", "c", "a-lora"])
 LISTS = st.sampled_from([("a",), ("b",), ("c",), ("a", "a-lora"), ("a", "b"), ()])
 
 
@@ -64,7 +65,7 @@ class PoolsMachine(RuleBasedStateMachine):
 
     def send(self, event: Event) -> list[Decision]:
         pools = self.pools
-        if pools.several:
+        if pools.several or pools.to_tell:
             decisions = pools.handle(event)
             self.log.write_pools(pools.handled)
         else:
@@ -124,8 +125,12 @@ class PoolsMachine(RuleBasedStateMachine):
                 return  # a 404
             self.pools.send(turn_id, pool)
         self.models[turn_id] = model
+        if name := self.pools.partly_name(model):
+            self.send(ModelAsked(self.now_s, turn_id, name))
         self.send(TurnArrived(self.now_s, turn_id, program_id, prompt_bytes=kilobytes * 1000))
         assert turn_id not in self.pools.turns or not self.pools.several or turn_id in pool.scheduler.turns
+        if turn_id in self.granted and model in self.pools.models:
+            assert (self.pools.listing_of(self.granted[turn_id]) or (model,)).count(model), "not where its model is"
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data(), leaves=st.booleans())

@@ -45,6 +45,8 @@ from thunderagent.programs.model.fleet_events import (
     GrantsSuspended,
     KnowledgeLoaded,
     MigrationAsked,
+    ModelAsked,
+    ModelServed,
     PrioritySet,
     ProgramKilled,
     ProvisionAsked,
@@ -174,6 +176,7 @@ PARENTS = st.sampled_from(["", "", "a", "b", "gone"])
 TENANTS = st.sampled_from(["", "red", "blue"])
 CLASSES = st.sampled_from(["", "c"])
 GROUPS = st.sampled_from(["", "g", "h"])
+MODELS = st.sampled_from(["x", "x", "y"])
 PREFIXES = st.sampled_from(
     [(), ((1, 400),), ((1, 400), (2, 1200)), ((1, 420), (3, 900)), ((1, 400), (2, 1100), (4, 5000)), ((5, 800),)]
 )
@@ -193,6 +196,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now_s = 100.0
         self.next_turn_id = 0
         self.answered: set[int] = set()
+        self.asked: dict[int, str] = {}
+        """Which turns are for a model that only some replicas serve, as these were all along."""
+        self.serving: dict[str, tuple[str, ...]] = {}
         self.leaving: dict[int, set[int]] = {}
         """The turns in flight of programs that are to leave their replicas, by generation."""
         self.there_was_token_s: dict[Account, float] = {}
@@ -228,6 +234,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 replica = self.scheduler.replicas[decision.replica_id]
                 assert replica.up, f"granted on a replica that is down: {decision}"
                 assert not replica.suspended_for, f"granted though nothing is: {decision}"
+                model = self.asked.get(decision.turn_id, "")
+                assert decision.replica_id in self.serving.get(model, (decision.replica_id,)), f"not there: {decision}"
         self.who_leaves_gets_nothing_new(decisions)
 
     def who_leaves_gets_nothing_new(self, decisions: list[Decision]) -> None:
@@ -285,6 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         wanted=st.none() | REPLICAS,
         program_class=CLASSES,
         parent_branch_id=BRANCHES,
+        model=MODELS,
     )
     def turn_arrives(
         self,
@@ -302,9 +311,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         wanted: str | None = None,
         program_class: str = "",
         parent_branch_id: str = "",
+        model: str = "",
     ) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
+        if model in self.serving:
+            self.asked[turn_id] = model
+            self.send(ModelAsked(self.now_s, turn_id, model))
         self.send(
             TurnArrived(
                 self.now_s,
@@ -575,6 +588,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(replica_id=REPLICAS, tokens=st.lists(st.tuples(PROGRAMS.filter(bool), TOKENS), max_size=4))
     def residency_is_reported(self, replica_id: str, tokens: list[tuple[str, int]]) -> None:
         self.send(ResidencyReported(self.now_s, replica_id, tuple(tokens)))
+
+    @rule(model=MODELS, replica_ids=st.lists(REPLICAS, max_size=2, unique=True))
+    def some_serve_a_model(self, model: str, replica_ids: list[str]) -> None:
+        self.asked = {turn_id: each for turn_id, each in self.asked.items() if each != model}
+        self.serving.pop(model, None)
+        if replica_ids:
+            self.serving[model] = tuple(replica_ids)
+        self.send(ModelServed(self.now_s, model, tuple(replica_ids)))
 
     @rule(
         route=st.sampled_from([("all", ""), ("program", "a"), ("group", "g"), ("tenant", "red"), ("class", "c")]),

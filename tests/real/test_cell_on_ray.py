@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -198,6 +199,28 @@ async def test_two_schedulers_share_a_store(nodes: TwoNodes, redis: RedisServer)
             clients.check()
         finally:
             await asyncio.to_thread(cell.stop, grace_s=5)
+        await gone(*pids.values())
+
+
+async def test_gateways_that_are_stopped_serve_for_their_delay(nodes: TwoNodes) -> None:
+    """Longer than a process is waited for after its grace."""
+    from thunderagent import ray as on_ray  # noqa: PLC0415
+
+    delay_s = 2 * on_ray.CLOSE_S + 1
+    async with engine(kv_tokens=64_000) as behind:
+        cell = await asyncio.to_thread(on_ray.start, backends=[behind.url], shutdown_delay_s=delay_s, **QUICK)
+        pids = await asyncio.to_thread(pids_of, cell)
+        for url in cell.urls.values():
+            await ready(url)
+        began_s = monotonic()
+        stopping = asyncio.create_task(asyncio.to_thread(cell.stop, grace_s=0))
+        async with asyncio.timeout(delay_s):
+            while (await get(cell.url, "/ready")).status == 200:
+                await asyncio.sleep(0.05)
+        while monotonic() < began_s + delay_s - 1:
+            assert {(await ask(url, "p")).status for url in cell.urls.values()} == {200}
+            await asyncio.sleep(0.2)
+        await stopping
         await gone(*pids.values())
 
 

@@ -291,7 +291,8 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "invariants": VERBS | {"core", "scheduler"},
     "concurrency": frozenset({"scheduler"}),
     "addresses": frozenset({"model"}),  # and the pools, for their type
-    "pools": frozenset({"model", "book", "addresses", "scheduler"}),
+    "pool": frozenset({"model", "scheduler"}),
+    "pools": frozenset({"model", "book", "addresses", "pool", "scheduler"}),
 }
 CORE_FOLDERS = ("model", "book", "learned", "rules", "verbs", "policies", "handlers")
 MOST_LINES = 350

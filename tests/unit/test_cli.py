@@ -137,9 +137,11 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_status_of_a_proxy_that_is_not_there_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that names the address."""
+    """One line that names the address, and the option that has another one."""
     assert exit_status("status", "--url", "http://127.0.0.1:9") == 1
-    assert capsys.readouterr().err.startswith("thunderagent: error: no proxy answers at http://127.0.0.1:9:")
+    said = capsys.readouterr().err
+    assert said.startswith("thunderagent: error: no proxy answers at http://127.0.0.1:9:")
+    assert said.endswith("; --url gives another address\n")
 
 
 def test_a_policy_argument_of_the_environment_is_overruled_by_an_option(

@@ -79,6 +79,8 @@ def every_event() -> Driver:
     driver.send(ProgramCrowdedOut(driver.now_s, ""))
     driver.send(ProgramHinted(driver.now_s, "c", 1.0))
     driver.send(TierPolled(driver.now_s, "r0", 100, 50))
+    driver.serve("lora", "r0")
+    driver.arrives("f", 100, model="lora")
     driver.trips("r0")
     driver.drains("r0")
     driver.goes_down("r0")

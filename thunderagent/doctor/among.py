@@ -45,11 +45,11 @@ def _differences(pool: Sequence[Engine]) -> Iterator[Finding]:
     names = {engine.name: ", ".join(sorted(engine.model_ids)) for engine in pool}
     limits = {engine.name: _said(engine.context_limit_tokens) for engine in pool}
     if len(set(names.values())) > 1:
-        yield fault(
+        yield warning(
             "models_alike",
             _count(pool),
             f"Their models differ, though they have some in common: {_listed(names)}.",
-            "load each model and adapter on all of them: a turn goes to any engine of its pool",
+            "load each model and adapter on all of them: its turns go only to the engines that list it",
         )
     if len(set(limits.values())) > 1:
         yield fault(

@@ -17,10 +17,11 @@ from thunderagent.programs.model.events import (
     TurnAdopted,
     TurnArrived,
 )
-from thunderagent.programs.model.fleet_events import ProvisionAsked, RouteSet
+from thunderagent.programs.model.fleet_events import ModelAsked, ProvisionAsked, RouteSet
 
 if TYPE_CHECKING:
-    from thunderagent.programs.pools import Addressed, Pool, Pools
+    from thunderagent.programs.pool import Pool
+    from thunderagent.programs.pools import Addressed, Pools
 
 
 def addressed(pools: Pools, event: Event) -> Sequence[Addressed]:
@@ -128,5 +129,6 @@ _TOLD: dict[type[Any], Callable[[Pools, Any], Sequence[Addressed]]] = {
     ProgramJudged: _judged,
     RouteSet: _route,
     ProvisionAsked: _provision,
+    ModelAsked: lambda pools, event: [(pools.of_model(event.model) or pools.all[0], event)],
 }
 """Events of which more must be known than the turn, the replica or the program that they name."""

@@ -14,6 +14,7 @@ from thunderagent.programs.model.places import Kind, Phase, Place
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.ranked_set import RankedSet
 from thunderagent.programs.rules.families import family_of
+from thunderagent.programs.rules.routes import serving
 from thunderagent.programs.scheduler import Scheduler
 
 
@@ -108,7 +109,7 @@ def _check_replicas_known(book: Book) -> None:
     assert book.granting_replicas == granting, "who grants is stale"
     for turn in book.anonymous_held.values():
         pinned = book.replicas.get(turn.pinned_replica_id or "")
-        may_run = bool(granting) if pinned is None else not pinned.suspended_for
+        may_run = bool(serving(granting, turn.served_by)) if pinned is None else not pinned.suspended_for
         assert not may_run, "an anonymous turn is held though a replica is usable"
 
 
@@ -181,9 +182,15 @@ def _check_route(scheduler: Scheduler, program: Program, story: _Story) -> None:
     if not place.active and place is not scheduler.book.announced:
         assert route is scheduler.core.routing.routes.of(program), f"its route is another one\n{story}"
     if program.routed_to is not None:
-        assert route is not None, f"routed without a route\n{story}"
-        assert route.names(program.routed_to), f"routed against its route\n{story}"
-        assert scheduler.replicas[program.routed_to].open_to_programs, f"routed to a replica that is closed\n{story}"
+        served_by, is_open = program.served_by, scheduler.core.routing.is_open
+        assert route is not None or served_by is not None, f"routed without a route\n{story}"
+        assert served_by is not None or (route and route.names(program.routed_to)), f"against its route\n{story}"
+        assert served_by is None or served_by.names(program.routed_to), f"its model is not there\n{story}"
+        others = served_by is None or any(is_open(each) for each, _ in served_by.targets)
+        assert is_open(program.routed_to) or not others, f"routed to a replica that is closed\n{story}"
+    if program.served_by is not None:
+        assert program in program.served_by.programs, f"not among those of its model\n{story}"
+        assert program.routed_to is not None, f"its model is not served everywhere, and it may go anywhere\n{story}"
 
 
 def _check_replica(scheduler: Scheduler, replica: Replica) -> None:

@@ -117,6 +117,8 @@ class Operations:
             return f"program {program_id!r} is on its way to {replica_id} already"
         if program.routed_to is not None and program.route is not None and not program.route.names(replica_id):
             return f"program {program_id!r} has a route that does not lead to {replica_id}"
+        if program.served_by is not None and not program.served_by.names(replica_id):
+            return f"program {program_id!r} asks for a model that {replica_id} does not serve"
         wanted = self._core.placing.wanted_by(program)
         if wanted is not None and wanted is not replica:
             return f"a turn of program {program_id!r} goes on from what {wanted.replica_id} alone has"

@@ -15,6 +15,7 @@ or to a new one, if it shares none. It stays there until it is removed, or comes
 common with its pool. Where a list connects two pools that live already, they become one as soon as one of them has no
 program: until then the replica serves the names of its own. So no turn is ever taken from where it waits. A replica
 that lists nothing is taken to serve what its pool does, which is the first, and that pool takes models nobody lists.
+Which names only some of its replicas list, each scheduler is told: a route of their turns (`rules/routes.py`).
 
 **Limits over all.** Programs are counted over all pools, once for each that they live in. A pool that has nobody to
 forget for a newcomer has another one forget somebody.
@@ -40,42 +41,10 @@ from thunderagent.programs.model.fleet_events import (
 )
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.pool import Pool
 from thunderagent.programs.scheduler import Scheduler
 
 Listener = Callable[[Any], None]
-
-
-class Pool:
-    """Some replicas, the names that they list, and who schedules them."""
-
-    __slots__ = ("listed", "name", "pool_id", "scheduler")
-
-    def __init__(self, scheduler: Scheduler, pool_id: int) -> None:
-        """Begin without a replica; no other pool ever has that number."""
-        self.pool_id = pool_id
-        self.name = ""
-        """The first name that was listed there; empty before that."""
-        self.scheduler = scheduler
-        self.listed: dict[str, tuple[str, ...]] = {}
-        """What each of its replicas lists."""
-
-    def __repr__(self) -> str:
-        return f"<Pool {self.name!r}: {len(self.listed)} replicas, {self.scheduler!r}>"
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Every name that one of its replicas lists, each once."""
-        return tuple(dict.fromkeys(name for names in self.listed.values() for name in names))
-
-    @property
-    def may_serve_any(self) -> bool:
-        """Whether one of its replicas lists nothing."""
-        return not all(self.listed.values())
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no program lives there and no turn is on its way."""
-        return not self.scheduler.programs and not self.scheduler.turns
 
 
 Addressed = tuple[Pool, Event]
@@ -93,12 +62,13 @@ class Pools:
         "_of_replica",
         "_overlap",
         "_to_come",
-        "_to_tell",
         "all",
         "handled",
         "programs",
         "replicas",
         "several",
+        "some_partly",
+        "to_tell",
         "turns",
     )
 
@@ -108,6 +78,8 @@ class Pools:
         self._ids = count()
         self.all: list[Pool] = [Pool(first, next(self._ids))]
         self.several = False
+        self.some_partly = False
+        """Whether there is a model that only some replicas of its pool serve."""
         self.programs: Mapping[str, Program] = first.programs
         """Of all pools; a program that lives in several is that of the first of them."""
         self.turns: Mapping[int, Turn] = first.turns
@@ -117,7 +89,7 @@ class Pools:
         self._by_model: dict[str, Pool] = {}
         self._of_replica: dict[str, Pool] = {}
         self._to_come: dict[int, Pool] = {}
-        self._to_tell: list[Addressed] = []
+        self.to_tell: list[Addressed] = []
         """What some must hear before the next event."""
         self._overlap = False
         """Whether two of them list the same name."""
@@ -145,6 +117,12 @@ class Pools:
         """
         pool = self._by_model.get(model) or self._by_model.get(model.rpartition(":")[0])
         return pool if pool is not None else next((pool for pool in self.all if pool.may_serve_any), None)
+
+    def partly_name(self, model: str) -> str:
+        """Return the name by which only some replicas of its pool serve a model; empty if all do, or none."""
+        name = model if model in self._by_model else model.rpartition(":")[2]
+        pool = self._by_model.get(name)
+        return name if pool is not None and name in pool.partly else ""
 
     def of_replica(self, replica_id: str | None) -> Pool:
         """Return the pool of a replica; the first for one that is not known."""
@@ -190,8 +168,8 @@ class Pools:
         replica = known_by.scheduler.replicas.get(replica_id)
         if replica is not None and known_by is not pool:
             now_s = known_by.scheduler.now_s
-            self._to_tell.append((known_by, ReplicaRemoved(now_s, replica_id)))
-            self._to_tell.extend((pool, event) for event in _as_it_is(replica, now_s))
+            self.to_tell.append((known_by, ReplicaRemoved(now_s, replica_id)))
+            self.to_tell.extend((pool, event) for event in _as_it_is(replica, now_s))
 
     def is_strange(self, replica_id: str) -> bool:
         """Say whether a replica lists nothing that others of its pool do: its engine serves something else by now."""
@@ -227,7 +205,7 @@ class Pools:
         self.all.append(pool)
         for listener in self._listeners:
             pool.scheduler.listen(listener)
-        self._to_tell.extend((pool, GrantsSuspended(first.now_s, cause)) for cause in first.book.suspended_for)
+        self.to_tell.extend((pool, GrantsSuspended(first.now_s, cause)) for cause in first.book.suspended_for)
         self._see_all()
         return pool
 
@@ -250,9 +228,12 @@ class Pools:
         self._overlap = False
         for pool in self.all:
             names = pool.models or [name for name, owner in before.items() if owner is pool and not pool.listed]
+            if self._make is not None:
+                self.to_tell.extend((pool, event) for event in pool.serve_anew())
             for name in names:
                 self._overlap |= self._by_model.setdefault(name, pool) is not pool
             pool.name = pool.name or next(iter(names), "")
+        self.some_partly = any(pool.partly for pool in self.all)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +247,7 @@ class Pools:
 
     def handle(self, event: Event) -> list[Decision]:
         """Hand an event to each pool that it is about; return what they decide, the first pool's first."""
-        told, self._to_tell = [*self._to_tell, *addressed(self, event)], []
+        told, self.to_tell = [*self.to_tell, *addressed(self, event)], []
         self.handled = [(pool, each, pool.scheduler.handle(each)) for pool, each in told]
         if type(event) is Tick:
             self._join_pools(event.now_s)

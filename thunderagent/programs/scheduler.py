@@ -30,6 +30,7 @@ from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.adoption import Adoption
+from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.handlers.arrivals import Arrivals
 from thunderagent.programs.handlers.fleet import Fleet
 from thunderagent.programs.handlers.lives import Lives
@@ -104,16 +105,17 @@ class Scheduler:
         self._rules: tuple[Rule, ...] = (self.deadlines, self.families)
         if self.tenants is not None:
             self._rules = (*self._rules, self.tenants)
+        anonymous = Anonymous(core)
         self._lives = Lives(core, settings)
         self.hopeless_ids = self._lives.hopeless_ids
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             TurnDue: self._turn_due,
             Tick: self._tick,
-            **Arrivals(core, self._lives).handlers(),
+            **Arrivals(core, self._lives, anonymous).handlers(),
             **Turns(core).handlers(),
             **self._lives.handlers(),
             **Adoption(core, self._lives).handlers(),
-            **Fleet(core, self.tenants).handlers(),
+            **Fleet(core, anonymous, self.tenants).handlers(),
             **Operator(core, self.operations).handlers(),
         }
 

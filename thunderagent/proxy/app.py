@@ -395,7 +395,9 @@ async def _no_route(request: web.Request) -> ThunderAgentError:
         methods |= (await resource.resolve(request))[1]
     methods.discard(hdrs.METH_ANY)  # that is CATCH_ALL
     if not methods:
-        return NotFoundError(f"there is no {told_path(request)}")
+        path = told_path(request)
+        hint = "; a turn of a program goes to /p/PROGRAM/v1/..." if path.startswith("/p/") else ""
+        return NotFoundError(f"there is no {path}{hint}")
     allowed = ", ".join(sorted(methods))
     error = MethodNotAllowedError(f"{told_path(request)} takes {allowed}, not {request.method}")
     error.answer_headers = {"Allow": allowed}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
+from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
-from thunderagent.programs.model.events import Media, PinnedTurnArrived, PrefixCut, TurnAdopted, TurnArrived
+from thunderagent.programs.model.events import PinnedTurnArrived, PrefixCut, TurnAdopted, TurnArrived
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
+from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.rules.routes import serving
 
 
 class Arrivals:
@@ -25,10 +27,11 @@ class Arrivals:
     policy has a say in that, for nothing has changed.
     """
 
-    def __init__(self, core: Core, lives: Lives) -> None:
+    def __init__(self, core: Core, lives: Lives, anonymous: Anonymous) -> None:
         """Work on the parts of `core`."""
         self._core = core
         self._lives = lives
+        self._anonymous = anonymous
         self._stays_home: bool = getattr(core.policy, "stays_home", False)
         """Whether the policy has an active program go on where it is, whenever that grants: then it is not asked."""
 
@@ -36,7 +39,7 @@ class Arrivals:
         """Return what takes in each event."""
         return {
             TurnArrived: self._turn_arrived,
-            PinnedTurnArrived: self._pinned_turn_arrived,
+            PinnedTurnArrived: self._anonymous.pinned_arrived,
             TurnAdopted: self._turn_adopted,
         }
 
@@ -45,7 +48,7 @@ class Arrivals:
         assert event.turn_id not in turns, f"turn {event.turn_id} arrives twice"
         earlier = turns.get(event.supersedes_id) if event.supersedes_id is not None else None
         if event.program_id is None:
-            self._anonymous_turn_arrived(event)
+            self._anonymous.arrived(event)
         else:
             if earlier is not None and self._keeps_its_program(earlier, event):
                 turn_ends.drop(earlier, "superseded")
@@ -83,6 +86,9 @@ class Arrivals:
         if program.hint is not None:
             core.hints.turn_came(program)
         if core.routing.routes:
+            if not core.routing.routes.serve(program, core.routing.routes.asked(event.turn_id)):
+                self._anonymous.arrived(event)
+                return
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, core.knowledge.tokens_per_byte_ratio)
@@ -113,7 +119,7 @@ class Arrivals:
         if event.deadline_s is not None:
             turn.deadline_s = event.deadline_s
         if event.media:
-            self._measure_media(turn, event.media)
+            turn.media, turn.media_tokens = event.media, knowledge.media_sizes.tokens(event.media)
         if event.supersedes_id is not None and event.supersedes_id in program.lost_turn_ids:
             program.lost_turn_ids.remove(event.supersedes_id)
             program.turn_count -= 1  # both are one turn
@@ -124,9 +130,6 @@ class Arrivals:
         elif event.waiting_since_s is not None:
             turn.waiting_since_s = min(event.waiting_since_s, now_s)
         return turn
-
-    def _measure_media(self, turn: Turn, media: Media) -> None:
-        turn.media, turn.media_tokens = media, self._core.knowledge.media_sizes.tokens(media)
 
     def _place_turn(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
         """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""
@@ -148,7 +151,8 @@ class Arrivals:
             self._hold_in_place(program, turn, Reason.LEAVING)
             return
         suspended = bool(place.replica.suspended_for)
-        if suspended and (program.in_flight or wanted_here or not core.book.granting_replicas):
+        served_here = program.served_by is None or program.served_by.names(place.replica.replica_id)
+        if suspended and served_here and (program.in_flight or wanted_here or not core.book.granting_replicas):
             self._hold_in_place(program, turn, Reason.SUSPENDED)
         elif program.in_flight:
             self._grant_beside(program, turn)
@@ -283,9 +287,10 @@ class Arrivals:
             place = program.place
             home = place.replica if place.active and place.kind is not Kind.ACTING else None
             is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
+            is_elsewhere |= bool(program.held) and not serving([replica], program.served_by)
         may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
         if program_id is None or is_elsewhere or not may_open:
-            self._place_anonymous(self._anonymous(arrived), [replica])
+            self._anonymous.place(self._anonymous.turn(arrived), [replica])
         else:
             self._turn_of_program_arrived(arrived, program_id, None, replica)
 
@@ -309,41 +314,3 @@ class Arrivals:
         book.resize(program)
         self._give_up_home(program, turn, Reason.MOVED)
         self._core.restore(program, replica, Reason.HOME)
-
-    # --- turns without a program ------------------------------------------------------------------------------------
-
-    def _anonymous(self, event: TurnArrived | PinnedTurnArrived) -> Turn:
-        turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._core.book.now_s)
-        if event.media:
-            self._measure_media(turn, event.media)
-        return turn
-
-    def _anonymous_turn_arrived(self, event: TurnArrived) -> None:
-        turn = self._anonymous(event)
-        wanted = self._core.book.replicas.get(event.wanted_replica_id or "")
-        if wanted is not None and wanted.open_to_programs:
-            turn.pinned_replica_id = wanted.replica_id
-            self._place_anonymous(turn, [] if wanted.suspended_for else [wanted])
-            return
-        self._place_anonymous(turn, self._core.placing.candidates(event.avoid_replica_id))
-
-    def _pinned_turn_arrived(self, event: PinnedTurnArrived) -> None:
-        replica = self._core.book.replicas.get(event.replica_id)
-        if replica is None or not replica.up:
-            self._core.book.decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
-            return
-        turn = self._anonymous(event)
-        turn.pinned_replica_id = event.replica_id
-        self._place_anonymous(turn, [] if replica.suspended_for else [replica])
-
-    def _place_anonymous(self, turn: Turn, candidates: Sequence[Replica]) -> None:
-        book = self._core.book
-        turn.claim_tokens = int(turn.prompt_bytes * self._core.knowledge.tokens_per_byte_ratio) + turn.media_tokens
-        book.turns[turn.turn_id] = turn
-        if candidates:
-            self._core.leases.grant_anonymous(turn, candidates)
-        else:
-            book.anonymous_held[turn.turn_id] = turn
-            book.ledger.wait_begins(book.now_s)
-            suspended = bool(book.open_replicas or turn.pinned_replica_id)
-            book.decisions.append(Hold(turn.turn_id, None, Reason.SUSPENDED if suspended else Reason.NO_REPLICA))

@@ -7,12 +7,15 @@ from typing import Any
 
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
+from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
     KnowledgeLoaded,
+    ModelAsked,
+    ModelServed,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
@@ -40,9 +43,10 @@ class Fleet:
     on.
     """
 
-    def __init__(self, core: Core, tenants: Tenants | None) -> None:
+    def __init__(self, core: Core, anonymous: Anonymous, tenants: Tenants | None) -> None:
         """Work on the parts of `core`."""
         self._core = core
+        self._anonymous = anonymous
         self._tenants = tenants
         self._removed_ids: dict[str, None] = {}  # those removed last: what comes late of one does not bring it back
 
@@ -58,6 +62,8 @@ class Fleet:
             GrantsContinued: self._grants_continued,
             ReplicaFlushed: self._replica_flushed,
             ReplicaTripped: self._replica_tripped,
+            ModelServed: self._model_served,
+            ModelAsked: self._model_asked,
             ReplicaPolled: self._replica_polled,
             TierPolled: self._tier_polled,
             EncodesPolled: self._encodes_polled,
@@ -102,7 +108,7 @@ class Fleet:
             self._tenants.set_granting(replica.replica_id for replica in book.granting_replicas)
         core.routing.replicas_changed(core)
         core.limits.replicas_changed()
-        self._grant_anonymous_held()
+        self._anonymous.grant_held()
         if book.granting_replicas:
             core.families.look_at_all()
         others = (book.open_replicas, book.granting_replicas) != before
@@ -112,16 +118,6 @@ class Fleet:
         if others:
             for program in book.queue.with_turns():
                 core.refresh_hold_reason(program)
-
-    def _grant_anonymous_held(self) -> None:
-        book = self._core.book
-        for turn in list(book.anonymous_held.values()):
-            pinned = book.replicas.get(turn.pinned_replica_id or "")
-            candidates = book.granting_replicas if pinned is None else [pinned]
-            if candidates and (pinned is None or not pinned.suspended_for):
-                del book.anonymous_held[turn.turn_id]
-                book.ledger.wait_ends(book.now_s)
-                self._core.leases.grant_anonymous(turn, candidates)
 
     def _reconsider_marks(self) -> None:
         """Let programs stay that have nowhere else to go to any more. Cost: O(active programs)."""
@@ -274,6 +270,15 @@ class Fleet:
         for program in replica.programs.values():
             for turn in program.in_flight.values():
                 turn.unrepresentative = True
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def _model_served(self, event: ModelServed) -> None:
+        self._core.routing.model_served(self._core, event.model, event.replica_ids)
+        self._replicas_changed()
+
+    def _model_asked(self, event: ModelAsked) -> None:
+        self._core.routing.routes.ask(event.turn_id, event.model)
 
     # --- polled -----------------------------------------------------------------------------------------------------
 

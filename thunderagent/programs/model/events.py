@@ -6,27 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thunderagent.programs.model.fleet_events import (
-    EncodesPolled,
-    GrantsContinued,
-    GrantsSuspended,
-    KnowledgeLoaded,
-    MigrationAsked,
-    PrioritySet,
-    ProgramKilled,
-    ProvisionAsked,
-    ReplicaDown,
-    ReplicaDraining,
-    ReplicaFlushed,
-    ReplicaKilled,
-    ReplicaPolled,
-    ReplicaRemoved,
-    ReplicaTripped,
-    ReplicaUp,
-    ResidencyReported,
-    RouteSet,
-    TierPolled,
-)
+from thunderagent.programs.model.fleet_events import FleetEvent
 from thunderagent.programs.model.records.kept import ProgramsAdopted
 
 PrefixCut = tuple[int, int]
@@ -320,30 +300,12 @@ Event = (
     | ProgramJudged
     | ProgramHinted
     | ProgramsAdopted
-    | KnowledgeLoaded
-    | ReplicaUp
-    | ReplicaDown
-    | ReplicaDraining
-    | ReplicaRemoved
-    | GrantsSuspended
-    | GrantsContinued
-    | ReplicaFlushed
-    | ReplicaTripped
-    | ReplicaPolled
-    | EncodesPolled
-    | TierPolled
-    | ResidencyReported
     | ToolStarted
     | ToolEnded
     | SandboxReady
     | SandboxFailed
     | SandboxesMeasured
-    | RouteSet
-    | PrioritySet
-    | MigrationAsked
-    | ProgramKilled
-    | ReplicaKilled
-    | ProvisionAsked
     | TurnDue
+    | FleetEvent
     | Tick
 )

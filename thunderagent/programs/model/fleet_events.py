@@ -166,6 +166,27 @@ class RouteSet:
 
 
 @dataclass(slots=True)
+class ModelServed:
+    """Of the replicas these alone serve a model from now on, as an adapter that only they have; all, if none is named.
+
+    They need not be up, nor known.
+    """
+
+    now_s: float
+    model: str
+    replica_ids: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ModelAsked:
+    """The turn that arrives next is for a model. Told only of one that some replicas serve, and others do not."""
+
+    now_s: float
+    turn_id: int
+    model: str
+
+
+@dataclass(slots=True)
 class PrioritySet:
     """An operator gives a program a priority, lower comes first; with a `replica_id` in that engine alone."""
 
@@ -205,3 +226,28 @@ class ProvisionAsked:
     """An operator wants one more replica."""
 
     now_s: float
+
+
+FleetEvent = (
+    EncodesPolled
+    | GrantsContinued
+    | GrantsSuspended
+    | KnowledgeLoaded
+    | MigrationAsked
+    | ModelServed
+    | ModelAsked
+    | PrioritySet
+    | ProgramKilled
+    | ProvisionAsked
+    | ReplicaDown
+    | ReplicaDraining
+    | ReplicaFlushed
+    | ReplicaKilled
+    | ReplicaPolled
+    | ReplicaRemoved
+    | ReplicaTripped
+    | ReplicaUp
+    | ResidencyReported
+    | RouteSet
+    | TierPolled
+)

@@ -106,6 +106,7 @@ class Program:
         "reserve_tokens",
         "route",
         "routed_to",
+        "served_by",
         "story_entries",
         "tenant",
         "tool",
@@ -154,6 +155,8 @@ class Program:
         self.route: Route | None = None
         self.routed_to: str | None = None
         """The replica that its route sends it to, while that is open."""
+        self.served_by: Route | None = None
+        """Where its turns with us can run, or ran last: the replicas that serve their model; None where all do."""
         self.destination: tuple[str, Reason] | None = None
         """Where it is to go when its turns in flight have ended, or its next one comes; and why."""
         self.leaves_for: dict[Reason, None] = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from thunderagent.programs.model.events import Media
 
 if TYPE_CHECKING:
+    from thunderagent.programs.model.advice.routes import Route
     from thunderagent.programs.model.program import Program
 
 Chain = tuple[tuple[int, int], ...]
@@ -48,6 +49,7 @@ class Turn:
         "prompt_tokens",
         "resident_tokens",
         "role",
+        "served_by",
         "started_s",
         "turn_id",
         "unrepresentative",
@@ -90,6 +92,8 @@ class Turn:
         """The only replica that it may run on, if its client chose one."""
         self.wanted_replica_id: str | None = None
         """The replica that has what it goes on from: it runs there if its program may get a claim there."""
+        self.served_by: Route | None = None
+        """Of a turn without a program, the replicas that serve its model; None where all do."""
         self.unrepresentative = False
         self.unverified = False
         """Its replica was suspended or flushed while it ran: its times, hits and end tell nothing."""

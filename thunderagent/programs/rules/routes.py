@@ -5,6 +5,10 @@ counts. It names replicas with weights. A program is sent to one of them when it
 programs by their weights first, and stays with it while that replica is open: its history lies there. While no replica
 of its route is open the route is as if it were not there.
 
+A model that only some replicas serve has a route, too, which its turns never leave: while none of these is open they
+wait for one. It goes before what a program was told. A program has one such model at a time: a turn of another, or one
+that comes while others of its program run where its model is not, runs as nobody's.
+
 A program that must wait does so in a queue of its replica, which the policy does not see: whenever there may be room,
 the policy is asked for the first of each such queue, and then balances for all others. While it waits nobody that comes
 after it gets the room of that replica (`PausedQueue`), or only for a bounded time (`breakeven`).
@@ -12,7 +16,7 @@ after it gets the room of that replica (`PausedQueue`), or only for a bounded ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
@@ -26,15 +30,19 @@ from thunderagent.programs.rules.verbs import Verbs
 class Routes:
     """All routes there are. To find a program's costs the same however many there are."""
 
-    __slots__ = ("_by_scope", "_count")
+    __slots__ = ("_asked", "_by_scope", "_count", "by_model")
 
     def __init__(self) -> None:
         """Begin without any."""
         self._by_scope: dict[Scope, dict[str, Route]] = {scope: {} for scope in Scope}
         self._count = 0
+        self.by_model: dict[str, Route] = {}
+        """To the replicas that serve a model, of those that others do not."""
+        self._asked: tuple[int, Route | None] = (0, None)
+        """The turn that comes next, and where its model is served."""
 
     def __len__(self) -> int:
-        return self._count
+        return self._count + len(self.by_model)
 
     def __iter__(self) -> Iterator[tuple[Scope, str, Route]]:
         """Yield all routes, with whom they are for."""
@@ -54,7 +62,32 @@ class Routes:
     def naming(self, replica_ids: Iterable[str]) -> list[Route]:
         """Return the routes that lead to any of these replicas."""
         named = list(replica_ids)
-        return [route for _, _, route in self if any(map(route.names, named))]
+        routes = (*(route for _, _, route in self), *self.by_model.values())
+        return [route for route in routes if any(map(route.names, named))]
+
+    def ask(self, turn_id: int, model: str) -> None:
+        """Note which model the turn is for that comes next."""
+        self._asked = turn_id, self.by_model.get(model)
+
+    def asked(self, turn_id: int) -> Route | None:
+        """Return where the model of a turn that came is served; None where all replicas serve it."""
+        return self._asked[1] if self._asked[0] == turn_id else None
+
+    def serve(self, program: Program, served_by: Route | None) -> bool:
+        """Have a program, one of whose turns came, go where that is served; False if it cannot, as it stands."""
+        bound = program.served_by
+        if program.in_flight or program.held:
+            if served_by is None:
+                return True
+            if bound not in (None, served_by) or (program.in_flight and not served_by.names(program.replica_id or "")):
+                return False
+        if bound is not served_by:
+            if bound is not None:
+                del bound.programs[program]
+            if served_by is not None:
+                served_by.programs[program] = None
+            program.served_by = served_by
+        return True
 
     def of(self, program: Program) -> Route | None:
         """Return the narrowest route that is for a program."""
@@ -82,8 +115,15 @@ class Routes:
         """Forget a program, and a route that was for it alone."""
         if program.route is not None:
             program.route.programs.pop(program, None)
+        if program.served_by is not None:
+            del program.served_by.programs[program]
         if self._by_scope[Scope.PROGRAM]:
             self.set(Scope.PROGRAM, program.program_id, ())
+
+
+def serving(replicas: Sequence[Replica], served_by: Route | None) -> Sequence[Replica]:
+    """Return those of some replicas that serve a model."""
+    return replicas if served_by is None else [each for each in replicas if served_by.names(each.replica_id)]
 
 
 class Routing:
@@ -98,16 +138,39 @@ class Routing:
         self.routes = Routes()
 
     def send(self, program: Program) -> None:
-        """Send a program to a replica of its route, if it has one: to its own, if that is among them."""
-        route = self.routes.take(program)
-        if route is None:
-            program.routed_to = None
+        """Send a program to a replica of its route, if it has one: to its own, if that is among them.
+
+        Where its model is served comes first, open or not.
+        """
+        route, served_by = self.routes.take(program), program.served_by
+        if served_by is None:
+            program.routed_to = None if route is None else self._target(program, route, self.is_open)
             return
+        may_serve = {replica_id for replica_id, _ in served_by.targets if self.is_open(replica_id)}.__contains__
+        target = None if route is None else self._target(program, route, may_serve)
+        program.routed_to = target or self._target(program, served_by, may_serve) or served_by.targets[0][0]
+
+    def _target(self, program: Program, route: Route, is_open: Callable[[str], bool]) -> str | None:
         for replica_id in (program.routed_to, program.replica_id):
-            if replica_id is not None and route.names(replica_id) and self.is_open(replica_id):
-                program.routed_to = replica_id
-                return
-        program.routed_to = route.next(self.is_open)
+            if replica_id is not None and route.names(replica_id) and is_open(replica_id):
+                return replica_id
+        return route.next(is_open)
+
+    def model_served(self, verbs: Verbs, model: str, replica_ids: tuple[str, ...]) -> None:
+        """Have turns of a model go to these replicas alone; anywhere, if none is named. Those in flight stay."""
+        route = self.routes.by_model.setdefault(model, Route(()))
+        if replica_ids:
+            route.lead_to(replica_ids)
+        else:
+            del self.routes.by_model[model]
+            for turn in self._book.anonymous_held.values():
+                if turn.served_by is route:
+                    turn.served_by = None
+        for program in list(route.programs):
+            if not replica_ids:
+                del route.programs[program]
+                program.served_by = None
+            self._send_anew(verbs, program, keeps=True)
 
     def is_open(self, replica_id: str) -> bool:
         """Say whether programs may get claims on a replica, now or when grants go on."""
@@ -143,16 +206,16 @@ class Routing:
         if program.routed_to != before and not program.place.active:
             self._book.rank_anew(program)
             verbs.refresh_hold_reason(program)
-            if program.routed_to is not None:
-                self._book.changed_replicas[program.routed_to] = self._book.replicas[program.routed_to]
+            if program.routed_to is not None and (replica := self._book.replicas.get(program.routed_to)) is not None:
+                self._book.changed_replicas[program.routed_to] = replica
 
     def targets(self, program: Program | None) -> Sequence[Replica]:
         """Return the replicas that a program may go to now: those of its route, or all."""
         granting = self._book.granting_replicas
         if program is None or program.routed_to is None:
             return granting
-        route = program.route
-        return [replica for replica in granting if route is None or route.names(replica.replica_id)]
+        able, route = serving(granting, program.served_by), program.route
+        return [replica for replica in able if route is None or route.names(replica.replica_id)]
 
     def views(self) -> list[RouteView]:
         """Return all routes for a policy. Replicas that were removed are left out: it could not name them again."""

@@ -18,6 +18,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ReplicaView
 from thunderagent.programs.rules.families import Families, family_of
+from thunderagent.programs.rules.routes import serving
 
 
 class Placing:
@@ -38,17 +39,21 @@ class Placing:
     def open_to(self, program: Program) -> Sequence[Replica]:
         """Return the replicas on which a program may get a claim now, whatever its route: that one's, if it can be."""
         routed = self._book.replicas.get(program.routed_to) if program.routed_to is not None else None
-        return [routed] if routed is not None and routed.grants else self._book.granting_replicas
+        if routed is not None and routed.grants:
+            return [routed]
+        return serving(self._book.granting_replicas, program.served_by)
 
     def candidates(self, avoid_replica_id: str | None, program: Program | None = None) -> Sequence[Replica]:
         """Return the replicas that a turn may go to: without the one to be avoided, if another is left.
 
         A program that its route sends to a replica may go there alone, but for a turn that just failed there.
         """
-        granting = self._book.granting_replicas
+        granting: Sequence[Replica] = self._book.granting_replicas
         if program is not None and program.routed_to not in (None, avoid_replica_id):
-            routed = self._book.replicas[program.routed_to or ""]
-            return [routed] if routed.grants else []
+            routed = self._book.replicas.get(program.routed_to or "")
+            return [routed] if routed is not None and routed.grants else []
+        if program is not None and program.served_by is not None:
+            granting = serving(granting, program.served_by)
         if avoid_replica_id is None:
             return granting
         return [replica for replica in granting if replica.replica_id != avoid_replica_id] or granting
@@ -64,7 +69,7 @@ class Placing:
         for turn in program.held.values():
             if turn.wanted_replica_id is not None:
                 wanted = self._book.replicas.get(turn.wanted_replica_id)
-                if wanted is not None and wanted.grants:
+                if wanted is not None and wanted.grants and serving([wanted], program.served_by):
                     return wanted
         return None
 
@@ -79,7 +84,8 @@ class Placing:
             return None, Reason.GLOBAL_POLICY
         replica_id, reason = program.destination
         replica = self._book.replicas.get(replica_id)
-        return (replica if replica is not None and replica.grants else None), reason
+        may_go = replica is not None and replica.grants and serving([replica], program.served_by)
+        return (replica if may_go else None), reason
 
     def find(self, program: Program, avoid_replica_id: str | None) -> tuple[Replica | None, Reason]:
         """Ask the policy where a program with a turn may be active now; if nowhere, return why not."""
@@ -87,6 +93,8 @@ class Placing:
         candidates = self.candidates(avoid_replica_id, program) if wanted is None else [wanted]
         if not candidates and self.parent_claims(program):
             candidates = self.open_to(program)
+            if not candidates and program.served_by is not None:
+                self._families.overdrawn[family_of(program)] = None
         if not candidates:
             return None, Reason.SUSPENDED if self._book.open_replicas else Reason.NO_REPLICA
         target, reason = self._among(candidates, program)

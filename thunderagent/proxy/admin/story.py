@@ -240,7 +240,8 @@ def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
     if program.status is Status.ACTIVE:
         return list(scheduler.replicas[program.replica_id or ""].suspended_for)
     if program.admitted and program.routed_to is not None:
-        return list(scheduler.replicas[program.routed_to].suspended_for)
+        waited_for = scheduler.replicas.get(program.routed_to)
+        return [] if waited_for is None else list(waited_for.suspended_for)
     if scheduler.granting_replicas:
         return []
     return list(dict.fromkeys(cause for replica in scheduler.open_replicas for cause in replica.suspended_for))

@@ -37,7 +37,13 @@ from thunderagent.programs.model.events import (
     TurnFinished,
     TurnProgressed,
 )
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, ResidencyReported, TierPolled
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    ModelAsked,
+    ReplicaPolled,
+    ResidencyReported,
+    TierPolled,
+)
 from thunderagent.programs.model.records.signals import GpuFirstToken, Signal
 from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
@@ -56,7 +62,8 @@ COALESCE_S = 0.05
 """A listener that waited gets what comes within this time at once."""
 
 QUIET = frozenset(
-    {Tick, TurnDue, TurnProgressed, ReplicaPolled, TierPolled, EncodesPolled, ResidencyReported, SandboxesMeasured}
+    {Tick, TurnDue, TurnProgressed, ModelAsked}
+    | {ReplicaPolled, TierPolled, EncodesPolled, ResidencyReported, SandboxesMeasured}
 )
 """Events that come all the time and say little; what is decided on them is in the feed."""
 

@@ -24,7 +24,10 @@ class Scope(StrEnum):
 
 
 class Route:
-    """Replicas with weights, and in which order they get programs: evenly mixed, as the weights say."""
+    """Replicas with weights, and in which order they get programs: evenly mixed, as the weights say.
+
+    That of a model leads to the replicas that serve it, and nowhere else.
+    """
 
     __slots__ = ("_credits", "programs", "targets")
 
@@ -34,6 +37,11 @@ class Route:
         self.programs: dict[Program, None] = {}
         """Whose narrowest route it is."""
         self._credits = dict.fromkeys((replica_id for replica_id, _ in targets), 0.0)
+
+    def lead_to(self, replica_ids: tuple[str, ...]) -> None:
+        """Lead to these replicas from now on, to one as well as to another."""
+        self.targets = tuple((replica_id, 1.0) for replica_id in replica_ids)
+        self._credits = dict.fromkeys(replica_ids, 0.0)
 
     def __repr__(self) -> str:
         return f"<Route to {', '.join(f'{replica_id} ({weight:g})' for replica_id, weight in self.targets)}>"

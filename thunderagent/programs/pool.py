@@ -1,0 +1,58 @@
+"""One pool: replicas that serve the same models, and who schedules them."""
+
+from __future__ import annotations
+
+from thunderagent.programs.model.fleet_events import ModelServed
+from thunderagent.programs.scheduler import Scheduler
+
+
+class Pool:
+    """Some replicas, the names that they list, and who schedules them."""
+
+    __slots__ = ("listed", "name", "partly", "pool_id", "scheduler")
+
+    def __init__(self, scheduler: Scheduler, pool_id: int) -> None:
+        """Begin without a replica; no other pool ever has that number."""
+        self.pool_id = pool_id
+        self.name = ""
+        """The first name that was listed there; empty before that."""
+        self.scheduler = scheduler
+        self.listed: dict[str, tuple[str, ...]] = {}
+        """What each of its replicas lists."""
+        self.partly: dict[str, tuple[str, ...]] = {}
+        """Of names that only some of its replicas serve, as LoRA adapters, which do."""
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.name!r}: {len(self.listed)} replicas, {self.scheduler!r}>"
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every name that one of its replicas lists, each once."""
+        return tuple(dict.fromkeys(name for names in self.listed.values() for name in names))
+
+    @property
+    def may_serve_any(self) -> bool:
+        """Whether one of its replicas lists nothing."""
+        return not all(self.listed.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no program lives there and no turn is on its way."""
+        return not self.scheduler.programs and not self.scheduler.turns
+
+    def serve_anew(self) -> list[ModelServed]:
+        """Find out which names only some of its replicas serve; return what its scheduler must hear of that.
+
+        A name that nobody lists any more, and a program asked for, stays with the replicas that had it: it may be
+        loaded again. Cost: O(names and replicas).
+        """
+        before, self.partly = self.partly, {}
+        for name in dict.fromkeys((*self.models, *before)):
+            ids = [each for each, names in self.listed.items() if name in names or not names]
+            if not ids and self.scheduler.core.routing.routes.by_model[name].programs:
+                ids = [each for each in before[name] if each in self.listed]
+            if 0 < len(ids) < len(self.listed):
+                self.partly[name] = tuple(ids)
+        now_s, partly = self.scheduler.now_s, self.partly
+        changed = [name for name in {**before, **partly} if before.get(name) != partly.get(name)]
+        return [ModelServed(now_s, name, partly.get(name, ())) for name in changed]
