@@ -117,7 +117,7 @@ class Sglang:
             "sglang-cpu",
             self._REQUIREMENTS,
             "about 3 GB, some minutes",
-            ["-m", "pip", "install", "--no-cache-dir", "--no-deps", f"sglang=={self.version}"],
+            ["-m", "pip", "install", "--no-cache-dir", "--no-compile", "--no-deps", f"sglang=={self.version}"],
             ["-c", Path(__file__).with_name("sglang_on_cpu.py").read_text()],
             ["-c", "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"],
             **self.variables,

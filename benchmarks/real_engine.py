@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 
 from benchmarks.engine_kinds import KINDS, Vllm
-from benchmarks.environments import RealEngineError, cache_dir, file_lock, run_logged
+from benchmarks.environments import COMPILES_ONCE, RealEngineError, cache_dir, file_lock, run_logged
 from benchmarks.processes import tail
 
 if TYPE_CHECKING:
@@ -163,13 +163,14 @@ class RealEngine:
             raise RealEngineError(f"{self!r} is running already")
         require_free_port(self.config.port)
         command = await asyncio.to_thread(_engine_command, self.config)
+        alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.config.kind.variables},
+                env={**os.environ, **COMPILES_ONCE, **alone, **self.config.kind.variables},
                 start_new_session=True,
             )
         try:
