@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/kubernetes/" in item.path.as_posix():
             item.add_marker(pytest.mark.kubernetes)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(180, func_only=True))
+                item.add_marker(pytest.mark.timeout(420, func_only=True))
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,6 @@ def simulate(spec: Json, image: str) -> None:
     pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-@pytest.mark.timeout(420)
 async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deployment: Deployment) -> None:
     """No turn fails while the image changes; and what a pod that is killed had made goes, too."""
     namespace = deployment.namespace
