@@ -79,7 +79,7 @@ NOT_OVERDUE_RANK = 1e12
 class LeastArea:
     """Rank by the index, and those first who waited for `bound_ratio` times the median residence; `inf`: nobody."""
 
-    bound_ratio: float = 8.0
+    bound_ratio: float = 2.0
     """A program that waited this many median residences comes before all. `inf`: never; `0`: longest wait first."""
     begun_ratio: float = 0.5
     """What a program counts that lost its claim. Lower it if programs are often paused in the middle."""
