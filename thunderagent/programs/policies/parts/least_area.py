@@ -118,27 +118,30 @@ class LeastArea:
 
     def area(self, turn_count: int, claim_tokens: float) -> float:
         """Return the index after so many turns, in tokens times turns. Cost: O(intervals), of which there are 36."""
+        ended, passed = self._ended, self._passed
         growth_tokens = self._grown_tokens / self._grown_count
         least_area = inf
         area, left_ratio, tokens, done_count = 0.0, 1.0, claim_tokens, turn_count
-        for interval in range(bisect_left(ENDS_COUNT, turn_count + 1), len(ENDS_COUNT)):
+        first = bisect_left(ENDS_COUNT, turn_count + 1)
+        previous_count = ENDS_COUNT[first - 1] if first else 0
+        for interval in range(first, len(ENDS_COUNT)):  # a call for each would cost more than all the rest
             last_count = ENDS_COUNT[interval]
-            length_count = last_count - (ENDS_COUNT[interval - 1] if interval else 0)
             turns_count = last_count - done_count
-            staying_ratio = (1 - self._ending_ratio(interval)) ** (turns_count / length_count)
-            held_tokens = tokens + growth_tokens * turns_count / 2
-            area += left_ratio * turns_count * held_tokens * (1 + staying_ratio) / 2
+            ended_count = ended[interval] + ENDING_RATIO * GUESS_WEIGHT
+            staying_ratio = 1 - ended_count / (ended[interval] + passed[interval] + GUESS_WEIGHT)
+            if done_count != previous_count:  # of the interval that it is in only the rest
+                staying_ratio **= turns_count / (last_count - previous_count)
+            grown_tokens = growth_tokens * turns_count
+            area += left_ratio * turns_count * (tokens + grown_tokens / 2) * (1 + staying_ratio) / 2
             left_ratio *= staying_ratio
-            least_area = min(least_area, area / (1 - left_ratio))
+            index = area / (1 - left_ratio)
+            if index < least_area:
+                least_area = index
             if left_ratio < NOBODY_LEFT_RATIO:
                 break
-            tokens += growth_tokens * turns_count
-            done_count = last_count
+            tokens += grown_tokens
+            done_count = previous_count = last_count
         return least_area if least_area < inf else claim_tokens * turn_count
-
-    def _ending_ratio(self, interval_id: int) -> float:
-        ended, passed = self._ended[interval_id], self._passed[interval_id]
-        return (ended + ENDING_RATIO * GUESS_WEIGHT) / (ended + passed + GUESS_WEIGHT)
 
     def observe(self, view: View, signal: Signal) -> None:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
