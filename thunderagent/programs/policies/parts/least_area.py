@@ -40,6 +40,7 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.records.learned import LengthsRecord
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
@@ -70,6 +71,9 @@ FORGETTING_RATIO = 0.999
 
 REMEMBERED_COUNT = 1000.0
 """Programs that count; beyond, what was seen before is halved."""
+
+MOST_COUNT = 1e9
+"""More than is ever counted: what is taken in from a file is checked."""
 
 NOT_OVERDUE_RANK = 1e12
 """Over every time: ranks of those that waited too long are times."""
@@ -142,6 +146,21 @@ class LeastArea:
             tokens += grown_tokens
             done_count = previous_count = last_count
         return least_area if least_area < inf else claim_tokens * turn_count
+
+    def export(self) -> LengthsRecord:
+        """Return what was learned of all programs."""
+        return LengthsRecord(tuple(self._ended), tuple(self._passed), self._grown_tokens, self._grown_count)
+
+    def adopt(self, lengths: LengthsRecord) -> None:
+        """Know what another one knew, in place of what was learned here. Raises ValueError for what cannot be."""
+        if not len(lengths.ended) == len(lengths.passed) == len(ENDS_COUNT):
+            raise ValueError(f"lengths of programs have {len(ENDS_COUNT)} intervals")
+        if not all(0 <= count <= MOST_COUNT for count in (*lengths.ended, *lengths.passed)):
+            raise ValueError(f"lengths of programs: a count is not from 0 to {MOST_COUNT:g}")
+        if not (1 <= lengths.grown_count <= MOST_COUNT and 0 <= lengths.grown_tokens <= MOST_COUNT * MOST_COUNT):
+            raise ValueError("lengths of programs: what turns added is beyond all measure")
+        self._ended, self._passed = list(lengths.ended), list(lengths.passed)
+        self._grown_tokens, self._grown_count = lengths.grown_tokens, lengths.grown_count
 
     def observe(self, view: View, signal: Signal) -> None:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
