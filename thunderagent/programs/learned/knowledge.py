@@ -195,7 +195,11 @@ class Knowledge:
             self.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
             return
         ratio = prompt_tokens / turn.prompt_bytes
-        usual_ratio = max(LEAST_TOKENS_PER_BYTE_RATIO, min(ratio, MOST_TOKENS_PER_BYTE_RATIO))
+        usual_ratio = ratio
+        if ratio < LEAST_TOKENS_PER_BYTE_RATIO:
+            usual_ratio = LEAST_TOKENS_PER_BYTE_RATIO
+        elif ratio > MOST_TOKENS_PER_BYTE_RATIO:
+            usual_ratio = MOST_TOKENS_PER_BYTE_RATIO
         self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self.tokens_per_byte_ratio)
         if branch is not None:
             branch.tokens_per_byte_ratio = ratio
@@ -297,8 +301,14 @@ class Knowledge:
         program.tool_runs = False
         self.tools_running_count -= 1
 
+    def tool_censored(self, program: Program, now_s: float) -> None:
+        """Learn that a program, whose claim is taken, is not back yet."""
+        if program.tool_runs and program.censored_after_s is None:
+            program.censored_after_s = away_s = now_s - program.acting_since_s
+            self.tool_times.censored(program.tool, away_s)
+
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
-        """Learn that programs, whose claims are taken, are not back yet."""
+        """Learn the same of many."""
         by_tool: dict[str, list[float]] = {}
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
@@ -309,7 +319,7 @@ class Knowledge:
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn from a program that ended."""
-        self.tools_censored((program,), now_s)
+        self.tool_censored(program, now_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:

@@ -22,14 +22,14 @@ FEW_RATIO = 1 / 4
 """Entries that are put into the heap one by one: of more than so many for each that is there it is made anew."""
 
 FRONT_COUNT = 16
-"""So many are put in order at a time, when somebody looks; there are never more than four times as many by that."""
+"""So many are put in order at a time, when somebody looks; there are never more than four times as many by `add`."""
 
 
 class RankedSet(Generic[T]):
     """Members in ascending order of rank; equal ranks in order of entry.
 
-    The lowest stand in front, in order: who looks mostly finds them there, and costs O(1). All others are ranked no
-    lower than the last of these. Of them `add` and `discard` cost O(1), for an entry is put into the heap only when the
+    The lowest stand in front, in order, and of a small set all: who looks mostly finds them there, and costs O(1). All
+    others are ranked no lower than the last of these. Of them `add` and `discard` cost O(1), for an entry is put into the heap only when the
     front is empty: many are gone by then. That costs O(log members) for each, amortised: one that was discarded or
     ranked anew stays in the heap until it reaches the top or the dead outnumber the living.
     """
@@ -68,7 +68,7 @@ class RankedSet(Generic[T]):
         entry: Entry = (rank, self._next_entry_id, member)
         self._next_entry_id += 1
         entry_of[member] = entry
-        if front and rank < front[-1][0]:
+        if (front and rank < front[-1][0]) or not (self._heap or self._new):
             insort(front, entry)
             if len(front) > 4 * FRONT_COUNT:
                 self._new += front[FRONT_COUNT:]
