@@ -163,8 +163,14 @@ class ToolTimes:
         everything.add(everything.returned, interval_id)
         table.add(table.returned, interval_id)
 
-    def censored(self, name: str, *away_s: float) -> None:
-        """Learn that programs were not back after so long, when their memory was given away or they ended."""
+    def censored(self, name: str, away_s: float) -> None:
+        """Learn that a program was not back after so long, when its memory was given away or it ended."""
+        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
+        everything.add(everything.away, interval_id)
+        table.add(table.away, interval_id)
+
+    def all_censored(self, name: str, away_s: Sequence[float]) -> None:
+        """Learn the same of many."""
         interval_ids = [bisect_right(EDGES_S, each_s) for each_s in away_s]
         self._all.add_away(interval_ids)
         self._table(name).add_away(interval_ids)

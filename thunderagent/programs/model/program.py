@@ -293,14 +293,12 @@ class Program:
         output_tokens = 0
         if len(self.branches) == 1:
             context_tokens = self.branches[MAIN_BRANCH].context_tokens
-            for turn in self.in_flight.values():
-                output_tokens += turn.output_tokens
-                if turn.prompt_tokens > context_tokens:
-                    context_tokens = turn.prompt_tokens
-            for turn in self.held.values():
-                output_tokens += turn.output_tokens
-                if turn.prompt_tokens > context_tokens:
-                    context_tokens = turn.prompt_tokens
+            for turns in (self.in_flight, self.held):
+                if turns:
+                    for turn in turns.values():
+                        output_tokens += turn.output_tokens
+                        if turn.prompt_tokens > context_tokens:
+                            context_tokens = turn.prompt_tokens
             return context_tokens + output_tokens
         longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
         for turn in (*self.in_flight.values(), *self.held.values()):

@@ -154,16 +154,20 @@ class RankedSet(Generic[T]):
 
     def lowest(self, count: int, highest: Order | None = None) -> list[T]:
         """Return the `count` members with the lowest ranks, in order; with `highest` none of a higher rank."""
-        front, all_count = self._front, len(self._entry_of)
-        if not all_count or (highest is not None and front and front[0][0] > highest):
-            return []
-        if count > all_count:
-            count = all_count
-        while len(front) < count and not (front and highest is not None and front[-1][0] > highest):
-            self._order(max(FRONT_COUNT, count) if highest is None else len(front) + FRONT_COUNT)
+        front = self._front
+        if not front:
+            if not self._entry_of:
+                return []
+            self._order(FRONT_COUNT)
         if highest is None:
+            if len(front) < count:
+                self._order(count)
             return [entry[2] for entry in front[:count]]
         found: list[T] = []
+        if front[0][0] > highest:
+            return found
+        while len(front) < count and len(front) < len(self._entry_of) and front[-1][0] <= highest:
+            self._order(len(front) + FRONT_COUNT)
         for entry in front:
             if len(found) == count or entry[0] > highest:
                 break
