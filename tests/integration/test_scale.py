@@ -43,12 +43,13 @@ from tests.integration.support import (
 )
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError, SchedulerUnreachableError
+from thunderagent.one_machine import serve_with_gateways
 from thunderagent.proxy.gate.guard import MAX_OPEN_BODY_BYTES
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import keep_target
 from thunderagent.scale.gateway.app import Scheduler
-from thunderagent.scaling import check_gateways, serve_with_gateways
+from thunderagent.scaling import check_gateways
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

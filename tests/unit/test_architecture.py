@@ -143,6 +143,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
     # The same for what several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
+    # Both by one command.
+    "one_machine": EVERY_ROOM | {"config", "serving", "scaling", "security"},
     # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
     "ray": frozenset({"errors", "config", "proxy", "security"}),
     # Has an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
@@ -155,6 +157,7 @@ ARROWS: dict[str, frozenset[str]] = {
     | {
         "config",
         "serving",
+        "one_machine",
         "scaling",
         "status",
         "calibrate",
