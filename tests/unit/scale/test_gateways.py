@@ -145,7 +145,7 @@ def test_a_replica_that_begins_anew_was_tripped_by_nobody() -> None:
     cell = Cell()
     cell.links("a", 1)
     cell.links("b", 1, "r")
-    cell.gateways.begins_anew(["r"])
+    cell.gateways.trips.begin_anew(["r"])
     cell.says("a", Digest("r", "tripped"))
     assert not cell.tripped_ids
 
