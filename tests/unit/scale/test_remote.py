@@ -69,7 +69,7 @@ async def test_no_turn_runs_without_leave_while_there_is_a_link() -> None:
     link.begin()
     link.now_s = PATIENCE_S
     link.runtime.look()
-    assert not link.runtime.fail_open_count
+    assert not link.runtime.alone.granted_count
     link.say(Lead(1), Lease(1, "p", 1, "a", "http://a", None, "fits", 0.0))
     assert (await waiting).granted.reason == "fits"
 

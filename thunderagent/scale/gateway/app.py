@@ -190,7 +190,7 @@ class GatewayHandlers:
         why = ""
         if runtime.leaving or runtime.closing:
             why = "shutting down"
-        elif not runtime.turns.is_led and not runtime.fails_open:
+        elif not runtime.turns.is_led and not runtime.alone.is_on:
             why = "there is no link to a scheduler"
         elif not up_count:
             why = "no replica is up"
@@ -240,7 +240,7 @@ class GatewayCollector:
         yield CounterMetricFamily(
             "thunderagent_fail_open_turns",
             "Turns that ran without a scheduler's lease: alert on any.",
-            runtime.fail_open_count,
+            runtime.alone.granted_count,
         )
 
 
