@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from ssl import SSLContext
 from typing import Literal
 
@@ -77,7 +78,9 @@ def build_gateway_app(
     held = HeldTurns(turn_settings.held, registry)
     tenancy = Tenancy(runtime, from_key=False, client_priority=turn_settings.client_priority)
     made = MadeAnswers(MADE_ANSWERS_COUNT)
-    flow = Turns(runtime, client, replicas, runtime, metrics, turn_settings, tenancy, held, made, websockets)
+    told = replace(turn_settings, tells_attempts=True)
+    flow = Turns(runtime, client, replicas, runtime, metrics, told, tenancy, held, made, websockets)
+    runtime.on_revoke = flow.revoke
     turns = TurnHandlers(flow)
     retries_count, identity = turn_settings.retries.retries_count, turn_settings.identity
     side_calls = SideCalls(

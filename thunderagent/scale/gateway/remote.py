@@ -42,6 +42,7 @@ from thunderagent.scale.messages import (
     PollShare,
     Refusal,
     Replicas,
+    Revoke,
 )
 
 log = structlog.get_logger("thunderagent.scale")
@@ -83,6 +84,8 @@ class RemoteRuntime:
         self.now_s = clock
         self.on_polls: Callable[[PollShare | Look | None], None] = lambda _word: None
         """Hears what this gateway is to poll; None: nothing, for there is no link."""
+        self.on_revoke: Callable[[str, int], None] = lambda _program_id, _turn_id: None
+        """Hears of a program's turn that is to end here, because it was tried again elsewhere."""
         self.polls_count: Callable[[], int] = lambda: 0
         """Returns how many engines are polled from here."""
         self.all_told = asyncio.Event()
@@ -246,6 +249,8 @@ class RemoteRuntime:
                     log.info("scheduler_leads", epoch=self.turns.epoch, alone_s=alone_s)
             case Replicas():
                 self.fleet.take(message)
+            case Revoke():
+                self.on_revoke(message.program_id, message.turn_id)
             case Gone():
                 self._program_gone(message.program_id)
             case PollShare() | Look():

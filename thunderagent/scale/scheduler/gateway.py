@@ -33,6 +33,9 @@ class Grants(Protocol):
     def left(self, turn_id: int) -> None:
         """Take in that nobody waits for a turn any more."""
 
+    def tried_again(self, turn_id: int) -> None:
+        """Take in that a turn will end because its client tried it again."""
+
     def released(self, word: Released) -> None:
         """Take in that a program ended."""
 

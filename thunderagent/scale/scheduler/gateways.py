@@ -44,11 +44,13 @@ from thunderagent.scale.messages import (
     Progress,
     Refusal,
     Released,
+    Revoke,
     Running,
     Told,
     Turns,
 )
 from thunderagent.scale.scheduler.gateway import Gateway, GatewayTurn, Grants
+from thunderagent.scale.scheduler.tried_again import TriedAgain
 from thunderagent.scale.scheduler.trips import Trips
 
 GENERATION_BITS = 32
@@ -81,6 +83,7 @@ class Gateways:
         """Hears of a higher epoch than this; None: this scheduler takes its epoch from its gateways."""
         self.on_polled: Callable[[Gateway, Polled], None] = lambda _gateway, _word: None
         """Hears what a gateway found at a replica that it polls."""
+        self._tried_again = TriedAgain()
         self.trips = Trips(self.all, grants.tripped)
         self._grants = grants
         self._on_news = on_news
@@ -184,9 +187,10 @@ class Gateways:
         self._drop(gateway, turn_id)
         gateway.lost(turn_id, own_id)
         if lease is None:
-            self._grants.left(own_id)
+            self._left(own_id)
         else:
             self._grants.ended(own_id, TurnEnd(own_id, lease.program_id, lease.generation, "abandoned"))
+        self._is_over(own_id)
 
     def frame(self, gateway: Gateway) -> Frame:
         """Return what is to be sent to a gateway now."""
@@ -255,9 +259,41 @@ class Gateways:
         if known is None:
             earlier_id = None if ask.supersedes_id is None else gateway.own_id(ask.supersedes_id)
             own_id = self._new(gateway, ask.turn_id).own_id
-            self._grants.asked(own_id, replace(ask, turn_id=own_id, supersedes_id=earlier_id))
+            asked = replace(ask, turn_id=own_id, supersedes_id=earlier_id)
+            elsewhere_id = self._tried_again.comes(asked)
+            if elsewhere_id is None or not self._revokes(elsewhere_id, asked, gateway):
+                self._grants.asked(own_id, asked)
         elif known.lease is not None:  # its grant was lost with the link
             self.say(gateway, known.lease)
+
+    def _revokes(self, earlier_id: int, ask: TurnAsk, gateway: Gateway) -> bool:
+        """Have another gateway end an earlier attempt, and `ask` wait for that; False if no other one has it."""
+        of = self._by_own_id.get(earlier_id)
+        if of is None or of[0] is gateway or not of[0].is_linked:
+            return False
+        self._tried_again.waits(ask, earlier_id)
+        self._grants.tried_again(earlier_id)
+        self.say(of[0], Revoke(of[1], ask.program_id or ""))
+        self.held(ask.turn_id)
+        return True
+
+    def _left(self, own_id: int) -> None:
+        if not self._tried_again.left(own_id):
+            self._grants.left(own_id)
+
+    def _is_over(self, own_id: int) -> None:
+        """Ask for what waited until a turn is over; call it once whoever grants knows that."""
+        for ask in self._tried_again.over(own_id):
+            self._goes_on(replace(ask, supersedes_id=own_id))
+
+    def _goes_on(self, ask: TurnAsk) -> None:
+        if ask.turn_id in self._by_own_id:
+            self._grants.asked(ask.turn_id, ask)
+
+    def look(self) -> None:
+        """Look for turns that wait for an earlier attempt which does not end; call it now and then."""
+        for ask in self._tried_again.late():
+            self._goes_on(ask)
 
     def _ended(self, gateway: Gateway, end: TurnEnd, running: Running | None = None) -> None:
         """Count how a turn ended, once, and acknowledge it."""
@@ -272,9 +308,10 @@ class Gateways:
             if end.outcome != "finished":
                 gateway.lost(turn_id, own_id)
             if lease is None:  # it ran by no leave that was heard of
-                self._grants.left(own_id)
+                self._left(own_id)
             else:
                 self._grants.ended(own_id, end)
+            self._is_over(own_id)
         gateway.counted[turn_id] = 0
         if self.on_counted is not None:
             self.on_counted(gateway, turn_id)
@@ -297,6 +334,7 @@ class Gateways:
         if known is not None:
             self._over(gateway, turn_id)
         turn = self._new(gateway, turn_id)
+        self._tried_again.comes(replace(running.ask, turn_id=turn.own_id))
         turn.lease = lease
         self.adopted_count += 1
         self._serves(gateway, lease)
@@ -365,6 +403,7 @@ class Gateways:
             gateway, turn_id = of
             self._drop(gateway, turn_id)
             self.say(gateway, Refusal(turn_id, code, message, retry_after_s))
+            self._is_over(own_id)
 
     def is_known(self, own_id: int) -> bool:
         """Say whether a turn is held or runs."""
