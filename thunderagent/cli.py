@@ -379,7 +379,7 @@ def run_workflow(args: argparse.Namespace) -> int:
 
 def run_replay(args: argparse.Namespace) -> int:
     """Replay a log and say what came out."""
-    from thunderagent.event_log import replay
+    from thunderagent.runtime.event_log import replay
 
     try:
         with args.log.open("rb") as lines:
@@ -398,7 +398,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
 def run_record(args: argparse.Namespace) -> int:
     """Record the programs of a log and say what was left out."""
-    from thunderagent.event_log import read_events
+    from thunderagent.runtime.event_log import read_events
     from thunderagent.simulator.workloads.record import record
 
     try:

@@ -25,7 +25,6 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.learned_state import LearnedState
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import LOOP_LAG
 from thunderagent.proxy.fleet.breaker import BreakerSettings
@@ -33,6 +32,7 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.keys import KEY_HEADER, mint_key
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.runtime.learned_state import LearnedState
 from thunderagent.scale.gateway.app import build_gateway_app
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.dialling import Dialling

@@ -23,8 +23,6 @@ from thunderagent.backends.discovery import Source
 from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.event_log import EventLogWriter
-from thunderagent.learned_state import LearnedState
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
@@ -53,6 +51,9 @@ from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES
 from thunderagent.reloading import Reloader, hangup, take_over
 from thunderagent.replica_sources import followers_of, sources_of, static_of
 from thunderagent.runtime import Runtime, RuntimeSettings
+from thunderagent.runtime.event_log import EventLogWriter
+from thunderagent.runtime.learned_state import LearnedState
+from thunderagent.runtime.signal_log import SignalLogWriter
 from thunderagent.sandboxes import build_manager
 from thunderagent.security import (
     ServerTls,
@@ -65,7 +66,6 @@ from thunderagent.security import (
     is_loopback,
     judge_api_key,
 )
-from thunderagent.signal_log import SignalLogWriter
 
 if TYPE_CHECKING:
     from thunderagent.proxy.watch.tracing import Tracing

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
-from thunderagent.event_log import replay
 from thunderagent.programs import invariants
+from thunderagent.runtime.event_log import replay
 from thunderagent.serving import build_runtime, proxy
 
 if TYPE_CHECKING:

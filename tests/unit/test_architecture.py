@@ -81,8 +81,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
-        *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
-        "learned_state",
+        *("leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
         *("provision", "provisioning"),
     }
 )
@@ -99,18 +98,12 @@ ARROWS: dict[str, frozenset[str]] = {
     "backends": frozenset({"errors", "programs", "faults", "cluster"}),
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader"}),
-    "event_log": frozenset({"errors", "programs", "policy_loader"}),
     "leases": frozenset({"programs"}),
-    "signal_log": frozenset({"errors", "programs"}),
-    "served_models": frozenset({"errors", "programs", "leases"}),
-    "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
-    "learned_state": frozenset({"errors", "programs", "runtime"}),
+    "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
     # Its own rooms: `FORBIDDEN`. `backends` knows how a cluster is asked for a Lease.
-    "scale": frozenset(
-        {"errors", "programs", "leases", "runtime", "learned_state", "proxy", "backends", "compilation", "status"}
-    ),
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation", "status"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "compilation": frozenset(),
@@ -140,7 +133,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # Reads the configuration again, and tells whoever goes by it.
     "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
+    "serving": EVERY_ROOM - {"simulator"} | {"config", "reloading"},
     # The same for what several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
@@ -178,6 +171,8 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ("thunderagent.backends", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.proxy", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.runtime", frozenset({"aiohttp", "httpx2", "http"}), frozenset()),
+    # Only a log that is replayed says which policy is wanted.
+    ("thunderagent.runtime", frozenset({"thunderagent.policy_loader"}), frozenset({"thunderagent.runtime.event_log"})),
     (
         "thunderagent.scale.gateway",
         frozenset({"thunderagent.scale.scheduler", "thunderagent.scale.leader"}),
@@ -230,7 +225,20 @@ SIMULATOR_ARROWS: dict[str, frozenset[str]] = {
     "commands": frozenset({"engine", "embedded", "workloads", "figures", "runs", "comparison", "report"}),
 }
 
-HOUSES = {"thunderagent.proxy": PROXY_ARROWS, "thunderagent.simulator": SIMULATOR_ARROWS}
+# The modules around the single writer.
+RUNTIME_ARROWS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("observers", "event_log", "signal_log", "translation", "fleet", "served_models"), frozenset()),
+    "writer": frozenset({"observers", "event_log", "translation", "fleet", "served_models"}),
+    "operator": frozenset({"writer"}),
+    "runtime": frozenset({"observers", "event_log", "translation", "fleet", "served_models", "writer", "operator"}),
+    "learned_state": frozenset({"runtime"}),
+}
+
+HOUSES = {
+    "thunderagent.proxy": PROXY_ARROWS,
+    "thunderagent.simulator": SIMULATOR_ARROWS,
+    "thunderagent.runtime": RUNTIME_ARROWS,
+}
 
 ROOM_MODULE_COUNT = 12
 """A room has a dozen modules at most, beside its `__init__`."""
@@ -718,7 +726,7 @@ def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
 
 
 def test_a_room_is_no_attic() -> None:
-    """A room of the proxy or the simulator, and a folder in one, has a dozen modules at most."""
+    """A room of a house, and a folder in one, has a dozen modules at most."""
     folders = [module.name for module in all_modules() if module.is_package and module.is_in(*HOUSES)]
     for folder in folders:
         inside = [each.name for each in all_modules() if each.name.rpartition(".")[0] == folder and not each.is_package]
@@ -874,7 +882,7 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.proxy.turns.flow", "from thunderagent.programs.policies.baselines.cap import Cap"),
         ("thunderagent.client.sync", "from thunderagent.errors import ThunderAgentError"),
         ("thunderagent.config", "from thunderagent.cli import main"),
-        ("thunderagent.policy_loader", "from thunderagent.event_log import replay"),
+        ("thunderagent.policy_loader", "from thunderagent.runtime.event_log import replay"),
         ("thunderagent.serving", "from thunderagent.cli import main"),
         ("thunderagent.status", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.runtime", "from thunderagent.policy_loader import load_policy"),
@@ -927,7 +935,7 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
         ("thunderagent.cli", "from thunderagent.config import Settings\nimport thunderagent.tools.docker"),
         ("thunderagent.cli", "from thunderagent.serving import serve\nfrom thunderagent.status import watch_status"),
         ("thunderagent.serving", "from thunderagent.config import ServeConfig\nimport thunderagent.proxy.app"),
-        ("thunderagent.event_log", "from thunderagent.policy_loader import load_policy"),
+        ("thunderagent.runtime.event_log", "from thunderagent.policy_loader import load_policy"),
     ],
 )
 def test_a_right_import_is_let_through(name: str, source: str) -> None:

@@ -23,7 +23,7 @@ def package(tmp_path: Path) -> Path:
         "programs/model/events.py": '"""Events."""\n\n# interpreted: its types are read\n',
         "programs/policies/cap.py": "N = 8\n",
         "programs/policies/helpers.py": '"""Helpers."""\n\n# compiled: every turn asks\n',
-        "runtime.py": '"""Runtime."""\n\n# compiled: every turn asks\n',
+        "runtime/writer.py": '"""Runtime."""\n\n# compiled: every turn asks\n',
         "proxy/wire/heads.py": '"""Heads."""\n\n# compiled: every turn has two\n',
         "proxy/app.py": "",
         "tools/manager.py": "# compiled: nothing says so here\n",
@@ -44,7 +44,7 @@ def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_w
     """Wherever the modules lie; policies are as the shell is."""
     names = [path.relative_to(package).as_posix() for path in compiled_sources(package)]
     core = ["programs/book/costs.py", "programs/policies/helpers.py", "programs/scheduler.py"]
-    assert names == [*core, "proxy/wire/heads.py", "runtime.py"]
+    assert names == [*core, "proxy/wire/heads.py", "runtime/writer.py"]
 
 
 def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_the_events_are_not() -> None:
