@@ -234,7 +234,16 @@ RUNTIME_ARROWS: dict[str, frozenset[str]] = {
     "learned_state": frozenset({"runtime"}),
 }
 
+# The slices of the configuration, and what puts them together.
+SLICES = frozenset({"access", "engines", "processes", "sandboxes", "scheduling", "turns"})
+CONFIG_ARROWS: dict[str, frozenset[str]] = {
+    "slices": frozenset(),
+    **dict.fromkeys(SLICES, frozenset({"slices"})),
+    "config": SLICES | {"slices"},
+}
+
 HOUSES = {
+    "thunderagent.config": CONFIG_ARROWS,
     "thunderagent.proxy": PROXY_ARROWS,
     "thunderagent.simulator": SIMULATOR_ARROWS,
     "thunderagent.runtime": RUNTIME_ARROWS,
