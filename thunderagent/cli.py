@@ -448,22 +448,27 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the names below, - written as _")
-    for name, field in ServeConfig.model_fields.items():
-        if name in FILE_FIELDS:
-            continue
-        option = LIST_FIELDS.get(name, name.replace("_", "-"))
-        help_text = f"{field.description}"
-        if field.default not in (None, (), {}, ""):
-            help_text += f" (default: {field.default})"
-        help_text = f"{help_text} [{ENVIRONMENT_PREFIX}{name.upper()}]".replace("%", "%%")
-        if name in LIST_FIELDS:
-            parser.add_argument(f"--{option}", dest=name, action="append", metavar="NAME=VALUE", help=help_text)
-        elif get_origin(field.annotation) is Literal:
-            choices = [choice for choice in get_args(field.annotation) if choice]
-            parser.add_argument(f"--{option}", dest=name, choices=choices, help=help_text)
-        else:
-            metavar = "X" if name.endswith(("_per_s", "_ratio")) else _metavar(field.annotation)
-            parser.add_argument(f"--{option}", dest=name, metavar=metavar, help=help_text)
+    for options in ServeConfig.slices():
+        group = parser.add_argument_group(options.heading())
+        for name, field in options.model_fields.items():
+            if name not in FILE_FIELDS:
+                _add_option(group, name, field, ENVIRONMENT_PREFIX)
+
+
+def _add_option(group: Any, name: str, field: Any, environment_prefix: str) -> None:
+    option = LIST_FIELDS.get(name, name.replace("_", "-"))
+    help_text = f"{field.description}"
+    if field.default not in (None, (), {}, ""):
+        help_text += f" (default: {field.default})"
+    help_text = f"{help_text} [{environment_prefix}{name.upper()}]".replace("%", "%%")
+    if name in LIST_FIELDS:
+        group.add_argument(f"--{option}", dest=name, action="append", metavar="NAME=VALUE", help=help_text)
+    elif get_origin(field.annotation) is Literal:
+        choices = [choice for choice in get_args(field.annotation) if choice]
+        group.add_argument(f"--{option}", dest=name, choices=choices, help=help_text)
+    else:
+        metavar = "X" if name.endswith(("_per_s", "_ratio")) else _metavar(field.annotation)
+        group.add_argument(f"--{option}", dest=name, metavar=metavar, help=help_text)
 
 
 def _metavar(annotation: Any) -> str:
