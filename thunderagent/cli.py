@@ -286,8 +286,8 @@ def run_serve(args: argparse.Namespace) -> int:
     import uvloop
 
     from thunderagent.config import ServeConfig, unknown_variables
-    from thunderagent.lookups import Loop
-    from thunderagent.serving import serve
+    from thunderagent.serving.lookups import Loop
+    from thunderagent.serving.serving import serve
 
     _read_listen(args)
     given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name, None)) is not None}

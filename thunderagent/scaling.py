@@ -43,7 +43,11 @@ from thunderagent.scale.leader.store import Store
 from thunderagent.scale.leader.writing import Writing
 from thunderagent.scale.messages import RemoteReplica
 from thunderagent.scale.scheduler.links import Links
-from thunderagent.security import (
+from thunderagent.serving.building import build_runtime, client_settings_of, policy_settings_of, turn_settings_of
+from thunderagent.serving.embedded import embedded_engines
+from thunderagent.serving.listening import CLOSE_S, leave, leave_port, listening
+from thunderagent.serving.process import calm_garbage_collector, collect_garbage, keep_freed_memory, raise_file_limit
+from thunderagent.serving.security import (
     ServerTls,
     backend_api_key,
     backend_ssl_context,
@@ -51,23 +55,7 @@ from thunderagent.security import (
     check_security,
     guard_settings,
 )
-from thunderagent.serving import (
-    CLOSE_S,
-    background,
-    build_runtime,
-    calm_garbage_collector,
-    client_settings_of,
-    collect_garbage,
-    embedded_engines,
-    keep_freed_memory,
-    leave,
-    leave_port,
-    listening,
-    policy_settings_of,
-    proxy,
-    raise_file_limit,
-    turn_settings_of,
-)
+from thunderagent.serving.serving import background, proxy
 
 log = structlog.get_logger("thunderagent")
 

@@ -81,8 +81,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
-        *("leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
-        *("provision", "provisioning"),
+        *("leases", "runtime", "proxy", "client", "provision"),
     }
 )
 
@@ -107,43 +106,30 @@ ARROWS: dict[str, frozenset[str]] = {
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "compilation": frozenset(),
-    "lookups": frozenset(),
     "log_lines": frozenset(),
     # A client of the admin API: it knows the proxy by its answers alone.
     "status": frozenset({"errors"}),
     # A client of an engine, which it knows by its answers alone.
     "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and handed down in slices: nobody else may reach for it.
-    "config": EVERY_ROOM - {"simulator"},
-    # Lets the sandbox manager and the scheduler hear of each other.
-    "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
-    # From the configuration to the sources of replicas.
-    "replica_sources": frozenset({"errors", "programs", "backends", "runtime", "proxy", "config"}),
+    "config": frozenset({"errors", "faults", "backends", "tools"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
     # An engine of its own behind the proxy, which knows it by its answers alone: nobody else imports it.
     "nova": frozenset({"errors"}),
     # Above the proxy, which it knows by HTTP alone: nobody else imports it.
     "workflows": frozenset({"errors", "client"}),
-    # Lets whoever starts and ends replicas and the proxy hear of each other.
-    "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
-    # Makes keys, TLS and limits of the configuration.
-    "security": frozenset({"errors", "proxy", "config"}),
     # Makes a key for a person.
     "key_command": frozenset({"errors", "faults", "proxy"}),
-    # Reads the configuration again, and tells whoever goes by it.
-    "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM - {"simulator"} | {"config", "reloading"},
+    "serving": EVERY_ROOM - {"simulator"} | {"config"},
     # The same for what several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
-    "ray": frozenset({"errors", "config", "proxy", "security"}),
+    "ray": frozenset({"errors", "config", "proxy", "serving"}),
     # Has an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
-    "picker": frozenset(
-        {"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "security", "serving"}
-    ),
+    "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
     # A client of engines and of a proxy, which it can start for itself.
-    "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
+    "doctor": frozenset({"errors", "backends", "config", "serving"}),
     "cli": EVERY_ROOM
     | {
         "config",
@@ -155,7 +141,6 @@ ARROWS: dict[str, frozenset[str]] = {
         "doctor",
         "key_command",
         "log_lines",
-        "lookups",
         "nova",
         "picker",
         "scale",
@@ -242,7 +227,18 @@ CONFIG_ARROWS: dict[str, frozenset[str]] = {
     "config": SLICES | {"slices"},
 }
 
+# What starts the proxy: each file from the configuration to one part of it; and what puts them together.
+PARTS = frozenset({"embedded", "lookups", "process", "provisioning", "replica_sources", "sandboxes", "security"})
+SERVING_ARROWS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(PARTS, frozenset()),
+    "building": frozenset({"security"}),
+    "listening": frozenset({"security"}),
+    "reloading": frozenset({"security", "replica_sources"}),
+    "serving": PARTS - {"lookups"} | {"building", "listening", "reloading"},
+}
+
 HOUSES = {
+    "thunderagent.serving": SERVING_ARROWS,
     "thunderagent.config": CONFIG_ARROWS,
     "thunderagent.proxy": PROXY_ARROWS,
     "thunderagent.simulator": SIMULATOR_ARROWS,
@@ -833,7 +829,7 @@ def test_public_names_are_documented() -> None:
 
 def test_serve_imports_nothing_of_the_simulator() -> None:
     """Its simulated engines are processes of their own."""
-    says = "import sys, thunderagent.serving; print([name for name in sys.modules if 'simulator' in name])"
+    says = "import sys, thunderagent.serving.serving; print([name for name in sys.modules if 'simulator' in name])"
     done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -13,7 +13,7 @@ from thunderagent import __version__
 from thunderagent.cli import FILE_FIELDS, LIST_FIELDS, build_parser, main
 from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
-from thunderagent.serving import build_runtime
+from thunderagent.serving.building import build_runtime
 from thunderagent.simulator.workloads.formats import load_recorded
 
 

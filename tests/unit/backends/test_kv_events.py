@@ -23,7 +23,8 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.fleet_events import ResidencyReported
 from thunderagent.runtime.event_log import read_events
-from thunderagent.serving import build_runtime, proxy
+from thunderagent.serving.building import build_runtime
+from thunderagent.serving.serving import proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -23,7 +23,7 @@ from thunderagent.config import ServeConfig
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.scale.handover import add_arguments
 from thunderagent.scaling import check_gateways
-from thunderagent.serving import CLOSE_S
+from thunderagent.serving.listening import CLOSE_S
 from thunderagent.tools.base import SANDBOX_LABEL
 
 if TYPE_CHECKING:
