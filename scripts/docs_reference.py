@@ -25,7 +25,8 @@ from pydantic import BaseModel
 
 from scripts.docs_metrics import by_group
 from thunderagent import errors
-from thunderagent.cli import LIST_FIELDS, build_parser
+from thunderagent.cli import build_parser
+from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.programs import policies

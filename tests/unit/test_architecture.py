@@ -102,13 +102,11 @@ ARROWS: dict[str, frozenset[str]] = {
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
     # Its own rooms: `FORBIDDEN`. `backends` knows how a cluster is asked for a Lease.
-    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation", "status"}),
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "compilation": frozenset(),
     "log_lines": frozenset(),
-    # A client of the admin API: it knows the proxy by its answers alone.
-    "status": frozenset({"errors"}),
     # A client of an engine, which it knows by its answers alone.
     "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and handed down in slices: nobody else may reach for it.
@@ -118,8 +116,6 @@ ARROWS: dict[str, frozenset[str]] = {
     "nova": frozenset({"errors"}),
     # Above the proxy, which it knows by HTTP alone: nobody else imports it.
     "workflows": frozenset({"errors", "client"}),
-    # Makes a key for a person.
-    "key_command": frozenset({"errors", "faults", "proxy"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM - {"simulator"} | {"config"},
     # The same for what several processes share.
@@ -135,11 +131,9 @@ ARROWS: dict[str, frozenset[str]] = {
         "config",
         "serving",
         "scaling",
-        "status",
         "calibrate",
         "compilation",
         "doctor",
-        "key_command",
         "log_lines",
         "nova",
         "picker",
@@ -154,6 +148,9 @@ SCALE = "thunderagent.scale"
 # Modules: what else they must never know; and who among them may, all the same.
 FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ("thunderagent.backends", frozenset({"thunderagent.programs.policies"}), frozenset()),
+    # Clients of the admin API: they know the proxy by its answers alone.
+    ("thunderagent.cli.status", frozenset({"thunderagent.proxy", "thunderagent.runtime"}), frozenset()),
+    ("thunderagent.cli.handover", frozenset({"thunderagent.proxy", "thunderagent.scale"}), frozenset()),
     ("thunderagent.proxy", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.runtime", frozenset({"aiohttp", "httpx2", "http"}), frozenset()),
     # Only a log that is replayed says which policy is wanted.
@@ -237,7 +234,16 @@ SERVING_ARROWS: dict[str, frozenset[str]] = {
     "serving": PARTS - {"lookups"} | {"building", "listening", "reloading"},
 }
 
+# The commands, and what reads the line.
+CLI_ARROWS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("key", "log_output", "logs", "status"), frozenset()),
+    "handover": frozenset({"status"}),
+    "serve": frozenset({"log_output"}),
+    "command_line": frozenset({"log_output", "logs", "serve", "status"}),
+}
+
 HOUSES = {
+    "thunderagent.cli": CLI_ARROWS,
     "thunderagent.serving": SERVING_ARROWS,
     "thunderagent.config": CONFIG_ARROWS,
     "thunderagent.proxy": PROXY_ARROWS,
@@ -889,7 +895,7 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.config", "from thunderagent.cli import main"),
         ("thunderagent.policy_loader", "from thunderagent.runtime.event_log import replay"),
         ("thunderagent.serving", "from thunderagent.cli import main"),
-        ("thunderagent.status", "from thunderagent.proxy.admin.reports import Report"),
+        ("thunderagent.cli.status", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.runtime", "from thunderagent.policy_loader import load_policy"),
         ("thunderagent.extra", "import os"),
         ("thunderagent", "from thunderagent import errors"),
@@ -938,7 +944,10 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
         ),
         ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),
         ("thunderagent.cli", "from thunderagent.config import Settings\nimport thunderagent.tools.docker"),
-        ("thunderagent.cli", "from thunderagent.serving import serve\nfrom thunderagent.status import watch_status"),
+        (
+            "thunderagent.cli",
+            "from thunderagent.serving.serving import serve\nfrom thunderagent.cli.status import watch_status",
+        ),
         ("thunderagent.serving", "from thunderagent.config import ServeConfig\nimport thunderagent.proxy.app"),
         ("thunderagent.runtime.event_log", "from thunderagent.policy_loader import load_policy"),
     ],

@@ -91,6 +91,6 @@ def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str
 
 def test_no_command_runs_on_a_stale_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even a simulation: its figures would be of code that nobody sees."""
-    monkeypatch.setattr("thunderagent.cli.build_kind", lambda: "stale")
+    monkeypatch.setattr("thunderagent.cli.command_line.build_kind", lambda: "stale")
     assert main(["simulate", "--minutes", "1"]) == 2
     assert capsys.readouterr().err == f"thunderagent: error: {STALE}\n"
