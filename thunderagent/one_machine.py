@@ -18,8 +18,8 @@ from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.scaling import begin_process, check_gateways, scheduler
-from thunderagent.security import check_security
-from thunderagent.serving import CLOSE_S
+from thunderagent.serving.listening import CLOSE_S
+from thunderagent.serving.security import check_security
 
 log = structlog.get_logger("thunderagent")
 

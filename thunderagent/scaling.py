@@ -21,7 +21,6 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.learned_state import LearnedState
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import LOOP_LAG
 from thunderagent.proxy.fleet.breaker import BreakerSettings
@@ -29,6 +28,7 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.keys import KEY_HEADER
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.runtime.learned_state import LearnedState
 from thunderagent.scale.gateway.app import build_gateway_app
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.dialling import Dialling
@@ -39,7 +39,11 @@ from thunderagent.scale.leader.store import Store
 from thunderagent.scale.leader.writing import Writing
 from thunderagent.scale.messages import RemoteReplica
 from thunderagent.scale.scheduler.links import Links
-from thunderagent.security import (
+from thunderagent.serving.building import build_runtime, client_settings_of, policy_settings_of, turn_settings_of
+from thunderagent.serving.embedded import embedded_engines
+from thunderagent.serving.listening import leave, leave_port, listening
+from thunderagent.serving.process import calm_garbage_collector, collect_garbage, keep_freed_memory, raise_file_limit
+from thunderagent.serving.security import (
     ServerTls,
     backend_api_key,
     backend_ssl_context,
@@ -47,22 +51,7 @@ from thunderagent.security import (
     check_security,
     guard_settings,
 )
-from thunderagent.serving import (
-    background,
-    build_runtime,
-    calm_garbage_collector,
-    client_settings_of,
-    collect_garbage,
-    embedded_engines,
-    keep_freed_memory,
-    leave,
-    leave_port,
-    listening,
-    policy_settings_of,
-    proxy,
-    raise_file_limit,
-    turn_settings_of,
-)
+from thunderagent.serving.serving import background, proxy
 
 log = structlog.get_logger("thunderagent")
 
