@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Protocol
+from typing import Any, Protocol
 
 from multidict import CIMultiDictProxy
 
@@ -61,6 +61,7 @@ class Answer:
         "_waiter",
         "headers",
         "is_whole",
+        "notes",
         "reason",
         "status",
     )
@@ -70,6 +71,7 @@ class Answer:
         self.status = head.status
         self.reason = head.reason
         self.headers: CIMultiDictProxy[str] = head.headers
+        self.notes: dict[str, Any] = head.notes
         self.is_whole = False
         self._connection: Carrier | None = connection
         self._pieces: list[bytes] = []
@@ -89,7 +91,11 @@ class Answer:
     @property
     def content_type(self) -> str:
         """The media type, without its parameters."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        known: str | None = self.notes.get("content_type")
+        if known is None:
+            known = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+            self.notes["content_type"] = known
+        return known
 
     async def read(self) -> bytes:
         """Return the whole body, or what is left of it; once more the same. Raises like `next_piece`."""
