@@ -33,7 +33,7 @@ from thunderagent.cli import main
 from thunderagent.config import ServeConfig
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
-from thunderagent.reloading import difference
+from thunderagent.serving.reloading import difference
 
 if TYPE_CHECKING:
     from pathlib import Path

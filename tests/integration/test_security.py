@@ -48,7 +48,7 @@ from thunderagent.client import ProxyRefusedError, program
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.keys import Keyring, mint_key
-from thunderagent.security import check_security
+from thunderagent.serving.security import check_security
 
 if TYPE_CHECKING:
     from pathlib import Path

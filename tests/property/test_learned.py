@@ -8,12 +8,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.learned_state import PoolRecord, decode_state, encode_state
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.model.turn import Turn
+from thunderagent.runtime.learned_state import PoolRecord, decode_state, encode_state
 
 
 def program_named(name: str) -> Program:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.replay.make_logs import HISTORIES, POLICIES, log_of, write_log
 from thunderagent.cli import main
-from thunderagent.event_log import replay
 from thunderagent.programs.invariants import check
 from thunderagent.programs.policies import POLICIES as EVERY_POLICY
+from thunderagent.runtime.event_log import replay
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *HISTORIES])

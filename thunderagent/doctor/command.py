@@ -23,8 +23,9 @@ from thunderagent.doctor.among import findings_among
 from thunderagent.doctor.asking import Asker
 from thunderagent.doctor.findings import Finding, as_json, exit_status, show, warning
 from thunderagent.errors import ConfigurationError
-from thunderagent.security import backend_api_key, backend_ssl_context
-from thunderagent.serving import build_runtime, proxy
+from thunderagent.serving.building import build_runtime
+from thunderagent.serving.security import backend_api_key, backend_ssl_context
+from thunderagent.serving.serving import proxy
 
 DESCRIPTION = """\
 Find what is wrong, and say what to do.

@@ -12,7 +12,7 @@ from thunderagent.doctor.asking import NO_ANSWER, Answer, Asker
 from thunderagent.doctor.engines import clock
 from thunderagent.doctor.findings import Finding, fault, ok, warning
 from thunderagent.errors import ConfigurationError
-from thunderagent.security import check_security, is_loopback
+from thunderagent.serving.security import check_security, is_loopback
 
 KEY_HEADER = "X-ThunderAgent-Key"
 CLOSED_REMEDY = "make one with `thunderagent key NAME --admin` and give it to doctor in THUNDERAGENT_KEY"

@@ -23,16 +23,12 @@ from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.scaling import begin_process, check_gateways, gateway
-from thunderagent.security import check_security, held_limits, is_loopback
-from thunderagent.serving import (
-    CLOSE_S,
-    background,
-    build_runtime,
-    calm_garbage_collector,
-    embedded_engines,
-    policy_settings_of,
-    proxy,
-)
+from thunderagent.serving.building import build_runtime, policy_settings_of
+from thunderagent.serving.embedded import embedded_engines
+from thunderagent.serving.listening import CLOSE_S
+from thunderagent.serving.process import calm_garbage_collector
+from thunderagent.serving.security import check_security, held_limits, is_loopback
+from thunderagent.serving.serving import background, proxy
 
 log = structlog.get_logger("thunderagent.picker")
 

@@ -8,9 +8,8 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin, write, write_eof
 from thunderagent.proxy.wire.exchange import KeptBody, Wait
-from thunderagent.proxy.wire.stall import write, write_eof
 
 
 class AiohttpExchange:

@@ -25,9 +25,9 @@ import structlog
 from aiohttp import web
 
 from thunderagent.errors import BadFrameError, FencedError, OperationRefusedError, StoreError
-from thunderagent.learned_state import LearnedState
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.runtime import Runtime
+from thunderagent.runtime.learned_state import LearnedState
 from thunderagent.scale import messages
 from thunderagent.scale.leader.candidacy import Candidacy
 from thunderagent.scale.leader.inheritance import go_on_from, let_go

@@ -12,6 +12,7 @@ the frames that it passed, and they the answer, until a garbage collection.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
@@ -52,13 +53,13 @@ class Answer:
         "_connection",
         "_failure",
         "_is_held",
-        "_is_wanted_whole",
         "_pieces",
         "_pieces_bytes",
         "_raised",
         "_sink",
         "_wait",
         "_waiter",
+        "_wanted_bytes",
         "headers",
         "is_whole",
         "notes",
@@ -77,7 +78,7 @@ class Answer:
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._is_held = False
-        self._is_wanted_whole = False
+        self._wanted_bytes = 0
         self._sink: Sink | None = None
         self._wait: Wait = None
         self._raised: Exception | None = None
@@ -99,15 +100,22 @@ class Answer:
 
     async def read(self) -> bytes:
         """Return the whole body, or what is left of it; once more the same. Raises like `next_piece`."""
-        if self._body is None:
-            self._is_wanted_whole = True
-            try:
-                while not self.is_whole:
-                    self.go_on()
-                    await self._change()
-            finally:
-                self._is_wanted_whole = False
+        await self.whole_within(sys.maxsize)
         return self.whole()
+
+    async def whole_within(self, max_bytes: int) -> bool:
+        """Wait for the whole body; False as soon as it is larger than that: then it waits for who takes pieces.
+
+        Raises like `next_piece`.
+        """
+        self._wanted_bytes = max_bytes
+        try:
+            while not self.is_whole and self._pieces_bytes <= max_bytes:
+                self.go_on()
+                await self._change()
+        finally:
+            self._wanted_bytes = 0
+        return self.is_whole
 
     def whole(self) -> bytes:
         """Return the body of an answer that is whole, or what is left of it; once more the same."""
@@ -206,7 +214,7 @@ class Answer:
         else:
             self._pieces.append(piece)
             self._pieces_bytes += len(piece)
-            if self._is_wanted_whole:
+            if self._pieces_bytes <= self._wanted_bytes:
                 return
             if self._pieces_bytes > READ_AHEAD_BYTES:
                 self.hold()

@@ -28,6 +28,7 @@ from thunderagent.proxy.wire.http11.chunks import Chunks
 from thunderagent.proxy.wire.http11.heads import (
     CHANGES_PROTOCOL,
     CHUNKED,
+    MAX_HEAD_BYTES,
     TO_THE_END,
     AnswerHead,
     KnownHeads,
@@ -78,7 +79,7 @@ class Connection:
         self._answer: Answer | None = None
         self._failure: Failure | None = None
         self._buffer = b""
-        self._left_bytes = self._queued_bytes = 0
+        self._left_bytes = self._queued_bytes = self._interim_bytes = 0
         self._chunks: Chunks | None = None
         self._unsent = memoryview(b"")
         self._keeps_alive = self._may_change = False
@@ -113,7 +114,7 @@ class Connection:
         assert not self._method, "a connection carries one request at a time"
         self._method = method
         self._may_change = may_change
-        self._has_heard = False
+        self._has_heard, self._interim_bytes = False, 0
         self._heard_s = self._loop.time()
         self._silence_s, self._total_s, self._begun_s = limits.silence_s, limits.total_s, begun_s
         self._set_due(self._heard_s)
@@ -280,6 +281,9 @@ class Connection:
                 break
             if head.status == CHANGES_PROTOCOL:
                 raise NotHttpError("it changes the protocol, which nobody asked for")
+            self._interim_bytes += end
+            if self._interim_bytes > MAX_HEAD_BYTES:  # each one ends a silence, so no limit would
+                raise NotHttpError(f"it sends more than {MAX_HEAD_BYTES} bytes of interim answers")
         self._buffer = b""
         self._keeps_alive = head.keeps_alive
         self._chunks = Chunks() if head.length == CHUNKED else None

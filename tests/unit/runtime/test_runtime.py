@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from tests.builders import asked
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
-from thunderagent.event_log import EventLogWriter, read_events
 from thunderagent.leases import OpenLease, TurnEnd, TurnHint
 from thunderagent.programs.invariants import check
 from thunderagent.programs.model.decisions import Decision, Grant, Hold, Reason, Release, Restore
@@ -29,6 +28,7 @@ from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime, RuntimeSettings
+from thunderagent.runtime.event_log import EventLogWriter, read_events
 
 
 class Clock:
@@ -50,7 +50,7 @@ async def running(
     scheduler = Scheduler(policy or Cap(n=1), SchedulerSettings(no_replica_limit_s=10.0))
     runtime = Runtime(scheduler, RuntimeSettings(grace_s=grace_s), clock=clock)
     for replica_id in replicas:
-        runtime.replica_polled(replica_id, 1000, None)
+        runtime.dispatch(ReplicaPolled(runtime.now_s(), replica_id, 1000))
         runtime.replica_up(replica_id)
     yield runtime, clock
     check(scheduler)
@@ -102,7 +102,7 @@ async def test_the_scheduler_hears_what_a_caller_knows_of_a_turn(tmp_path: Path)
     """Of its prompt and group when it arrives, of its tool when it ends."""
     writer = EventLogWriter(tmp_path / "log", policy="cap", policy_settings={"n": 1}, settings=SchedulerSettings())
     runtime = Runtime(Scheduler(Cap(n=1)), event_log=writer, clock=Clock())
-    runtime.replica_polled("r0", 1000, 0.5, 10, 2)
+    runtime.dispatch(ReplicaPolled(runtime.now_s(), "r0", 1000, 0.5, 10, 2))
     runtime.replica_up("r0")
     lease = await runtime.lease(asked(runtime, "a", prefix=((5, 100), (6, 200)), group_id="g"))
     lease.finished(10, 5, 0, "bash:ls")
@@ -397,8 +397,8 @@ async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
         ask = asked(runtime, "a", program_class="coder")
         with await runtime.lease(ask) as lease, structlog.testing.capture_logs() as lines:
             lease.finished(10)
-            runtime.set_route("class", "coder", (("r0", 3.0), ("r1", 1.0)))
-            runtime.set_priority("a", -5)
+            runtime.operator.set_route("class", "coder", (("r0", 3.0), ("r1", 1.0)))
+            runtime.operator.set_priority("a", -5)
         assert lines == [
             {
                 "event": "set_route",

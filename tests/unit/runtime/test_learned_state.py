@@ -14,14 +14,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from thunderagent.errors import ConfigurationError, StateError
-from thunderagent.learned_state import (
-    LearnedState,
-    PoolRecord,
-    decode_state,
-    encode_state,
-    read_state,
-    write_state,
-)
 from thunderagent.leases import TurnAsk
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.media_sizes import CLASSES_COUNT
@@ -30,6 +22,14 @@ from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
+from thunderagent.runtime.learned_state import (
+    LearnedState,
+    PoolRecord,
+    decode_state,
+    encode_state,
+    read_state,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

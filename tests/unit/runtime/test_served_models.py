@@ -12,7 +12,7 @@ from thunderagent.leases import ReplicaMap, ReplicaState, TurnAsk
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.served_models import ASK_EVERY_S, ServedModels
+from thunderagent.runtime.served_models import ASK_EVERY_S, ServedModels
 
 
 class World:

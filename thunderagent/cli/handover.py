@@ -11,23 +11,22 @@ from pathlib import Path
 
 import httpx2
 
-from thunderagent.status import KEY_VARIABLE, TIMEOUT_S
+from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S
 
+DESCRIPTION = (
+    "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
+    "leads. Streams go on, and held turns stay held. The old one stands by then."
+)
 LOOK_S = 0.02
 LIMIT_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.description = (
-        "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
-        "leads. Streams go on, and held turns stay held. The old one stands by then."
-    )
     parser.add_argument("--url", default="http://127.0.0.1:8300", help="of a gateway or of the scheduler that leads")
     parser.add_argument("--force", action="store_true", help="even if none stands by: for the last one's end")
     parser.add_argument("--key", default=os.environ.get(KEY_VARIABLE, ""), help=f"an admin key [{KEY_VARIABLE}]")
     parser.add_argument("--ca-file", type=Path, metavar="FILE", help="certificates to trust for an https URL, PEM")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

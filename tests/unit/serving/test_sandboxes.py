@@ -8,7 +8,7 @@ from tests.builders import Driver, of_kind
 from thunderagent.programs.model.decisions import Pause
 from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.runtime import Runtime
-from thunderagent.sandboxes import RuntimePrograms
+from thunderagent.serving.sandboxes import RuntimePrograms
 
 
 def programs_of(driver: Driver) -> RuntimePrograms:

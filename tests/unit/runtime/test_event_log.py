@@ -9,7 +9,6 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
-from thunderagent.event_log import EVENTS, EventLogWriter, read_events, replay
 from thunderagent.programs.model.events import (
     ProgramCrowdedOut,
     ProgramHinted,
@@ -23,6 +22,7 @@ from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.runtime.event_log import EVENTS, EventLogWriter, read_events, replay
 
 SETTINGS = SchedulerSettings(idle_limit_s=7.5)
 HEADER = b'{"format":"thunderagent-events/1","policy":"cap","policy_settings":{"n":"2"},"settings":{}}\n'

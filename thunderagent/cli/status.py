@@ -21,12 +21,14 @@ from rich.text import Text
 REFRESH_S = 1.0
 TIMEOUT_S = 5.0
 BAR_WIDTH = 30
+PIPE_WIDTH = 160
+"""Columns of output that is not a terminal: ids stay whole, so that they can be searched for."""
 KEY_VARIABLE = "THUNDERAGENT_KEY"
 LARGEST_FIRST = ("claim", "turns", "held")
 SMALLEST_FIRST = ("opened", "id", "replica", "state")
 """Orders of programs, as `GET /programs` knows them."""
 
-TOP_DESCRIPTION = "Watch a running proxy until Ctrl-C: rates of the last minute, memory, and programs in an order."
+TOP_DESCRIPTION = "Watch a running proxy until Ctrl-C: rates of the last minute, memory, and the programs."
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +39,7 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_top_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `top`."""
-    parser.add_argument(
-        "--once", action="store_true", help="print it once; so it is where the output is not a terminal"
-    )
+    parser.add_argument("--once", action="store_true", help="print it once and end, as without a terminal")
     parser.add_argument(
         "--sort",
         default="claim",
@@ -99,7 +99,8 @@ def watch_top(
 
 
 def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
-    console = Console(markup=False, emoji=False, highlight=False)  # ids are text, whatever they look like
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are text, whatever they look like
     try:
         verify = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -210,8 +211,8 @@ def _get(client: httpx2.Client, path: str) -> Any:
 
 
 def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return an empty table that fits 80 columns; `numbers` are columns on the right, aligned right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    """Return an empty table; `numbers` are columns on the right, aligned right. Ids of 15 letters fit 80 columns."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
     for column in numbers:

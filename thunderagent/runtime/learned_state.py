@@ -33,7 +33,7 @@ from thunderagent.programs.model.fleet_events import KnowledgeLoaded
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.pool import Pool
-from thunderagent.runtime import Runtime
+from thunderagent.runtime.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.learned_state")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from thunderagent.lookups import Lookups, Loop
+from thunderagent.serving.lookups import Lookups, Loop
 
 KEY = ("name", 80, 0, 0, 0, 0)
 FOUND = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 80))]

@@ -10,8 +10,8 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.replica_sources import KvFollower, followers_of, of_rank, sources_of, static_of
 from thunderagent.runtime import Runtime
+from thunderagent.serving.replica_sources import KvFollower, followers_of, of_rank, sources_of, static_of
 
 
 def config(**given: object) -> ServeConfig:

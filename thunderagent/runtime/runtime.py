@@ -15,93 +15,63 @@ Nothing here knows HTTP: a trainer that calls its engines itself takes leases in
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
-from math import ceil, inf
-from operator import itemgetter
+from math import inf
 from time import monotonic
-from typing import get_args
 
 import structlog
 from msgspec.structs import replace
 
 from thunderagent.errors import (
-    NoReplicaError,
-    NoRoomInTimeError,
-    NotFoundError,
-    OperationRefusedError,
-    ProgramHopelessError,
-    ProgramKilledError,
-    ProgramReleasedError,
     ShuttingDownError,
     StandingByError,
     ThunderAgentError,
     TooManyProgramsError,
     TurnAbortedError,
 )
-from thunderagent.event_log import EventLogWriter
-from thunderagent.leases import UNBOUNDED, Lease, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd, TurnHint
-from thunderagent.programs.model.advice.routes import Targets
-from thunderagent.programs.model.decisions import (
-    Decision,
-    Grant,
-    Hold,
-    Reason,
-    Reject,
-    SetPriority,
-    SetRoute,
-)
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd, TurnHint
+from thunderagent.programs.model.decisions import Decision, Grant, Reject
 from thunderagent.programs.model.events import (
     Event,
-    PinnedTurnArrived,
-    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    Tick,
     ToolEnded,
     ToolStarted,
     TurnAbandoned,
     TurnAdopted,
-    TurnArrived,
     TurnDue,
-    TurnFailed,
-    TurnFinished,
     TurnProgressed,
     TurnStarted,
     TurnUnverified,
 )
 from thunderagent.programs.model.fleet_events import (
-    EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
-    MigrationAsked,
     ModelAsked,
-    PrioritySet,
-    ProgramKilled,
-    ProvisionAsked,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
-    ReplicaKilled,
-    ReplicaPolled,
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
-    RouteSet,
 )
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.signals import Signal
-from thunderagent.programs.operations import NOT_THERE, Operations
-from thunderagent.programs.pool import Pool
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.served_models import ServedModels
+from thunderagent.runtime.event_log import EventLogWriter
+from thunderagent.runtime.fleet import Fleet
+from thunderagent.runtime.observers import Observer
+from thunderagent.runtime.operator import Operator
+from thunderagent.runtime.served_models import ServedModels
+from thunderagent.runtime.translation import arrival, arrived, ending, hinting, refusal_of
+from thunderagent.runtime.writer import Writer
 
 log = structlog.get_logger("thunderagent.runtime")
 
@@ -116,31 +86,10 @@ class RuntimeSettings:
     """How long a shutdown waits for turns in flight."""
 
 
-MOST_RETRY_AFTER_S = 60
-"""Clients take a longer wait that they are told for a mistake."""
-
 ELSEWHERE = "another scheduler leads; ask that, or a gateway"
 
 TIMER_SLACK_S = 0.002
 """An event loop's timer may be early by a millisecond."""
-
-Observer = Callable[[Event, Sequence[Decision]], None]
-
-_OF_REPLICAS = (
-    ReplicaUp,
-    ReplicaDown,
-    ReplicaDraining,
-    ReplicaRemoved,
-    ReplicaTripped,
-    ReplicaPolled,
-    EncodesPolled,
-    ReplicaKilled,
-    GrantsSuspended,
-    GrantsContinued,
-)
-"""Events after which the replicas that they are about are pushed."""
-
-_KINDS_OF_REPLICAS = frozenset(_OF_REPLICAS)
 
 
 class Runtime:
@@ -164,8 +113,6 @@ class Runtime:
         self.pools = Pools(scheduler, make_scheduler)
         self.settings = settings or RuntimeSettings()
         self.now_s = clock
-        self.decision_counts: Counter[tuple[type[Decision], Reason]] = Counter()
-        """Decisions by kind and reason."""
         self.outcome_counts: Counter[str] = Counter()
         """Turns by how they ended."""
         self.leases_count = 0
@@ -173,31 +120,28 @@ class Runtime:
         """Of finished turns, as far as engines said their usage; so are the next two."""
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
-        self._event_log = event_log
-        self._observers: dict[int, tuple[Observer, frozenset[type] | None]] = {}
-        """By their numbers, and which kinds of events and decisions each is about; None is all."""
-        self._observer_numbers = count()
-        self._observers_by_kind: dict[type, tuple[tuple[int, Observer], ...]] = {}
-        """Those that are about a kind, with their numbers, in their order; found out when one first comes."""
         self._turn_ids = count(1)
-        self._waiters: dict[int, asyncio.Future[Grant]] = {}
         self._abortable_ids: set[int] = set()
         self._superseded_ids: set[int] = set()
         """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
-        self.replicas = ReplicaMap()
+        self._fleet = Fleet(self.pools)
+        self.replicas = self._fleet.replicas
         """What others may know of the replicas."""
-        self._urls: dict[str, str] = {}
         limit_s = scheduler.settings.no_replica_limit_s
         self.served = ServedModels(
-            self.pools, self.replicas, state_of=self._state_of, clock=clock, no_replica_limit_s=limit_s
+            self.pools, self.replicas, state_of=self._fleet.state_of, clock=clock, no_replica_limit_s=limit_s
         )
         """Which models are served where."""
+        self._writer = Writer(self.pools, self._fleet, self.served, clock, event_log)
+        self._waiters = self._writer.waiters
+        self.decision_counts = self._writer.decision_counts
+        """Decisions by kind and reason."""
+        self.operator = Operator(self.pools, self._writer, clock)
+        """What operators may have done."""
         self.stands_by = False
         """Whether another scheduler leads: then nothing is granted here."""
         self._closing = False
         self.leaving = False
-        self._crash: Exception | None = None
-        self._crashed = asyncio.Event()
         self._no_lease_left = asyncio.Event()
         self._no_lease_left.set()
 
@@ -212,7 +156,7 @@ class Runtime:
     @property
     def has_crashed(self) -> bool:
         """Whether the scheduler raised: nothing that it knows can be trusted."""
-        return self._crash is not None
+        return self._writer.has_crashed
 
     @property
     def held_count(self) -> int:
@@ -226,19 +170,19 @@ class Runtime:
         if self._closing or self.stands_by:
             raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
         turn_id = ask.turn_id
-        if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
-            self._superseded_ids.add(ask.supersedes_id)
+        if ask.supersedes_id is not None:
+            self.tried_again(ask.supersedes_id)
         arrived_s = self.now_s()
         decisions = self._arrives(ask, arrived_s)
         if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
-            hinted = _hinting(ask.program_id, ask.hint, "", self.now_s())
-            decisions = [*decisions, *self.dispatch(hinted)]  # that may be what lets this turn in
+            hinted = hinting(ask.program_id, ask.hint, "", self.now_s())
+            decisions = [*decisions, *self._writer.dispatch(hinted)]  # that may be what lets this turn in
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
             if type(decision) is Reject and decision.turn_id == turn_id:
                 self.outcome_counts["rejected"] += 1
-                raise self._refusal(decision)
+                raise refusal_of(decision, self.pools)
         waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiters[turn_id] = waiter
         if ask.abortable:
@@ -249,11 +193,11 @@ class Runtime:
                 grant = await waiter
         except asyncio.CancelledError:
             self.outcome_counts[self._superseded_or("abandoned", turn_id)] += 1
-            self.dispatch(TurnAbandoned(self.now_s(), turn_id))
+            self._writer.dispatch(TurnAbandoned(self.now_s(), turn_id))
             raise
         except ThunderAgentError as error:
             self.outcome_counts["aborted" if isinstance(error, TurnAbortedError) else "rejected"] += 1
-            self.dispatch(TurnAbandoned(self.now_s(), turn_id))  # at a shutdown the scheduler still holds it
+            self._writer.dispatch(TurnAbandoned(self.now_s(), turn_id))  # at a shutdown the scheduler still holds it
             raise
         finally:
             self._waiters.pop(turn_id, None)
@@ -266,8 +210,8 @@ class Runtime:
     def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
         """Tell of a turn, and first of its model where only some replicas of its pool serve that."""
         if self.pools.some_partly and ask.pinned_replica_id is None and (name := self.pools.partly_name(ask.model)):
-            self.dispatch(ModelAsked(now_s, ask.turn_id, name))
-        return self.dispatch(_arrival(ask, now_s))
+            self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
+        return self._writer.dispatch(arrival(ask, now_s))
 
     async def _with_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> TurnAsk:
         """Find the pool that a turn is for; return the turn with what that leaves of its client's patience."""
@@ -293,7 +237,9 @@ class Runtime:
         if due_s == inf:
             return None
         delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S
-        return asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(TurnDue(self.now_s(), turn_id)))
+        return asyncio.get_running_loop().call_later(
+            delay_s, lambda: self._writer.dispatch(TurnDue(self.now_s(), turn_id))
+        )
 
     def abort_held(self, replica_id: str | None = None) -> int:
         """End the wait of held turns that may be aborted, with `TurnAbortedError`; return how many.
@@ -326,7 +272,7 @@ class Runtime:
             raise StandingByError(ELSEWHERE)
         if program_id in self.programs:
             return False
-        self.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
+        self._writer.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
         if program_id not in self.programs:
             raise TooManyProgramsError(f"there are too many programs to open {program_id!r}; all of them have turns")
         return True
@@ -341,37 +287,10 @@ class Runtime:
     def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
         """Have `observer` called with each event and what was decided on it, once that was carried out.
 
-        If it says what it is `about`, it is called only with events of these kinds, or with such a decision: who waits
-        for something rare costs turns nothing. Return what ends that; idempotent.
+        If it says what it is `about`, it is called only with events of these kinds, or with such a decision. Return
+        what ends that; idempotent.
         """
-        number = next(self._observer_numbers)
-        self._observers[number] = observer, frozenset(about) or None
-        self._observers_by_kind.clear()
-
-        def stop() -> None:
-            self._observers.pop(number, None)
-            self._observers_by_kind.clear()
-
-        return stop
-
-    def _observers_of(self, event: Event, decisions: Sequence[Decision]) -> Iterable[tuple[int, Observer]]:
-        """Return who hears of an event and what was decided on it, each once. Cost: a lookup for each of them."""
-        found: Sequence[tuple[int, Observer]] = self._about(type(event))
-        for decision in decisions:
-            more = self._about(type(decision))
-            if more and more is not found:
-                found = sorted({*found, *more}, key=itemgetter(0)) if found else more
-        return found
-
-    def _about(self, kind: type) -> tuple[tuple[int, Observer], ...]:
-        about = self._observers_by_kind.get(kind)
-        if about is None:
-            about = self._observers_by_kind[kind] = tuple(
-                (number, observer)
-                for number, (observer, kinds) in self._observers.items()
-                if kinds is None or kind in kinds
-            )
-        return about
+        return self._writer.observers.add(observer, about)
 
     def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
         """Have `listener` called with each signal of the information stream; return what ends that."""
@@ -413,15 +332,20 @@ class Runtime:
 
     def unverified(self, turn_id: int) -> None:
         """Hear that only a stranger will tell how a turn goes."""
-        self.dispatch(TurnUnverified(self.now_s(), turn_id))
+        self._writer.dispatch(TurnUnverified(self.now_s(), turn_id))
 
     def started(self, turn_id: int) -> None:
         """Hear that the first byte of an answer came."""
-        self.dispatch(TurnStarted(self.now_s(), turn_id))
+        self._writer.dispatch(TurnStarted(self.now_s(), turn_id))
 
     def progressed(self, turn_id: int, output_tokens: int) -> None:
         """Hear about how many tokens were generated so far."""
-        self.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
+        self._writer.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
+
+    def tried_again(self, turn_id: int) -> None:
+        """Hear that the next attempt takes the place of a turn: it ends as superseded, if it has not ended yet."""
+        if turn_id in self.pools.turns:
+            self._superseded_ids.add(turn_id)
 
     def ended(self, end: TurnEnd) -> None:
         """Take a lease back."""
@@ -429,7 +353,7 @@ class Runtime:
         self.leases_count -= 1
         if not self.leases_count:
             self._no_lease_left.set()
-        self.dispatch(_ending(end, self.now_s()))
+        self._writer.dispatch(ending(end, self.now_s()))
 
     def count_end(self, end: TurnEnd) -> None:
         """Count how a turn ended, and what it used; alone, of one that had no lease here."""
@@ -445,8 +369,7 @@ class Runtime:
         False if nothing is granted there now: then it is not counted.
         """
         now_s = self.now_s()
-        arrived = _arrived(ask, now_s)
-        self.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived))
+        self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived(ask, now_s)))
         adopted = ask.turn_id in self.pools.turns
         if adopted:
             self._lease_begins()
@@ -461,7 +384,7 @@ class Runtime:
         """
         lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
         if lives or any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers):
-            self.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
+            self._writer.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
         return lives
 
     def program_judged(
@@ -469,7 +392,7 @@ class Runtime:
     ) -> None:
         """Say what a judge thinks of a program, as in `ProgramJudged`; nothing happens if it is gone."""
         if self.lives(program_id, generation):
-            self.dispatch(
+            self._writer.dispatch(
                 ProgramJudged(self.now_s(), program_id, generation, turn_count, will_succeed, confidence_ratio)
             )
 
@@ -477,215 +400,87 @@ class Runtime:
         """End several programs at once, so that none of them gets the room of another; return those that lived."""
         live_ids = [program_id for program_id in program_ids if program_id in self.programs]
         if live_ids:
-            self.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
+            self._writer.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
         return live_ids
 
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
         """Say that a program's tool begins now, `inferred` if its client did not; False if there is no such program."""
-        self.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
+        self._writer.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
         return program_id in self.programs
 
     def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:
         """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
-        self.dispatch(ToolEnded(self.now_s(), program_id, inferred))
+        self._writer.dispatch(ToolEnded(self.now_s(), program_id, inferred))
         return program_id in self.programs
 
     def hint(self, program_id: str, hint: TurnHint, branch_id: str = "") -> bool:
         """Say what a client says of a program's next turn; False if there is no such program."""
         known = program_id in self.programs
         if known:
-            self.dispatch(_hinting(program_id, hint, branch_id, self.now_s()))
+            self._writer.dispatch(hinting(program_id, hint, branch_id, self.now_s()))
         return known
-
-    def replica_polled(
-        self,
-        replica_id: str,
-        capacity_tokens: int | None,
-        hit_ratio: float | None,
-        query_tokens: int | None = None,
-        preemption_count: int | None = None,
-        kv_used_ratio: float | None = None,
-        engine_waiting_count: int | None = None,
-        age_s: float = 0.0,
-    ) -> None:
-        """Say what a replica's metrics said, as in `ReplicaPolled`."""
-        self.dispatch(
-            ReplicaPolled(
-                self.now_s(),
-                replica_id,
-                capacity_tokens,
-                hit_ratio,
-                query_tokens,
-                preemption_count,
-                kv_used_ratio,
-                engine_waiting_count,
-                age_s,
-            )
-        )
 
     def replica_at(self, replica_id: str, url: str) -> None:
         """Say where a replica is; its leases tell."""
-        self._urls[replica_id] = url
+        self._fleet.urls[replica_id] = url
         self.served.replica_known(replica_id)
 
     def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
         """Say that a replica may be used, and how large it is if that is known."""
         if self.pools.is_strange(replica_id):
             models = self.pools.listing_of(replica_id) or ()
-            self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
+            self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
             self.pools.forget(replica_id)
             self.pools.listed(replica_id, models)
             self.served.changed()
         elif self.pools.listing_of(replica_id) is None:
             self.served.listed(replica_id, ())
-        self.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
+        self._writer.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
 
     def replica_down(self, replica_id: str) -> None:
         """Say that a replica is gone."""
-        self.dispatch(ReplicaDown(self.now_s(), replica_id))
+        self._writer.dispatch(ReplicaDown(self.now_s(), replica_id))
 
     def replica_draining(self, replica_id: str) -> None:
         """Say that a replica gets nothing new."""
-        self.dispatch(ReplicaDraining(self.now_s(), replica_id))
+        self._writer.dispatch(ReplicaDraining(self.now_s(), replica_id))
 
     def replica_flushed(self, replica_id: str) -> None:
         """Say that a replica threw away what it kept for later turns."""
-        self.dispatch(ReplicaFlushed(self.now_s(), replica_id))
+        self._writer.dispatch(ReplicaFlushed(self.now_s(), replica_id))
 
     def suspend_grants(self, cause: str, replica_id: str | None = None) -> None:
         """Grant nothing on a replica (None: on any) until the cause is over."""
-        self.dispatch(GrantsSuspended(self.now_s(), cause, replica_id))
+        self._writer.dispatch(GrantsSuspended(self.now_s(), cause, replica_id))
 
     def continue_grants(self, cause: str, replica_id: str | None = None) -> None:
         """Say that a cause for granting nothing is over; nothing happens if it does not hold."""
-        self.dispatch(GrantsContinued(self.now_s(), cause, replica_id))
+        self._writer.dispatch(GrantsContinued(self.now_s(), cause, replica_id))
 
     def replica_removed(self, replica_id: str) -> None:
         """Say that a replica is gone for good."""
-        self._urls.pop(replica_id, None)
-        self.dispatch(ReplicaRemoved(self.now_s(), replica_id))
+        self._fleet.urls.pop(replica_id, None)
+        self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
         self.served.forget(replica_id)
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
         """Say that a replica that is up fails turn after turn, or that it may be tried again."""
-        self.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
-
-    # --- what an operator says; each raises `OperationRefusedError` with the reason where it cannot be done
-
-    def set_route(self, scope: str, name: str, targets: Targets) -> None:
-        """Send the programs of a scope to replicas, by their weights; to any, if none is named."""
-        _refuse(self._why_not_route(scope, name, targets))
-        self.dispatch(RouteSet(self.now_s(), scope, name, targets))
-
-    def set_priority(self, program_id: str, priority: int, replica_id: str | None = None) -> None:
-        """Give a program a priority, lower first; with a `replica_id`, in that engine alone."""
-        _refuse(self._operations_of(program_id, replica_id).why_not_priority(program_id, priority, replica_id))
-        self.dispatch(PrioritySet(self.now_s(), program_id, priority, replica_id))
-
-    def migrate(self, program_id: str, replica_id: str) -> None:
-        """Move a program to another replica: now, or when its turns in flight have ended."""
-        _refuse(self._operations_of(program_id, replica_id).why_not_migrate(program_id, replica_id))
-        self.dispatch(MigrationAsked(self.now_s(), program_id, replica_id))
-
-    def kill(self, program_id: str) -> None:
-        """End a program; its held turns are refused."""
-        _refuse(self._operations_of(program_id).why_not_kill(program_id))
-        self.dispatch(ProgramKilled(self.now_s(), program_id))
-
-    def kill_replica(self, replica_id: str) -> None:
-        """Have a replica drain and end, by whoever observes decisions."""
-        _refuse(self._operations_of(replica_id=replica_id).why_not_kill_replica(replica_id))
-        self.dispatch(ReplicaKilled(self.now_s(), replica_id))
-
-    def provision(self) -> None:
-        """Have one more replica started, by whoever observes decisions."""
-        self.dispatch(ProvisionAsked(self.now_s()))
-
-    def _operations_of(self, program_id: str = "", replica_id: str | None = None) -> Operations:
-        """Return who knows whether something can be done with a replica, or with a program."""
-        pools = self.pools
-        homes = pools.of_program(program_id)
-        pool = pools.of_replica(replica_id) if replica_id is not None else homes[0] if homes else pools.all[0]
-        return pool.scheduler.operations
-
-    def _why_not_route(self, scope: str, name: str, targets: Targets) -> str:
-        """Say why a route cannot be set; each pool is asked about its own replicas."""
-        if not targets:
-            return self._operations_of(name).why_not_route(scope, name, targets)
-        by_pool: dict[Pool, list[tuple[str, float]]] = {}
-        for target in targets:
-            by_pool.setdefault(self.pools.of_replica(target[0]), []).append(target)
-        whys = (pool.scheduler.operations.why_not_route(scope, name, tuple(own)) for pool, own in by_pool.items())
-        return next(filter(None, whys), "")
+        self._writer.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
 
     async def run(self) -> None:
-        """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process.
-
-        After an exception in the middle of an event the sums are wrong, and nothing that follows can be trusted.
-        """
-        period_s = min(self.settings.tick_s, self.scheduler.policy.tick_s)
-        while not self._crashed.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(period_s):
-                    await self._crashed.wait()
-            if not self._crashed.is_set():
-                self.dispatch(Tick(self.now_s()))
-                self._log_events(EventLogWriter.flush)
-        assert self._crash is not None
-        raise self._crash
+        """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process."""
+        await self._writer.run(self.settings.tick_s)
 
     def dispatch(self, event: Event) -> list[Decision]:
         """Hand one event to the scheduler and carry out what it decides."""
-        pools = self.pools
-        in_pools = pools.several or bool(pools.to_tell)
-        try:
-            decisions = pools.handle(event) if in_pools else self.scheduler.handle(event)
-        except Exception as error:
-            self._crash = error
-            self._crashed.set()
-            log.critical("scheduler_crashed", on_event=repr(event), exc_info=True)
-            raise
-        about, by_kind = type(event), self._observers_by_kind
-        if about in _KINDS_OF_REPLICAS:
-            self._push(event)
-        elif in_pools and about is Tick and any(type(each) in _KINDS_OF_REPLICAS for _, each, _ in pools.handled):
-            self.served.changed()  # some have become one
-        is_heard: object = by_kind.get(about, True)  # until that was found out, somebody may
-        for decision in decisions:
-            is_heard = is_heard or by_kind.get(type(decision), True)
-            self.decision_counts[type(decision), decision.reason] += 1
-            if type(decision) is Grant:
-                waiter = self._waiters.get(decision.turn_id)
-                if waiter is not None and not waiter.done():
-                    waiter.set_result(decision)
-            else:
-                self._carry_out(decision)
-        if is_heard:
-            for _, observer in self._observers_of(event, decisions):
-                observer(event, decisions)
-        if self._event_log is not None:
-            if in_pools:
-                self._log_events(lambda event_log: event_log.write_pools(pools.handled))
-            else:
-                self._log_events(lambda event_log: event_log.write(event, decisions))
-        return decisions
-
-    def _log_events(self, write: Callable[[EventLogWriter], None]) -> None:
-        """Do something with the event log; give it up, loudly, if the disk does: serving goes on."""
-        if self._event_log is None:
-            return
-        try:
-            write(self._event_log)
-        except OSError:
-            log.exception("event_log_given_up")
-            self._event_log = None
+        return self._writer.dispatch(event)
 
     def _superseded_or(self, outcome: str, turn_id: int) -> str:
         """Return how a turn ended that whoever carried it out ended so."""
         if turn_id not in self._superseded_ids:
             return outcome
         self._superseded_ids.discard(turn_id)
-        return "superseded"
+        return outcome if outcome == "finished" else "superseded"
 
     async def close(self, *, waits: bool = True) -> None:
         """Grant nothing more, refuse who waits, let turns in flight end up to the grace period.
@@ -704,7 +499,7 @@ class Runtime:
                     await self._no_lease_left.wait()
             except TimeoutError:
                 log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
-        self._log_events(EventLogWriter.flush)
+        self._writer.flush()
 
     def _lease_begins(self) -> None:
         if not self.leases_count:
@@ -720,150 +515,9 @@ class Runtime:
             grant.program_id,
             program.generation if program is not None else 0,
             grant.replica_id,
-            self._urls.get(grant.replica_id, ""),
+            self._fleet.urls.get(grant.replica_id, ""),
             grant.engine_priority,
             grant.reason,
             held_s,
         )
         return OpenLease(self, lease)
-
-    def _push(self, event: Event) -> None:
-        """Tell who carries bytes what an event changed of the replicas. Cost: O(replicas it is about)."""
-        assert isinstance(event, _OF_REPLICAS)
-        known = self.pools.replicas
-        if event.replica_id is None:  # grants stop, or go on, everywhere
-            self.replicas.push(map(self._state_of, known))
-        elif event.replica_id in known:
-            self.replicas.push((self._state_of(event.replica_id),))
-        else:
-            self.replicas.push((), (event.replica_id,))
-
-    def _state_of(self, replica_id: str) -> ReplicaState:
-        replica = self.pools.replicas[replica_id]
-        return ReplicaState(
-            replica_id,
-            self._urls.get(replica_id, ""),
-            replica.up,
-            replica.open_to_programs,
-            tuple(replica.suspended_for),
-            replica.account.capacity_tokens,
-            self.pools.of_replica(replica_id).name if self.pools.several else "",
-        )
-
-    def _refusal(self, decision: Reject) -> ThunderAgentError:
-        error = _refusal(decision)
-        if decision.reason is Reason.OVERDRAWN:
-            homes = self.pools.of_program(decision.program_id or "")
-            scheduler = homes[0].scheduler if homes else self.scheduler
-            wait_s = scheduler.knowledge.restore_pace.interval_s * (1 + scheduler.queue.waiting_count)
-            if wait_s:
-                error.retry_after_s = min(MOST_RETRY_AFTER_S, max(1, ceil(wait_s)))
-        return error
-
-    def _carry_out(self, decision: Decision) -> None:
-        """Log a decision other than a grant, and tell a rejected turn; claims moved when it was decided."""
-        if type(decision) is Reject:
-            waiter = self._waiters.get(decision.turn_id)
-            if waiter is not None and not waiter.done():
-                waiter.set_exception(self._refusal(decision))
-        word, reason = _WORDS[type(decision)], decision.reason.value
-        if isinstance(decision, Hold):
-            log.debug(word, program_id=decision.program_id, reason=reason)
-        elif isinstance(decision, SetPriority):
-            # a policy may say one of each program
-            write = log.info if decision.reason is Reason.OPERATOR else log.debug
-            of = {"program_id": decision.program_id, "replica_id": decision.replica_id}
-            write(word, **of, priority=decision.priority, reason=reason)
-        elif isinstance(decision, SetRoute):
-            of = {"scope": decision.scope, "name": decision.name}
-            log.info(word, **of, replicas=dict(decision.targets), reason=reason)
-        else:
-            log.info(
-                word,
-                program_id=getattr(decision, "program_id", None),
-                replica_id=getattr(decision, "replica_id", None),
-                reason=reason,
-            )
-
-
-def _arrival(ask: TurnAsk, now_s: float) -> TurnArrived | PinnedTurnArrived:
-    """Return what the scheduler hears of a turn that arrives."""
-    if ask.pinned_replica_id is not None:
-        return PinnedTurnArrived(now_s, ask.turn_id, ask.pinned_replica_id, ask.prompt_bytes, ask.media)
-    return _arrived(ask, now_s)
-
-
-def _arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
-    return TurnArrived(
-        now_s,
-        ask.turn_id,
-        ask.program_id,
-        ask.branch_id,
-        ask.prompt_bytes,
-        ask.avoid_replica_id,
-        ask.prefix,
-        ask.group_id,
-        None if ask.patience_s is None else now_s + ask.patience_s,
-        ask.supersedes_id,
-        None if ask.waited_s is None else now_s - ask.waited_s,
-        ask.parent_id,
-        ask.tenant,
-        ask.wanted_replica_id,
-        ask.program_class,
-        ask.role,
-        ask.parent_branch_id,
-        ask.media,
-    )
-
-
-def _hinting(program_id: str, hint: TurnHint, branch_id: str, now_s: float) -> ProgramHinted:
-    """Return what the scheduler hears of a client's word."""
-    return ProgramHinted(now_s, program_id, hint.next_turn_in_s, hint.confidence_ratio, hint.keep, branch_id)
-
-
-def _ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAbandoned:
-    """Return what the scheduler hears of a turn that ended."""
-    if end.outcome == "finished":
-        return TurnFinished(now_s, end.turn_id, end.prompt_tokens, end.output_tokens, end.cached_tokens, end.tool)
-    if end.outcome == "abandoned":
-        return TurnAbandoned(now_s, end.turn_id)
-    return TurnFailed(now_s, end.turn_id, refused=end.outcome == "refused")
-
-
-def _refuse(why: str) -> None:
-    if why:
-        raise OperationRefusedError(why) if not why.startswith(NOT_THERE) else NotFoundError(why)
-
-
-_WORDS = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Decision)}
-"""What decisions are called in the log."""
-
-
-def _refusal(decision: Reject) -> ThunderAgentError:
-    if decision.reason is Reason.KILLED:
-        return ProgramKilledError(
-            f"program {decision.program_id!r} was ended by an operator; the turn was not forwarded"
-        )
-    if decision.reason is Reason.NO_REPLICA:
-        return NoReplicaError(
-            "no replica has been usable for too long; the turn was not forwarded; `thunderagent doctor` says why"
-        )
-    if decision.reason is Reason.HOPELESS:
-        return ProgramHopelessError(
-            f"program {decision.program_id!r} was ended, because a judge expects it to fail; the turn was not forwarded"
-        )
-    if decision.reason is Reason.OVERDRAWN:
-        return NoRoomInTimeError("there is no room before its client would give up; the turn was not forwarded")
-    if decision.reason is Reason.LEAVING:
-        return NoRoomInTimeError(
-            f"program {decision.program_id!r} leaves its replica, and its other turns there may not end before its "
-            "client would give up; the turn was not forwarded"
-        )
-    if decision.reason is Reason.TOO_MANY_PROGRAMS:
-        return TooManyProgramsError(
-            f"there are too many programs to open {decision.program_id!r}, all of which have turns; "
-            "the turn was not forwarded"
-        )
-    return ProgramReleasedError(
-        f"program {decision.program_id!r} was released while this turn waited; the turn was not forwarded"
-    )

@@ -25,8 +25,8 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.app import GUARD, HELD
 from thunderagent.proxy.fleet.discovery import Discovery
 from thunderagent.proxy.gate.keys import Keyring
-from thunderagent.replica_sources import static_of
-from thunderagent.security import check_security, held_limits
+from thunderagent.serving.replica_sources import static_of
+from thunderagent.serving.security import check_security, held_limits
 
 log = structlog.get_logger("thunderagent.reloading")
 
