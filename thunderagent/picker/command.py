@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--picker-client-ca",
         type=Path,
         metavar="FILE",
-        help="let in at the picker's port only who shows a certificate of this authority; needs --tls-cert",
+        help="let in at the picker's port only clients with a certificate of this authority; needs --tls-cert",
     )
     parser.add_argument(
         "--picker-network-private",
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="further replicas to name, for an Envoy whose route tries again (default: 0)",
+        help="further replicas to name, for an Envoy whose route retries (default: 0)",
     )
 
 
