@@ -83,12 +83,12 @@ class Security(Slice):
     @model_validator(mode="after")
     def _security_is_of_one_piece(self) -> Self:
         if self.tls_key is not None and self.tls_cert is None:
-            raise ValueError("tls_key goes with tls_cert")
+            raise ValueError("tls_key needs tls_cert")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):  # it would match no page
                 raise ValueError(f"cors_origins: {origin!r} is not an origin, such as https://page.example:8443")
         if self.tenant_from_key and not self.has_keys:
-            raise ValueError("tenant_from_key goes with api_keys or keys_file: without, no key names a tenant")
+            raise ValueError("tenant_from_key needs api_keys or keys_file: without them no key names a tenant")
         return self
 
 

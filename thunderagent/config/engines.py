@@ -141,7 +141,7 @@ class Engines(Slice):
     @model_validator(mode="after")
     def _key_is_said_once(self) -> Self:
         if self.backend_api_key_file is not None and self.backend_api_key is not None:
-            raise ValueError("backend_api_key and backend_api_key_file are two ways to say the same")
+            raise ValueError("set either backend_api_key or backend_api_key_file, not both")
         return self
 
 

@@ -149,12 +149,12 @@ class Judging(Slice):
     @model_validator(mode="after")
     def _judge_can_be_asked(self) -> Self:
         if self.judge_api_key_file is not None and self.judge_api_key is not None:
-            raise ValueError("judge_api_key and judge_api_key_file are two ways to say the same")
+            raise ValueError("set either judge_api_key or judge_api_key_file, not both")
         if self.judge_url in ("", JUDGE_ON_REPLICAS):
             return self
         url = urlsplit(self.judge_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"judge_url: {self.judge_url!r} is not a URL with http or https, nor {JUDGE_ON_REPLICAS}")
         if not self.judge_model:
-            raise ValueError("judge_url: name the judge_model to ask there")
+            raise ValueError("judge_url needs judge_model")
         return self

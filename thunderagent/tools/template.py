@@ -113,7 +113,7 @@ class Template(BaseModel):
         elif not self.image:
             raise ValueError(f"a {self.driver} template needs an image")
         if self.warm_count and self.network == "own":
-            raise ValueError("a network of a program's own cannot be kept warm: nobody knows yet whose it is")
+            raise ValueError("a spare sandbox cannot have a program's own network: its program is not known yet")
         if self.ready_port is not None and self.ready_port not in self.ports:
             raise ValueError(f"ready_port {self.ready_port} is not among ports")
         if self.run_as_user == 0 and self.pod_security == "restricted":

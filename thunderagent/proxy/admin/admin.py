@@ -266,14 +266,14 @@ class Admin:
             released = released and self._runtime.release(program_id, wanted.generation, outcome)
             return report_response(ReleasedReport(program_id=wanted.program_id, released=released))
         if wanted.generation is not None:
-            raise RequestError("a generation goes with one program_id")
+            raise RequestError("a generation needs exactly one program_id")
         if wanted.outcome is not None:
-            raise RequestError("an outcome goes with one program_id")
+            raise RequestError("an outcome needs exactly one program_id")
         program_ids = wanted.program_ids or []
         if wanted.all:
             check_admin()
             if request.get(MUST_NAME):
-                raise NotFoundError("every program at once is released on the admin port; name programs here")
+                raise NotFoundError("only the admin port can release all programs; name programs here")
             program_ids = list(self._runtime.programs)
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')

@@ -92,7 +92,7 @@ class BetweenTurns:
         program_id = check_program_id(request.match_info["program_id"])
         said = read_model(HintRequest, await request.read())
         if said.next_turn_in_s is None and said.keep is None:
-            raise RequestError("a hint says next_turn_in_s, or keep")
+            raise RequestError("a hint needs next_turn_in_s or keep")
         hint = TurnHint(said.next_turn_in_s, said.confidence, said.keep or "")
         known = self._tenancy.has(program_id) and self._runtime.hint(program_id, hint, said.branch)
         return report_response(HintReport(program_id=program_id, known=known))

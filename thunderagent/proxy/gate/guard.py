@@ -229,7 +229,7 @@ class Guard:
             return access
         needs = engine_access(target, request.method, self._forward_unknown)
         if needs is None:
-            raise NotFoundError("this path is not one of those that are forwarded to engines")
+            raise NotFoundError("this path is not forwarded to engines")
         return needs
 
     def _access_of(self, method: str, route_path: str) -> Access:

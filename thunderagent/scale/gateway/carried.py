@@ -111,7 +111,7 @@ class CarriedTurns:
         self._say(ask)
 
     def left(self, turn_id: int) -> None:
-        """Forget a turn that has no lease: nobody waits for it any more."""
+        """Forget a turn that has no lease: no program waits for it any more."""
         if self.rows.pop(turn_id, None) is not None:
             self._say(Left(turn_id))
 

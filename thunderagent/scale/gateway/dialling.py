@@ -196,6 +196,6 @@ async def _epoch_of(socket: aiohttp.ClientWebSocketResponse) -> int:
     except TimeoutError:
         return 0
     if first.type is not WSMsgType.BINARY:
-        raise BadFrameError("the link ended before the epoch was said")
+        raise BadFrameError("the link ended before the scheduler sent its epoch")
     frame, _ = messages.decode(first.data)
     return frame.epoch

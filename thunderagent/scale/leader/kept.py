@@ -150,7 +150,7 @@ def decode(data: bytes) -> Entry:
         raw = _decode_raw(data)
         return Entry(raw.epoch, raw.now_s, known_of(raw.records, _decode_record, _KINDS))
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadFrameError(f"what was written is no entry: {error}") from error
+        raise BadFrameError(f"an entry is invalid: {error}") from error
 
 
 def program_of(fields: Sequence[Any]) -> ProgramRecord:

@@ -312,9 +312,9 @@ class Leading:
         try:
             self._has_standby = await self._store.has_standby()
         except StoreError as error:
-            raise OperationRefusedError(f"nobody can take over: {error.message}") from error
+            raise OperationRefusedError(f"no scheduler can take over: {error.message}") from error
         if not self._has_standby and "force" not in request.query:
-            raise OperationRefusedError("no scheduler stands by; ?force=1 hands over all the same")
+            raise OperationRefusedError("no scheduler stands by; ?force=1 hands over anyway")
         epoch = self.epoch
         self._asking = asyncio.create_task(self.give_up())
         return web.json_response({"gave_up_epoch": epoch})

@@ -240,7 +240,7 @@ class Links:
         if isinstance(hello, Deposed):
             self.gateways.deposed(hello.epoch)
         if not isinstance(hello, Hello):
-            raise BadFrameError("a link begins with a hello")
+            raise BadFrameError("a link must begin with a hello")
         gateway = self.gateways.linked(hello)
         link = _Link(socket, gateway)
         before = self._links.get(gateway.gateway_id)

@@ -88,7 +88,7 @@ async def test_a_list_in_pages_is_one_set(api: Api) -> None:
     ("answer", "message"),
     [
         (500, "answered 500: oh no"),
-        (403, "we lack the right to list and watch pods: oh no"),
+        (403, "the proxy lacks the right to list and watch pods: oh no"),
         (410, "expired while it was read"),
         (b"<html>", "does not answer as one does"),
         (b"[]", "does not answer as one does"),

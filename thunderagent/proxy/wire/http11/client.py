@@ -274,7 +274,7 @@ class Connection:
             if head.status >= 200 or (head.status == CHANGES_PROTOCOL and self._may_change):
                 break
             if head.status == CHANGES_PROTOCOL:
-                raise NotHttpError("it changes the protocol, which nobody asked for")
+                raise NotHttpError("it switches protocols without being asked")
         self._buffer = b""
         self._keeps_alive = head.keeps_alive
         self._chunks = Chunks() if head.length == CHUNKED else None
