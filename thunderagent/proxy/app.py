@@ -357,7 +357,7 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
     async def handle(request: web.Request) -> web.StreamResponse:
         target = target_of(request)
         if target.climbs:
-            raise RequestError("the path must not contain . or .. segments, not even escaped ones")
+            raise RequestError("the path of a request must not contain . or .. segments, not even escaped ones")
         use = use_of(target, request.method)
         if use is Use.TURN:
             return await turns.handle(request)

@@ -129,7 +129,7 @@ def _parse(raw: str) -> Target:
         if _ESCAPED_CONTROL.search(path):
             raise RequestError("the path of a request must not contain control characters, not even escaped ones")
     if any(part.partition(";")[0] in _DOTS for part in path.split("/")):
-        raise RequestError("the path must not contain . or .. segments")
+        raise RequestError("the path of a request must not contain . or .. segments")
     program_id, prefix, engine_path = _split(path)
     engine_path = _SLASHES.sub("/", engine_path)
     parts = _SEPARATORS.split(unquote(engine_path).lower())
