@@ -719,7 +719,7 @@ def test_what_is_finished_belongs_to_one_side_only() -> None:
     for errand in (left_first, done_first):
         errand.begin()
     assert left_first.give_up() is Stage.BEGUN
-    with pytest.raises(SandboxSetupError, match="nobody waits"):
+    with pytest.raises(SandboxSetupError, match="no program waits"):
         left_first.finish()
     done_first.finish()
     assert done_first.give_up() is Stage.DONE
