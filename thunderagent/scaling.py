@@ -142,7 +142,8 @@ def _store_of(config: ServeConfig) -> Store | None:
     try:
         store = RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
     except ValueError:
-        raise ConfigurationError("store: is not a URL that the Redis client accepts") from None  # a password may be in its words
+        # a password may be in its words
+        raise ConfigurationError("store: is not a URL that the Redis client accepts") from None
     return store if config.elector == "redis" else _led_by_a_lease(store, config)
 
 
