@@ -107,14 +107,14 @@ def run_serve(args: argparse.Namespace) -> int:
     elif args.role == "serve" and not config.gateways:
         serving = serve(config, ready=announce, load=load)
     else:
-        from thunderagent import scaling
+        from thunderagent import one_machine, scaling
 
         if args.role == "gateway":
             serving = scaling.serve_gateway(config, ready=announce, ends_with_stdin=args.end_with_stdin)
         elif args.role == "scheduler":
             serving = scaling.serve_scheduler(config, ready=announce, ends_with_stdin=args.end_with_stdin)
         else:
-            serving = scaling.serve_with_gateways(config, _options_as_given(args, given), ready=announce)
+            serving = one_machine.serve_with_gateways(config, _options_as_given(args, given), ready=announce)
     try:
         uvloop.run(serving, loop_factory=Loop)
     except OSError as error:

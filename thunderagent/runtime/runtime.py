@@ -170,8 +170,8 @@ class Runtime:
         if self._closing or self.stands_by:
             raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
         turn_id = ask.turn_id
-        if ask.supersedes_id is not None and ask.supersedes_id in self.pools.turns:
-            self._superseded_ids.add(ask.supersedes_id)
+        if ask.supersedes_id is not None:
+            self.tried_again(ask.supersedes_id)
         arrived_s = self.now_s()
         decisions = self._arrives(ask, arrived_s)
         if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
@@ -344,6 +344,11 @@ class Runtime:
         """Hear about how many tokens were generated so far."""
         self._writer.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
 
+    def tried_again(self, turn_id: int) -> None:
+        """Hear that the next attempt takes the place of a turn: it ends as superseded, if it has not ended yet."""
+        if turn_id in self.pools.turns:
+            self._superseded_ids.add(turn_id)
+
     def ended(self, end: TurnEnd) -> None:
         """Take a lease back."""
         self.count_end(end)
@@ -477,7 +482,7 @@ class Runtime:
         if turn_id not in self._superseded_ids:
             return outcome
         self._superseded_ids.discard(turn_id)
-        return "superseded"
+        return outcome if outcome == "finished" else "superseded"
 
     async def close(self, *, waits: bool = True) -> None:
         """Grant nothing more, refuse who waits, let turns in flight end up to the grace period.

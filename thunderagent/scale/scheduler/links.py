@@ -156,6 +156,7 @@ class Links:
         for gateway in self.gateways.lose_silent(now_s, self._gateway_lost_s):
             log.warning("gateway_lost", gateway_id=gateway.gateway_id)
             self._writes_lost(gateway)
+        self.gateways.look()
         self.granting.count_late()
         if not self.granting.is_open and self._since_s is not None and now_s - self._since_s >= RESYNC_S:
             all_told = all(link.gateway.is_told for link in self._links.values())
