@@ -42,8 +42,8 @@ log = structlog.get_logger("thunderagent.scale")
 LOOK_S = 0.02
 """Who stands by looks into the store so often."""
 
-READ_COUNT = 16
-"""Entries of the log that are read without giving way to others: 25 ms."""
+READ_COUNT = 8
+"""Entries of the log that are read without giving way to others: 10 ms."""
 
 RETRY_S = 0.1
 
