@@ -196,7 +196,25 @@ UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
     "reading": frozenset({"aiohttp", "socket", "thunderagent.runtime", "thunderagent.backends"}),
     "wire": frozenset({"thunderagent.runtime", "thunderagent.programs"}),
     "gate": frozenset({"thunderagent.runtime"}),
+    "turns": frozenset({"thunderagent.runtime"}),
 }
+
+CARRY_BYTES = tuple(f"thunderagent.proxy.{room}" for room in ("reading", "wire", "gate", "fleet", "turns"))
+TABLES = frozenset({"scheduler", "pools", "ledger", "programs"})
+"""Names of what the scheduler knows."""
+
+
+def tables_read(module: Module) -> Iterator[str]:
+    """Find who carries bytes and reads the scheduler's tables: by an import of these, or through the runtime."""
+    if not module.is_in(*CARRY_BYTES):
+        return
+    for line, dotted in imports_of(module):
+        if is_under(dotted, "thunderagent.programs") and not is_under(dotted, "thunderagent.programs.model"):
+            yield f"{module.name}:{line}: {dotted} is the scheduler's"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in TABLES:
+            yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is a table of the scheduler's"
+
 
 # The rooms of the simulator, from the engine up to the commands: each with those it may import from, beside itself.
 SIMULATOR_ARROWS: dict[str, frozenset[str]] = {
@@ -739,6 +757,13 @@ def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
     assert complaints(wrong_arrows, all_modules()) == []
 
 
+def test_who_carries_bytes_reads_no_table_of_the_scheduler() -> None:
+    """What it must know comes with the lease, as a pushed map, or as a message."""
+    assert complaints(tables_read, all_modules()) == []
+    for source in ("from thunderagent.programs.pools import Pools", "self._leases.scheduler.queue"):
+        assert list(tables_read(module_of(source, "thunderagent.proxy.turns.flow"))), source
+
+
 def test_a_room_is_no_attic() -> None:
     """A room of a house, and a folder in one, has a dozen modules at most."""
     folders = [module.name for module in all_modules() if module.is_package and module.is_in(*HOUSES)]
@@ -917,6 +942,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("thunderagent.proxy.reading.target", "from thunderagent.runtime import Runtime"),
         ("thunderagent.proxy.wire.headers", "from thunderagent.programs.events import Event"),
         ("thunderagent.proxy.gate.guard", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.runtime import Runtime"),
         ("thunderagent.proxy.fleet.replicas", "from thunderagent.proxy import turns"),
         ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.proxy.control.leases", "from thunderagent.proxy.admin import reports"),
@@ -942,7 +968,7 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.embedded.server", "import asyncio\nfrom aiohttp import web"),
         (
-            "thunderagent.proxy.turns.flow",
+            "thunderagent.proxy.fleet.polls",
             "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__",
         ),
         ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),

@@ -37,7 +37,7 @@ from thunderagent.picker.addresses import endpoints_in
 from thunderagent.picker.carried import Around, Carried, give_up
 from thunderagent.picker.stream import Stream
 from thunderagent.proxy.gate.access import DATA, ForwardUnknown, Use, engine_access, use_of
-from thunderagent.proxy.gate.coming import come
+from thunderagent.proxy.gate.bodies import come
 from thunderagent.proxy.gate.held import KeptBody
 from thunderagent.proxy.reading.body_fields import model_named
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS

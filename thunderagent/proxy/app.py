@@ -63,12 +63,11 @@ from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
-from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
+from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S, target_of, told_path
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.front import Front, Trace, Way
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
-from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.runtime import Runtime
 

@@ -182,7 +182,8 @@ class Book:
             if shares is not None:
                 shares.claims(program.tenant, -program.claim_tokens)
         self.active_count -= len(gone)
-        replica.let_in.difference_update(gone)
+        if replica.let_in:
+            replica.let_in.difference_update(gone)
         if self.changed_programs is not None:
             self.changed_programs.update((program.program_id, program) for program in gone)
         self.destined.enter_all(destined, now_s)

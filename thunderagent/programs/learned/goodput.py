@@ -18,6 +18,8 @@ from thunderagent.programs.model.records.learned import HistogramRecord, PriceRe
 ALPHA_RATIOS = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or a program may take to be in time."""
 
+LARGEST_ALPHA_RATIO = max(ALPHA_RATIOS)
+
 IDLE_RATIO = 0.1
 """Turns that shared their engine with fewest others."""
 
@@ -107,5 +109,8 @@ def in_time(ratios: Iterable[float]) -> str:
 
 
 def _count(counts: dict[float, int], took_s: float, ideal_s: float) -> None:
+    if took_s > LARGEST_ALPHA_RATIO * ideal_s:
+        return
     for alpha_ratio in ALPHA_RATIOS:
-        counts[alpha_ratio] += took_s <= alpha_ratio * ideal_s
+        if took_s <= alpha_ratio * ideal_s:
+            counts[alpha_ratio] += 1

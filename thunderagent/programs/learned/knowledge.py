@@ -55,6 +55,7 @@ class Knowledge:
     __slots__ = (
         "_corrections",
         "_known_capacities",
+        "_learns_reserve",
         "_output_tokens",
         "_rules",
         "_turn_tokens",
@@ -77,6 +78,7 @@ class Knowledge:
     def __init__(self, rules: ClaimRules | None = None) -> None:
         """Begin with first guesses; `rules` say how claims are measured."""
         self._rules = rules or ClaimRules()
+        self._learns_reserve = self._rules.growth_quantile > 0
         self._turn_tokens = self._output_tokens = self._rules.reserve_tokens
         """What claims hold beside contexts: for a whole turn, and for an answer alone."""
         self.tool_times = ToolTimes()
@@ -176,7 +178,7 @@ class Knowledge:
     def _measure_reserves(self) -> None:
         """Find out what claims hold beside contexts, if that is learned."""
         growth, rules = self.growth, self._rules
-        if rules.growth_quantile:
+        if self._learns_reserve:
             self._turn_tokens = growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
             self._output_tokens = growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
 
@@ -195,7 +197,11 @@ class Knowledge:
             self.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
             return
         ratio = prompt_tokens / turn.prompt_bytes
-        usual_ratio = max(LEAST_TOKENS_PER_BYTE_RATIO, min(ratio, MOST_TOKENS_PER_BYTE_RATIO))
+        usual_ratio = ratio
+        if ratio < LEAST_TOKENS_PER_BYTE_RATIO:
+            usual_ratio = LEAST_TOKENS_PER_BYTE_RATIO
+        elif ratio > MOST_TOKENS_PER_BYTE_RATIO:
+            usual_ratio = MOST_TOKENS_PER_BYTE_RATIO
         self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self.tokens_per_byte_ratio)
         if branch is not None:
             branch.tokens_per_byte_ratio = ratio
@@ -297,19 +303,25 @@ class Knowledge:
         program.tool_runs = False
         self.tools_running_count -= 1
 
+    def tool_censored(self, program: Program, now_s: float) -> None:
+        """Learn that a program, whose claim is taken, is not back yet."""
+        if program.tool_runs and program.censored_after_s is None:
+            program.censored_after_s = away_s = now_s - program.acting_since_s
+            self.tool_times.censored(program.tool, away_s)
+
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
-        """Learn that programs, whose claims are taken, are not back yet."""
+        """Learn the same of many."""
         by_tool: dict[str, list[float]] = {}
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
                 program.censored_after_s = away_s = now_s - program.acting_since_s
                 by_tool.setdefault(program.tool, []).append(away_s)
         for tool, of_tool_s in by_tool.items():
-            self.tool_times.censored(tool, *of_tool_s)
+            self.tool_times.all_censored(tool, of_tool_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn from a program that ended."""
-        self.tools_censored((program,), now_s)
+        self.tool_censored(program, now_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:
@@ -322,7 +334,7 @@ class Knowledge:
         """Measure what a program claims: its context, what its next turn adds, and apart its further growth."""
         reserve_tokens = self._turn_tokens
         turns = program.in_flight or program.held
-        if turns and self._rules.growth_quantile:
+        if turns and self._learns_reserve:
             generated_tokens = 0
             for turn in turns.values():
                 if turn.output_tokens > generated_tokens:

@@ -29,11 +29,14 @@ class RoleOutputs:
 
     def learn(self, role: str, output_tokens: int) -> None:
         """Take in a finished turn. Cost: O(1)."""
-        self._all = _with(self._all, output_tokens)
-        self._of_role[role] = _with(self._of_role.get(role, (0.0, 0.0)), output_tokens)
-        self._of_role.move_to_end(role)
-        if len(self._of_role) > MAX_ROLES_COUNT:
-            self._of_role.popitem(last=False)
+        of_role = self._of_role
+        weight, tokens = self._all
+        self._all = weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens
+        weight, tokens = of_role.get(role, (0.0, 0.0))
+        of_role[role] = weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens
+        of_role.move_to_end(role)
+        if len(of_role) > MAX_ROLES_COUNT:
+            of_role.popitem(last=False)
 
     def export(self) -> tuple[tuple[float, float], tuple[tuple[str, float, float], ...]]:
         """Return weight and tokens of all turns, and of each role."""
@@ -52,8 +55,3 @@ class RoleOutputs:
         """Return what a turn of that role is expected to generate: 0 before any turn was seen."""
         weight, tokens = self._of_role.get(role, self._all)
         return round(tokens / weight) if weight else 0
-
-
-def _with(sums: tuple[float, float], output_tokens: int) -> tuple[float, float]:
-    weight, tokens = sums
-    return weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens

@@ -30,8 +30,7 @@ from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id
-from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin
-from thunderagent.proxy.wire.stall import write_eof
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin, write_eof
 
 log = structlog.get_logger("thunderagent.leases")
 

@@ -31,7 +31,7 @@ from thunderagent.proxy.gate.access import (
     engine_access,
     use_of,
 )
-from thunderagent.proxy.gate.coming import Visitor, come
+from thunderagent.proxy.gate.bodies import Visitor, come
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
 from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Keyring, check_key

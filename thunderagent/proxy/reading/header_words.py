@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
@@ -92,6 +92,22 @@ class Words(NamedTuple):
 
 
 NO_WORDS = Words()
+
+
+def heard_in(
+    headers: CIMultiDictProxy[str], more_headers: Sequence[str] = (), notes: dict[str, Any] | None = None
+) -> tuple[Said, str]:
+    """Return the headers that say something of a turn, and which of them names the program; see the next two.
+
+    `notes` are those of the head, where it was read before, always with the same `more_headers`.
+    """
+    known: tuple[Said, str] | None = None if notes is None else notes.get("heard")
+    if known is None:
+        said = said_in(headers, more_headers)
+        known = said, program_header_of(said, more_headers)
+        if notes is not None:
+            notes["heard"] = known
+    return known
 
 
 def said_in(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> Said:

@@ -211,7 +211,7 @@ class Turns:
     def _attempt(self, exchange: Exchange, record: Record) -> Attempt:
         turn, target = record.turn, record.target
         try:
-            patience = patience_of(exchange.headers, self._settings.patience_s)
+            patience = patience_of(exchange.headers, self._settings.patience_s, exchange.notes)
         except RequestError as error:
             tell_with_error(error, identity_headers(turn.program_id, turn.source))
             raise

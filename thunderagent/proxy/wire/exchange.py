@@ -21,7 +21,7 @@ the client's in one call for each piece (`ReplicaClient.pipe`), and no task is w
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -74,6 +74,10 @@ class Exchange(Protocol):
     @property
     def headers(self) -> CIMultiDictProxy[str]:
         """Return the request's headers as they came, hop-by-hop ones too. Bytes that are not UTF-8 are surrogates."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Return what was made of the head alone, by names of who made it; requests with the same head share it."""
 
     @property
     def body(self) -> bytes:

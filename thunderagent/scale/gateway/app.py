@@ -44,9 +44,8 @@ from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.metrics import carried, exposition
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
-from thunderagent.proxy.wire.aiohttp_request import target_of
+from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S, target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.scale import messages
 from thunderagent.scale.gateway.remote import RemoteRuntime

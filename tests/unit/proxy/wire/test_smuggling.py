@@ -19,14 +19,27 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 
-from tests.unit.proxy.wire.streams import answer, pieces, requests
+from tests.unit.proxy.wire.streams import LENGTHS, answer, pieces, requests
+from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.http11 import client, server
-from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES, MAX_HEADERS_COUNT
+from thunderagent.proxy.wire.http11.heads import (
+    KNOWN_COUNT,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS_COUNT,
+    AnswerHead,
+    KnownHeads,
+    RequestHead,
+    known_answers,
+    known_requests,
+    read_answer,
+    read_request,
+)
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from thunderagent.proxy.wire.http11.asked import Asked
-    from thunderagent.proxy.wire.http11.heads import RequestHead
 
 CASES_COUNT = int(os.environ.get("SMUGGLING_CASES", "1000"))
 SEED = 20261123
@@ -124,9 +137,9 @@ class Ours:
         asked.answer(200, "OK", CIMultiDict(), b"")
 
 
-async def read_by_us(parts: list[bytes]) -> Reading:
+async def read_by_us(parts: list[bytes], heads: KnownHeads[RequestHead]) -> Reading:
     ours, pipe = Ours(), Pipe()
-    connection = server.Connection(server.Settings(ours, Sweep(asyncio.get_running_loop())))
+    connection = server.Connection(server.Settings(ours, Sweep(asyncio.get_running_loop()), heads))
     connection.connection_made(pipe)
     for part in parts:
         if not pipe.is_closed:
@@ -237,11 +250,13 @@ async def test_requests_are_read_in_one_way(batch: int) -> None:
     loop = asyncio.get_running_loop()
     ends: dict[str, int] = {}
     read_count = 0
+    heads = known_requests()
     for number in range(batch, CASES_COUNT, BATCHES_COUNT):
         rng = Random(f"{SEED}/requests/{number}")
         stream = requests(rng)
-        ours = await read_by_us([stream])
-        in_pieces = await read_by_us(pieces(rng, stream))
+        ours = await read_by_us([stream], heads)
+        in_pieces = await read_by_us(pieces(rng, stream), heads)
+        assert await read_by_us([stream], heads) == ours, (number, stream)  # its heads are known by now
         assert in_pieces.messages[: len(ours.messages)] == ours.messages[: len(in_pieces.messages)], (number, stream)
         others = {"h11": requests_by_h11(stream), "aiohttp": requests_by_aiohttp(stream, loop)}
         for name, other in others.items():
@@ -257,10 +272,10 @@ async def test_requests_are_read_in_one_way(batch: int) -> None:
 # --- answers
 
 
-async def answer_by_us(parts: list[bytes], method: str) -> Reading:
+async def answer_by_us(parts: list[bytes], method: str, heads: KnownHeads[AnswerHead]) -> Reading:
     loop, pipe, reading = asyncio.get_running_loop(), Pipe(), Reading()
     ended: list[client.Connection] = []
-    connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None)
+    connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None, heads)
     connection.connection_made(pipe)
     asking = asyncio.create_task(connection.exchange(method, b"", None, Limits(60.0, 60.0, 60.0), loop.time()))
     await asyncio.sleep(0)
@@ -357,12 +372,14 @@ def answer_by_aiohttp(stream: bytes, method: str, loop: asyncio.AbstractEventLoo
 async def test_answers_are_read_in_one_way(batch: int) -> None:
     loop = asyncio.get_running_loop()
     ends: dict[str, int] = {}
+    heads = known_answers()
     for number in range(batch, CASES_COUNT, BATCHES_COUNT):
         rng = Random(f"{SEED}/answers/{number}")
         stream, method = answer(rng), rng.choice(("POST", "POST", "POST", "HEAD"))
-        ours = await answer_by_us([stream], method)
-        in_pieces = await answer_by_us(pieces(rng, stream), method)
+        ours = await answer_by_us([stream], method, heads)
+        in_pieces = await answer_by_us(pieces(rng, stream), method, heads)
         assert in_pieces.messages == ours.messages, (number, stream, method)
+        assert await answer_by_us([stream], method, heads) == ours, (number, stream, method)
         others = {"h11": answer_by_h11(stream, method), "aiohttp": answer_by_aiohttp(stream, method, loop)}
         for name, other in others.items():
             if ours.messages and other.messages:
@@ -372,3 +389,63 @@ async def test_answers_are_read_in_one_way(batch: int) -> None:
         ends[ours.end] = ends.get(ours.end, 0) + 1
     print(ends)
     assert {"refused", "closed", "idle"} <= set(ends)
+
+
+# --- heads that came before
+
+
+def reading_of(read: Callable[[bytes], RequestHead | AnswerHead], head: bytes) -> Any:
+    try:
+        found = read(head)
+    except NotHttpError:
+        return None
+    return found._replace(headers=list(found.headers.items()), notes={})
+
+
+@pytest.mark.parametrize("kind", ["requests", "answers"])
+def test_heads_that_came_before_are_read_as_those_that_did_not(kind: str) -> None:
+    is_request = kind == "requests"
+    known: Any = known_requests() if is_request else known_answers()
+    anew: Any = read_request if is_request else lambda head: read_answer(head, "POST")
+    lengths = (*LENGTHS, b"0", b"7", b"120", b"9" * 18, b"9" * 19)
+    same_count = changed_count = 0
+    for number in range(CASES_COUNT):
+        rng = Random(f"{SEED}/{kind}/{number}")
+        head = (requests(rng) if is_request else answer(rng)).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+        wanted = reading_of(anew, head)
+        for _ in range(3):
+            assert reading_of(known.read, head) == wanted, head
+        same_count += wanted is not None
+        before, name, after = head.partition(b"-Length: ")
+        for length in lengths if name else ():
+            changed = before + name + length + after[after.find(b"\r") :]
+            wanted = reading_of(anew, changed)
+            assert reading_of(known.read, changed) == wanted, changed
+            changed_count += wanted is not None
+    assert same_count > CASES_COUNT / 10
+    assert changed_count > CASES_COUNT / 10, "many have a length that can be another"
+
+
+def test_what_was_made_of_a_head_is_kept_from_the_second_time_on_that_it_came() -> None:
+    known = known_requests()
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+    first, second, third = (known.read(head % length) for length in (5, 60, 700))
+    assert first.notes is not second.notes
+    second.notes["mine"] = 1
+    assert third.notes == {"mine": 1}
+    assert (third.length, third.headers["Content-Length"], second.headers["Content-Length"]) == (700, "700", "60")
+
+
+def test_heads_that_came_longest_ago_are_forgotten() -> None:
+    known = known_requests()
+    head = b"POST / HTTP/1.1\r\nHost: h%d\r\n\r\n"
+    for number in range(3 * KNOWN_COUNT):
+        for _ in range(3):
+            known.read(head % number)
+    read = known.read(head % (3 * KNOWN_COUNT - 1))
+    read.notes["mine"] = 1
+    assert known.read(head % (3 * KNOWN_COUNT - 1)).notes == {"mine": 1}
+    first = known.read(head % 0)
+    first.notes["mine"] = 1
+    assert known.read(head % 0).notes == {}, "it was read anew, and came once"
+    assert len(known) <= 2 * KNOWN_COUNT

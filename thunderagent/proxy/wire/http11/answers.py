@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Coroutine
-from typing import Protocol
+from typing import Any, Protocol
 
 from multidict import CIMultiDictProxy
 
@@ -62,6 +62,7 @@ class Answer:
         "_wanted_bytes",
         "headers",
         "is_whole",
+        "notes",
         "reason",
         "status",
     )
@@ -71,6 +72,7 @@ class Answer:
         self.status = head.status
         self.reason = head.reason
         self.headers: CIMultiDictProxy[str] = head.headers
+        self.notes: dict[str, Any] = head.notes
         self.is_whole = False
         self._connection: Carrier | None = connection
         self._pieces: list[bytes] = []
@@ -90,7 +92,11 @@ class Answer:
     @property
     def content_type(self) -> str:
         """The media type, without its parameters."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        known: str | None = self.notes.get("content_type")
+        if known is None:
+            known = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+            self.notes["content_type"] = known
+        return known
 
     async def read(self) -> bytes:
         """Return the whole body, or what is left of it; once more the same. Raises like `next_piece`."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from email.utils import formatdate
 from time import time
+from typing import Any
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -127,6 +128,11 @@ class Asked:
     def headers(self) -> CIMultiDictProxy[str]:
         """The headers of the request."""
         return self.head.headers
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What others made of the head."""
+        return self.head.notes
 
     @property
     def transport(self) -> asyncio.Transport | None:

@@ -30,6 +30,8 @@ from thunderagent.proxy.wire.http11.heads import (
     CHUNKED,
     MAX_HEAD_BYTES,
     TO_THE_END,
+    AnswerHead,
+    KnownHeads,
     end_of_head,
     read_answer,
 )
@@ -61,6 +63,7 @@ class Connection:
         pause: Pause,
         ended: Callable[[Connection], None],
         closed: Callable[[Connection], None],
+        heads: KnownHeads[AnswerHead],
     ) -> None:
         """Call `ended` when a request on it ended, whichever way, and `closed` when it is closed."""
         self._loop = loop
@@ -68,6 +71,7 @@ class Connection:
         self._pause = pause
         self._ended = ended
         self._closed = closed
+        self._heads = heads
         self._transport: asyncio.Transport | None = None
         self._method = ""
         """Of the request that it carries; empty while it carries none."""
@@ -270,7 +274,8 @@ class Connection:
             if not end:
                 self._buffer = buffer
                 return
-            head = read_answer(buffer[:end], self._method)
+            raw = buffer[:end]
+            head = self._heads.read(raw) if self._method != "HEAD" else read_answer(raw, self._method)
             buffer, looked_at = buffer[end:], 0
             if head.status >= 200 or (head.status == CHANGES_PROTOCOL and self._may_change):
                 break
