@@ -305,9 +305,10 @@ async def lent_by_us(stream: bytes) -> Reading:
 async def test_a_borrower_sees_no_request_that_we_do_not(batch: int) -> None:
     """Where aiohttp would read the bytes of one otherwise, it is given no other."""
     refused_count = read_count = 0
+    heads = known_requests()
     for number in range(batch, CASES_COUNT, BATCHES_COUNT):
         stream = requests(Random(f"{SEED}/requests/{number}"))
-        ours, lent = await read_by_us([stream]), await lent_by_us(stream)
+        ours, lent = await read_by_us([stream], heads), await lent_by_us(stream)
         plain = [(method, target, (), body) for method, target, _, body in ours.messages]
         if ours.end in ("refused", "upgraded"):  # what we would refuse, or not read, is the borrower's alone
             lent.messages = lent.messages[: len(plain)]
