@@ -197,11 +197,7 @@ class Knowledge:
             self.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
             return
         ratio = prompt_tokens / turn.prompt_bytes
-        usual_ratio = ratio
-        if ratio < LEAST_TOKENS_PER_BYTE_RATIO:
-            usual_ratio = LEAST_TOKENS_PER_BYTE_RATIO
-        elif ratio > MOST_TOKENS_PER_BYTE_RATIO:
-            usual_ratio = MOST_TOKENS_PER_BYTE_RATIO
+        usual_ratio = max(LEAST_TOKENS_PER_BYTE_RATIO, min(ratio, MOST_TOKENS_PER_BYTE_RATIO))
         self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self.tokens_per_byte_ratio)
         if branch is not None:
             branch.tokens_per_byte_ratio = ratio
