@@ -171,6 +171,7 @@ class Dialling:
                 news.clear()
                 while turns.has_news:
                     await socket.send_bytes(messages.encode(turns.frame()))
+                    await asyncio.sleep(0)  # to tell 100,000 programs takes half a second
         except ConnectionError:
             pass
         except Exception:

@@ -240,7 +240,8 @@ class Kept:
             self._told, self._told_gateway_ids = set(), set()
             return
         if self._told is not None:
-            self._programs = {key: each for key, each in self._programs.items() if key in self._told}
+            for key in self._programs.keys() - self._told:
+                del self._programs[key]
             self.gateways = {key: each for key, each in self.gateways.items() if key in self._told_gateway_ids}
         self._told = None
 
