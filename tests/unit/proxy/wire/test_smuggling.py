@@ -25,9 +25,11 @@ from thunderagent.proxy.wire.aiohttp_server import Server, all_lent
 from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.http11 import client, server
 from thunderagent.proxy.wire.http11.heads import (
+    KNOWN_BYTES,
     KNOWN_COUNT,
     MAX_HEAD_BYTES,
     MAX_HEADERS_COUNT,
+    MAX_KNOWN_BYTES,
     AnswerHead,
     KnownHeads,
     RequestHead,
@@ -499,3 +501,13 @@ def test_heads_that_came_longest_ago_are_forgotten() -> None:
     first.notes["mine"] = 1
     assert known.read(head % 0).notes == {}, "it was read anew, and came once"
     assert len(known) <= 2 * KNOWN_COUNT
+
+
+def test_of_large_heads_fewer_are_known() -> None:
+    known = known_requests()
+    more = b"X: %b\r\n" % (b"x" * 3000)
+    for number in range(2 * KNOWN_BYTES // len(more)):
+        for _ in range(2):
+            known.read(b"POST / HTTP/1.1\r\nHost: h%d\r\n%b\r\n" % (number, more))
+    assert len(known) * len(more) <= 2 * (KNOWN_BYTES + MAX_KNOWN_BYTES)
+    assert len(known) * len(more) >= KNOWN_BYTES

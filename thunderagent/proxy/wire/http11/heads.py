@@ -41,8 +41,10 @@ MAX_HEADERS_COUNT = 128
 MAX_KNOWN_BYTES = 4096
 """A longer head is read each time."""
 KNOWN_COUNT = 4096
+KNOWN_BYTES = 2 * 2**20
 CAME_ONCE_COUNT = 4 * KNOWN_COUNT
-"""So many heads are known, and so many more that were used not so lately; of so many it is known that they came."""
+"""So many heads, or so much, is known, and as many more that were used not so lately; of so many it is known that they
+came. As it was read a head is ten times as large, and anybody may send some: this comes before any key."""
 MAX_LENGTH_DIGITS = 18
 
 CHUNKED = -1
@@ -186,6 +188,7 @@ class KnownHeads(Generic[Head]):
         self._recent: dict[bytes, tuple[bytes, Head]] = {}
         self._older: dict[bytes, tuple[bytes, Head]] = {}
         """By their bytes without the digits of a length; with these, as they were when it was read."""
+        self._recent_bytes = 0
         self._came_once: set[int] = set()
 
     def __len__(self) -> int:
@@ -227,9 +230,10 @@ class KnownHeads(Generic[Head]):
         return head
 
     def _keep(self, key: bytes, found: tuple[bytes, Head]) -> None:
-        if len(self._recent) >= KNOWN_COUNT:
-            self._older, self._recent = self._recent, {}
+        if len(self._recent) >= KNOWN_COUNT or self._recent_bytes >= KNOWN_BYTES:
+            self._older, self._recent, self._recent_bytes = self._recent, {}, 0
         self._recent[key] = found
+        self._recent_bytes += len(key)
 
 
 def known_requests() -> KnownHeads[RequestHead]:
