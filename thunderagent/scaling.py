@@ -77,14 +77,14 @@ def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None
     """Raise `ConfigurationError` for what does not go with gateways, or not with those of the same command."""
     if in_one_command and config.store is not None:
         raise ConfigurationError(
-            "store: gateways of `serve --gateways` know of its own scheduler only; start `thunderagent scheduler` and "
-            "`thunderagent gateway`, each by itself"
+            "store: `serve --gateways` cannot use a store; start `thunderagent scheduler` and `thunderagent gateway` "
+            "instead"
         )
     given = [name for name in NOT_WITH_GATEWAYS if getattr(config, name)]
     if given:
         raise ConfigurationError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with no gateways yet")
     if config.has_keys and config.keys_name_tenants:
-        raise ConfigurationError("tenant_from_key: keys name no tenants with gateways yet; set it to false")
+        raise ConfigurationError("tenant_from_key: not supported with gateways yet; set it to false")
 
 
 async def serve_scheduler(
@@ -133,9 +133,8 @@ def _store_of(config: ServeConfig) -> Store | None:
     try:
         store = RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
     except ValueError:
-        raise ConfigurationError(
-            "store: is not a URL that its client takes"
-        ) from None  # a password may be in its words
+        # a password may be in its words
+        raise ConfigurationError("store: is not a URL that the Redis client accepts") from None
     return store if config.elector == "redis" else _led_by_a_lease(store, config)
 
 

@@ -618,5 +618,5 @@ async def test_where_only_admins_have_keys_all_programs_need_one(replica: FakeRe
 def test_settings_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="less than one body"):
         ServeConfig.load(max_held_bytes=1000)
-    with pytest.raises(ConfigurationError, match="tenant_from_key goes with api_keys"):
+    with pytest.raises(ConfigurationError, match="tenant_from_key needs api_keys"):
         ServeConfig.load(tenant_from_key=True)

@@ -343,7 +343,7 @@ def test_what_needs_one_process_is_refused_with_gateways() -> None:
 async def test_gateways_answer_no_network_with_simulated_engines() -> None:
     """What `serve` refuses, it refuses with gateways: that its scheduler is on loopback makes no difference."""
     config = ServeConfig.load(host="0.0.0.0", port=0, allow_open=True, gateways=1)
-    with pytest.raises(ConfigurationError, match="backends: nobody named any"):
+    with pytest.raises(ConfigurationError, match="backends: there are none"):
         await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
 
 

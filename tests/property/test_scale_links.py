@@ -274,6 +274,9 @@ class Client:
     def flush(self) -> None:
         while self.link is not None and self.turns.has_news:
             self.send(self.link, "up", encode(self.turns.frame()))
+            if self.world.random.random() < 0.3:  # others get their turn before all is told
+                self.world.time.after(self.world.random.expovariate(20.0), self.flush)
+                return
 
     def send(self, link: Link, way: str, data: bytes) -> None:
         """Put a frame on its way: sometimes twice, sometimes not at all; then its connection does not last."""

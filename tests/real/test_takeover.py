@@ -264,6 +264,28 @@ def within_version(commit: str, folder: Path, require_real: Callable[[str], NoRe
     return within
 
 
+async def test_a_store_that_is_full_changes_nobodys_place(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """The leader goes on without it, past the end of its lock, and is the leader still when there is room again."""
+    async with cell(require_real, tmp_path) as running:
+        leader = await running.leader()
+        epoch = (await running.said(leader))["epoch"]
+        client = ["redis-cli", "-s", str(running.redis.folder / "redis.sock"), "CONFIG", "SET", "maxmemory"]
+        subprocess.run([*client, "1"], check=True, capture_output=True)
+        moment_s = time.monotonic()
+        async with asyncio.timeout(30):
+            while (await running.said(leader))["store_answers"] or time.monotonic() < moment_s + 3 * LOCK_S:
+                await asyncio.sleep(0.05)
+        assert await running.gap_after(moment_s) < LOCK_S
+        subprocess.run([*client, "0"], check=True, capture_output=True)
+        await running.until_followed()
+        assert await running.leader() == leader
+        assert (await running.said(leader))["epoch"] == epoch
+        for each in running.schedulers.values():
+            assert any("store_is_away" in line and "maxmemory" in line for line in each.log.splitlines())
+
+
 async def test_two_versions_side_by_side(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """An earlier scheduler and gateway beside today's: an upgrade, and the way back, while clients stream."""
     (tmp_path / "earlier").mkdir()

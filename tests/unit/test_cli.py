@@ -46,7 +46,13 @@ OWN = "under breakeven, this project's own policy"
         (("engine",), ["--kv-tokens", "--port"]),
         (
             ("doctor",),
-            ["--backends A,B", "--url URL", "--program-header NAME", "--no-turns", "Exit status: 0 if nothing"],
+            [
+                "--backends A,B",
+                "--url URL",
+                "--program-header NAME",
+                "--no-turns",
+                "Exit status: 0 if there is no fault",
+            ],
         ),
         (("status",), ["--watch", "http://127.0.0.1:8300"]),
         (("replay",), ["LOG", "first difference"]),

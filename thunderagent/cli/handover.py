@@ -23,8 +23,10 @@ LIMIT_S = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--url", default="http://127.0.0.1:8300", help="of a gateway or of the scheduler that leads")
-    parser.add_argument("--force", action="store_true", help="even if none stands by: for the last one's end")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8300", help="URL of a gateway, or of the scheduler that leads"
+    )
+    parser.add_argument("--force", action="store_true", help="even if no other scheduler stands by")
     parser.add_argument("--key", default=os.environ.get(KEY_VARIABLE, ""), help=f"an admin key [{KEY_VARIABLE}]")
     parser.add_argument("--ca-file", type=Path, metavar="FILE", help="certificates to trust for an https URL, PEM")
 

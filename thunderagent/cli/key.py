@@ -26,8 +26,8 @@ LIMITS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("name", metavar="NAME", help="whose it is; letters, digits and . _ - @")
-    parser.add_argument("--admin", action="store_true", help="for the admin API too, not only for data")
+    parser.add_argument("name", metavar="NAME", help="name of its owner: letters, digits and . _ - @")
+    parser.add_argument("--admin", action="store_true", help="allow the admin API, too, not only data")
     parser.add_argument(
         "--keys-file", type=Path, metavar="FILE", help="add it to this file of keys (`serve --keys-file`), with:"
     )
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in LIMITS}
     if args.keys_file is None:
         if args.expires or any(limit is not None for limit in given.values()):
-            raise ConfigurationError("expiry and limits go with --keys-file: a line of the configuration has none")
+            raise ConfigurationError("expiry and limits need --keys-file: a key in the configuration cannot have them")
         key, line = mint_key(args.name)
         print(f"key (shown only now):  {key}")
         print(f'in the configuration:  {"admin_keys" if args.admin else "api_keys"} = ["{line}"]')

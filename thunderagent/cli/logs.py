@@ -45,7 +45,7 @@ def run_replay(args: argparse.Namespace) -> int:
     if report.difference is None:
         print("every decision is the same")
         return 0
-    print(f"decided otherwise at {report.difference}")
+    print(f"a decision differs at {report.difference}")
     return 1
 
 

@@ -43,23 +43,23 @@ class Security(Slice):
     tenant_from_key: bool | None = Field(
         None,
         description="whether a data key names the tenant of its programs and sees only these; X-Program-Tenant "
-        "counts only if not; by default where there are api_keys or a keys_file",
+        "counts only if not; by default true if there are api_keys or a keys_file",
     )
     client_priority: Literal["keep", "drop"] | None = Field(
         None,
-        description="what to do with a client's priority for engines, unless it has an admin key: keep or drop; "
-        "by default drop where there are api_keys or a keys_file",
+        description="whether to keep or drop a client's priority for engines, unless the client has an admin key; by "
+        "default drop if there are api_keys or a keys_file",
     )
     allow_open: bool = Field(False, description="listen without api_keys on an address that other machines reach")
     forward_unknown: Literal["admin", "data", "off"] | None = Field(
         None,
         description="which keys may call paths that neither the proxy nor a known engine has: admin, data, or nobody; "
-        "by default admin where there are keys, data where there are none",
+        "by default admin if there are keys, otherwise data",
     )
     allowed_hosts: Listed = Field(
         (),
-        description="names by which browsers and operators may call the proxy where there are no keys, separated by "
-        "commas, besides localhost, host, that of reached_at and all addresses; * is any",
+        description="host names by which browsers and operators may call the proxy if there are no keys, separated "
+        "by commas, besides localhost, host, that of reached_at and IP addresses; * is any",
     )
     metrics_need_key: bool = Field(False, description="ask for an admin key on /metrics")
     tls_cert: Path | None = Field(
@@ -83,12 +83,12 @@ class Security(Slice):
     @model_validator(mode="after")
     def _security_is_of_one_piece(self) -> Self:
         if self.tls_key is not None and self.tls_cert is None:
-            raise ValueError("tls_key goes with tls_cert")
+            raise ValueError("tls_key needs tls_cert")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):  # it would match no page
                 raise ValueError(f"cors_origins: {origin!r} is not an origin, such as https://page.example:8443")
         if self.tenant_from_key and not self.has_keys:
-            raise ValueError("tenant_from_key goes with api_keys or keys_file: without, no key names a tenant")
+            raise ValueError("tenant_from_key needs api_keys or keys_file: without them no key names a tenant")
         return self
 
 
@@ -129,11 +129,14 @@ class Limits(Slice):
     max_programs_count: int = Field(
         100_000,
         ge=1,
-        description="most programs that live at a time; past that the oldest without a turn are forgotten, then 503",
+        description="most programs at a time; beyond that the oldest without a turn are forgotten, then 503",
     )
-    tenant_max_programs_count: int = Field(50_000, ge=1, description="most programs of one tenant that live at a time")
+    tenant_max_programs_count: int = Field(50_000, ge=1, description="most programs of one tenant at a time")
     rate_limit_per_s: float | None = Field(
-        None, gt=0, description="requests per second of each key, or address without keys; data waits, admin gets 429"
+        None,
+        gt=0,
+        description="rate limit: requests per second of each key, or of each address if there are no "
+        "keys; turns wait, the admin API gets 429",
     )
     rate_limit_burst_count: int = Field(
         100, ge=1, description="requests that a caller may send at once before rate_limit_per_s applies"

@@ -86,7 +86,7 @@ class ServeConfig(
     @model_validator(mode="after")
     def _judges_who_can(self) -> Self:
         if not self.judge_url and ORBIT_JUDGE in (self.order, self.priority, *self.policy_args.values()):
-            raise ValueError(f"{ORBIT_JUDGE} goes with judge_url; nobody judges without, and it is orbit-step")
+            raise ValueError(f"{ORBIT_JUDGE} needs judge_url; without a judge it would be orbit-step")
         return self
 
     @model_validator(mode="after")

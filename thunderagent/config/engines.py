@@ -34,7 +34,8 @@ class Engines(Slice):
     backends: Listed = Field(
         (),
         description="base URLs of the replicas, separated by commas: http://HOST:PORT, also with #dp=N data-parallel "
-        "ranks, or dns+http://NAME:PORT for every address of a name; no source of replicas starts simulated engines",
+        "ranks, or dns+http://NAME:PORT for every address of a name; without any source of replicas simulated "
+        "engines start",
     )
     backends_file: Path | None = Field(
         None, description="file that names replicas: TOML, JSON, or one URL a line; read again when it changes"
@@ -44,32 +45,33 @@ class Engines(Slice):
         description="pods that are replicas, as NAMESPACE/SELECTOR:PORT with a label selector and a port or its name",
     )
     discovery_interval_s: float = Field(
-        5.0, gt=0, description="how often the file and the names of replicas are looked at, in seconds"
+        5.0, gt=0, description="how often the file is read and names are looked up, in seconds"
     )
     drain_limit_s: float = Field(
-        300.0, ge=0, description="how long a removed replica may take to finish what is in flight there, in seconds"
+        300.0, ge=0, description="how long a removed replica may take to finish its turns in flight, in seconds"
     )
     data_parallel_ranks: int | Literal["auto"] = Field(
-        1, description="data-parallel ranks behind each URL, each a replica of its own; auto counts them in the metrics"
+        1,
+        description="data-parallel ranks behind each URL, each of which is a replica; auto counts them in the metrics",
     )
     backend_type: Literal["auto", "vllm", "sglang", "nova"] = Field(
         "auto", description="engine kind of the replicas; auto detects it for each"
     )
-    backend_api_key: SecretStr | None = Field(None, description="key that the replicas are sent, as a bearer token")
-    backend_api_key_file: Path | None = Field(None, description="file that holds that key")
+    backend_api_key: SecretStr | None = Field(None, description="key to send to the replicas, as a bearer token")
+    backend_api_key_file: Path | None = Field(None, description="file with that key")
     backend_ca_file: Path | None = Field(
         None, description="certificates to trust for replicas with https, PEM, besides the system's"
     )
     model_aliases: Pairs = Field(
-        {}, description="further names of models that clients may use, as name=served; engines get the served one"
+        {}, description="another name for a model that clients may use, as name=served; engines get the served name"
     )
     model_pools: bool = Field(
         True,
-        description="replicas that list other models at /v1/models are a pool of their own; else all are one, and "
-        "every replica must serve every model",
+        description="replicas that list different models at /v1/models form separate pools; if false all are one "
+        "pool, and every replica must serve every model",
     )
     capacity_tokens: int | None = Field(
-        None, gt=0, description="size of each replica's KV pool in tokens; overrides what engines say"
+        None, gt=0, description="size of each replica's KV pool in tokens; overrides what engines report"
     )
     poll_interval_s: float = Field(1.0, gt=0, description="time between two polls of a replica, in seconds")
     poll_deadline_s: float = Field(2.0, gt=0, description="a poll that takes longer has failed, in seconds")
@@ -80,7 +82,8 @@ class Engines(Slice):
     kv_events: Listed = Field(
         (),
         description="ZeroMQ addresses (tcp://HOST:PORT) where the replicas publish their KV events, one for each "
-        "backend in the same order, separated by commas, or tcp://{host}:PORT for all; says what lies in their memory",
+        "backend in the same order, separated by commas, or tcp://{host}:PORT for all; with these the proxy knows "
+        "what is in their memory",
     )
     kv_events_replay: Listed = Field(
         (), description="addresses where they replay KV events that were missed, in the same order"
@@ -90,7 +93,9 @@ class Engines(Slice):
         description="put the program's id into turns for engines that can free its memory: as `session_id` for SGLang",
     )
     notice_timeout_s: float = Field(
-        5.0, gt=0, description="time limit for telling an engine that a client left or a program ended, in seconds"
+        5.0,
+        gt=0,
+        description="time limit for telling an engine that a client disconnected or a program ended, in seconds",
     )
 
     @field_validator("data_parallel_ranks", mode="before")
@@ -136,7 +141,7 @@ class Engines(Slice):
     @model_validator(mode="after")
     def _key_is_said_once(self) -> Self:
         if self.backend_api_key_file is not None and self.backend_api_key is not None:
-            raise ValueError("backend_api_key and backend_api_key_file are two ways to say the same")
+            raise ValueError("set either backend_api_key or backend_api_key_file, not both")
         return self
 
 

@@ -19,55 +19,55 @@ class Processes(Slice):
         0,
         ge=0,
         le=256,
-        description="gateway processes that carry the bytes of turns, all on the same port, beside one that schedules; "
-        "0 does both in one process",
+        description="gateway processes that carry the bytes of turns, all on the same port, beside one process that "
+        "schedules; 0: one process does both",
     )
-    schedulers: Listed = Field((), description="of a gateway: base URLs of its scheduler, separated by commas")
+    schedulers: Listed = Field((), description="for a gateway: base URLs of its schedulers, separated by commas")
     scheduler_key: SecretStr | None = Field(
-        None, description="of a gateway: the admin key that it sends to its scheduler"
+        None, description="for a gateway: the admin key that it sends to its scheduler"
     )
     scheduler_patience_s: float = Field(
         30.0,
         ge=0,
-        description="of a gateway: how long turns wait for a scheduler before they run without one, in seconds",
+        description="for a gateway: how long turns wait for a scheduler before they run without one, in seconds",
     )
     fail_open_turns_count: int = Field(
-        64, ge=0, description="of a gateway: most turns on each replica without a scheduler"
+        64, ge=0, description="for a gateway: most turns on each replica without a scheduler"
     )
     gateway_lost_s: float = Field(
         5.0,
         gt=0,
-        description="of a scheduler: turns of a gateway without a link are over after this time, in seconds",
+        description="for a scheduler: turns of a gateway that lost its link are given up after this time, in seconds",
     )
     store: SecretStr | None = Field(
         None,
-        description="of a scheduler: redis://HOST:PORT/DATABASE that it shares with others of its cell, one of which "
-        "leads while the others stand by; it needs the extra scale",
+        description="for a scheduler: redis://HOST:PORT/DATABASE that it shares with others of its cell, so that one "
+        "leads while the others stand by; needs the extra scale",
     )
     elector: Literal["redis", "kubernetes"] = Field(
         "redis",
-        description="of a scheduler with a store: what says who leads: the store's own lock, or a Lease of Kubernetes, "
+        description="for a scheduler with a store: what decides who leads: the store's lock, or a Kubernetes Lease, "
         "which needs the extra kubernetes",
     )
     lease: str = Field(
         "",
         pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
-        description="of elector kubernetes: NAMESPACE/NAME of the Lease; by default thunderagent-CELL in the namespace "
-        "of the pod this runs in",
+        description="for elector kubernetes: NAMESPACE/NAME of the Lease; by default thunderagent-CELL in the pod's "
+        "namespace",
     )
     cell: str = Field(
-        "default", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="of a scheduler: the name of its cell in the store"
+        "default", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="for a scheduler: the name of its cell in the store"
     )
     lock_s: float = Field(
         3.0,
         ge=0.3,
-        description="of a scheduler with a store: another one leads when it was not heard of for so long, in seconds; "
-        "a Lease lasts 1 s longer",
+        description="for a scheduler with a store: another one takes over when the leader was silent for so long, in "
+        "seconds; a Lease lasts 1 s longer",
     )
     reached_at: str = Field(
         "",
-        description="of a scheduler with a store: http://HOST:PORT of the process itself, where others can see whether "
-        "it runs; by default where it listens",
+        description="for a scheduler with a store: http://HOST:PORT of this process itself, which others watch; by "
+        "default where it listens",
     )
 
     @field_validator("schedulers")

@@ -26,21 +26,21 @@ class Sandboxes(Slice):
     )
     sandbox_specs: bool = Field(
         True,
-        description="whether clients may bring templates of their own, which may mount any folder of the engine's "
-        "machine and name any URL, and register any sandbox by name",
+        description="whether clients may send their own templates, which may mount any folder of the Docker host and "
+        "call any URL, and register any sandbox by name",
     )
     sandbox_owner: str = Field(
         "",
         max_length=128,
-        description="name in the labels of all that is made; the same after a restart, and of no other proxy; "
-        "by default host and port",
+        description="name in the labels of all sandboxes; keep it the same after a restart, and different for each "
+        "proxy; by default host and port",
     )
     sandbox_max_count: int = Field(64, ge=1, description="most sandboxes at a time")
     sandbox_max_memory_bytes: int | None = Field(
         None, gt=0, description="most memory that sandboxes may take together, in bytes"
     )
     sandbox_max_disk_bytes: int | None = Field(
-        None, gt=0, description="most that sandboxes may write together, in bytes"
+        None, gt=0, description="most disk that sandboxes may use together, in bytes"
     )
     sandbox_hands_count: int = Field(4, ge=1, le=64, description="preparations of sandboxes at a time")
     sandbox_pulls_count: int = Field(2, ge=1, description="pulls of images at a time")
@@ -50,15 +50,16 @@ class Sandboxes(Slice):
     )
     sandbox_reclaim_on_shutdown: bool = Field(
         True,
-        description="whether a shutdown reclaims sandboxes; else they stay until their time to live is over or "
-        "this proxy starts again",
+        description="whether a shutdown removes sandboxes; otherwise they stay until their time to live ends or this "
+        "proxy starts again",
     )
     sandbox_reclaim_images: bool = Field(
-        False, description="whether images that were pulled for sandboxes are removed with the last that uses them"
+        False,
+        description="whether images that were pulled for sandboxes are removed with the last sandbox that uses them",
     )
     sandbox_keep_images: Listed = Field((), description="images that are never removed, separated by commas")
     sandbox_callback_token: str = Field(
-        "", description="bearer token that callbacks are sent with, to the URLs of templates in the file only"
+        "", description="bearer token to send with callbacks, only to the URLs of templates in the file"
     )
     sandbox_callback_timeout_s: float = Field(30.0, gt=0, description="time for a callback to answer, in seconds")
     docker_url: str = Field(
@@ -66,6 +67,6 @@ class Sandboxes(Slice):
     )
     kubernetes_namespace: str = Field("default", description="namespace of sandboxes on Kubernetes")
     kubernetes_config: Path | None = Field(
-        None, description="kubeconfig file; by default that of the pod this runs in, else that of kubectl"
+        None, description="kubeconfig file; by default the pod's account, or else kubectl's file"
     )
     kubernetes_url: str = Field("", description="address of a Kubernetes API that needs no login, as kubectl proxy's")

@@ -37,22 +37,22 @@ class Scheduling(Slice):
     )
     fair_tenants: bool = Field(
         False,
-        description="serve waiting programs by what their tenant has had so far, and by the policy within a tenant",
+        description="serve tenants by the memory that they have had so far; within a tenant the policy decides",
     )
     tenant_weights: Annotated[dict[str, float], NoDecode, BeforeValidator(split_pairs)] = Field(
         {}, description="share of a tenant against others, as name=weight; 1 if not named"
     )
     global_policy: str = Field(
         "",
-        description="global policy, which routes, prioritises, moves, starts and ends once in a period: balance, "
+        description="global policy, which may route, prioritize, move, start and end things once in a period: balance, "
         "migrate, reassign, package.module:Class, or several with + between",
     )
     tick_s: float = Field(1.0, gt=0, description="longest time between two ticks of the scheduler, in seconds")
     idle_limit_s: float | None = Field(
         None,
         gt=0,
-        description="a program whose tool runs longer gives its claim on memory back, in seconds; "
-        "none learns it from the tool's times, 300 s at least",
+        description="a program whose tool runs longer loses its claim on memory, in seconds; by default learned from "
+        "the tool's times, at least 300 s",
     )
     forget_limit_s: float = Field(
         1800.0,
@@ -63,23 +63,24 @@ class Scheduling(Slice):
         60.0, ge=0, description="how long turns wait while no replica is usable, before they get 503, in seconds"
     )
     patience_s: float | None = Field(
-        None, gt=0, description="patience of clients that do not state theirs, in seconds; none: for ever"
+        None, gt=0, description="patience of clients that do not send theirs, in seconds; by default unlimited"
     )
-    client_patience: bool = Field(True, description="let turns in, room or not, before their clients give up")
+    client_patience: bool = Field(True, description="let turns in before their clients time out, even without room")
     patience_margin_s: float = Field(
-        1.0, ge=0, description="least part of a client's patience that is left for the answer, in seconds"
+        1.0, ge=0, description="least time of a client's patience to reserve for the answer, in seconds"
     )
     patience_ratio: float = Field(
         0.25,
         ge=0,
         le=1,
-        description="part of a client's patience that is left for the answer; the larger of both counts, at most half",
+        description="part of a client's patience to reserve for the answer, if more than patience_margin_s; at most "
+        "half",
     )
     patience_overdraft_ratio: float = Field(
         0.5,
         ge=0,
-        description="how far over its limit a replica may go for such turns, and for children of its programs, as a "
-        "part of that limit; one program may exceed it; the others get 503",
+        description="how far such turns, and children of programs, may exceed a replica's limit, as a part of that "
+        "limit; one program may exceed even that; further turns get 503",
     )
     heartbeat_s: float | None = Field(
         None,
@@ -88,8 +89,8 @@ class Scheduling(Slice):
     )
     state: Path | None = Field(
         None,
-        description="file that keeps what is learned (tool times, growth, prices, capacities), each half minute and at "
-        "the end, for the next start",
+        description="file that keeps what is learned (tool times, growth, prices, capacities) for the next start; "
+        "written each half minute and at the end",
     )
 
     @field_validator("tenant_weights")
@@ -113,27 +114,27 @@ class Judging(Slice):
         "",
         description="model of the judge; on replicas by default that of the program's turns",
     )
-    judge_api_key: SecretStr | None = Field(None, description="key that the judge is sent, as a bearer token")
-    judge_api_key_file: Path | None = Field(None, description="file that holds that key")
+    judge_api_key: SecretStr | None = Field(None, description="key to send to the judge, as a bearer token")
+    judge_api_key_file: Path | None = Field(None, description="file with that key")
     judge_prompt: Path | None = Field(
         None,
-        description="file with the prompt, which holds {task} and {transcript} once each, and may hold {step} "
-        "and {round}; by default our own",
+        description="file with the prompt, which must contain {task} and {transcript} once each, and may contain "
+        "{step} and {round}; there is a default",
     )
     judge_every_turns: int = Field(5, ge=1, description="turns of a program between two questions about it")
     judge_rate_per_s: float = Field(
         1.0,
         gt=0,
-        description="questions per second about all programs together, at most; more wait, or are dropped; inf: all",
+        description="most questions per second about all programs together; more wait, or are dropped; inf: no limit",
     )
-    judge_asked_count: int = Field(16, ge=1, description="questions to the judge that are open at a time, at most")
+    judge_asked_count: int = Field(16, ge=1, description="most open questions to the judge at a time")
     judge_max_prompt_tokens: int = Field(
         8000, ge=256, description="largest question, at 4 characters a token; what a program did is cut in the middle"
     )
     judge_max_tokens: int = Field(512, ge=16, description="largest answer, in tokens")
     judge_timeout_s: float = Field(30.0, gt=0, description="time for the judge to answer, in seconds")
     judge_fail_count: int = Field(
-        10, ge=0, description="a program's level is the lowest after more verdicts of failure than this: ORBIT's K_fail"
+        10, ge=0, description="a program's level is the lowest after more failure verdicts than this: ORBIT's K_fail"
     )
     judge_confidence_ratio: float = Field(
         0.0,
@@ -148,12 +149,12 @@ class Judging(Slice):
     @model_validator(mode="after")
     def _judge_can_be_asked(self) -> Self:
         if self.judge_api_key_file is not None and self.judge_api_key is not None:
-            raise ValueError("judge_api_key and judge_api_key_file are two ways to say the same")
+            raise ValueError("set either judge_api_key or judge_api_key_file, not both")
         if self.judge_url in ("", JUDGE_ON_REPLICAS):
             return self
         url = urlsplit(self.judge_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"judge_url: {self.judge_url!r} is not a URL with http or https, nor {JUDGE_ON_REPLICAS}")
         if not self.judge_model:
-            raise ValueError("judge_url: name the judge_model to ask there")
+            raise ValueError("judge_url needs judge_model")
         return self

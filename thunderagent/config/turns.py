@@ -32,21 +32,21 @@ class Timeouts(Slice):
     shutdown_delay_s: float = Field(
         0.0,
         ge=0,
-        description="how long a shutdown first serves new turns, not ready, each answer its connection's last, so that "
-        "clients and load balancers turn to another one, in seconds",
+        description="how long a shutdown still serves turns while /ready answers 503, so that load balancers switch "
+        "to another proxy, in seconds",
     )
     connect_timeout_s: float = Field(5.0, gt=0, description="time limit for a connection to a replica, in seconds")
     first_byte_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="a replica that does not begin to answer in this time is skipped, in seconds; an answer that is "
-        "not streamed begins when it is whole; by default as silence_timeout_s",
+        description="a turn without a first byte of its answer after this time goes to another replica, in seconds; "
+        "an answer that is not streamed begins when it is complete; by default silence_timeout_s",
     )
     silence_timeout_s: float = Field(
         3600.0, gt=0, description="a replica that sends no byte of an answer for longer has failed, in seconds"
     )
     total_timeout_s: float | None = Field(
-        None, gt=0, description="an answer that takes longer in all has failed, in seconds; none: no limit"
+        None, gt=0, description="longest time for a whole answer, in seconds; by default no limit"
     )
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"
@@ -55,7 +55,7 @@ class Timeouts(Slice):
         0.2, ge=0, le=1, description="retries of all turns together, as a part of the last minute's turns"
     )
     breaker_failure_count: int = Field(
-        5, ge=0, description="turns in a row that a replica fails before it gets none for a while; 0 is never"
+        5, ge=0, description="turns in a row that a replica fails before it gets none for a while; 0: never"
     )
     breaker_backoff_s: float = Field(
         5.0,
@@ -65,8 +65,8 @@ class Timeouts(Slice):
     client_stall_limit_s: float = Field(
         120.0,
         gt=0,
-        description="a client that takes nothing of its answer for longer is cut off, in seconds; so is either side of "
-        "a websocket",
+        description="a client that reads nothing of its answer for longer is disconnected, in seconds; so is either "
+        "side of a websocket",
     )
     websocket_limit_s: float = Field(
         3600.0, gt=0, description="a websocket that is open for longer is closed with code 1001, in seconds"
@@ -86,7 +86,9 @@ class Control(Slice):
         description="time limit for an engine's whole answer to a control call, such as new weights, in seconds",
     )
     weight_sync_limit_s: float = Field(
-        1800.0, gt=0, description="a weight sync that its trainer does not end is over after this time, in seconds"
+        1800.0,
+        gt=0,
+        description="a weight sync that the trainer does not end ends by itself after this time, in seconds",
     )
     observe_interval_s: float | None = Field(
         None,
@@ -95,5 +97,5 @@ class Control(Slice):
         "by default",
     )
     lease_limit_s: float = Field(
-        60.0, gt=0, description="a lease of the API without a sign of life for longer is ended, in seconds"
+        60.0, gt=0, description="a lease of the API that reports no progress for longer is ended, in seconds"
     )

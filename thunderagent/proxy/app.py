@@ -289,7 +289,8 @@ def front_of(
     def decorate(asked: Asked, headers: CIMultiDict[str]) -> None:
         if simulated:
             headers[ENGINES_HEADER] = "simulated"
-        guard.mark_cors(asked, headers)
+        if guard.origins:
+            guard.origins.mark(asked, headers)
 
     def way_of(head: RequestHead, target: Target) -> Way | None:
         if head.upgrades:
@@ -310,7 +311,7 @@ def front_of(
         with held.websocket():
             await flow.answer(exchange, chosen_id)
 
-    adds = simulated or guard.marks_cors
+    adds = simulated or guard.origins
     around = logged_turn if access_log else None
     return Front(way_of, let_in, flow.answer, converse, decorate if adds else None, tracing, around)
 
@@ -356,7 +357,7 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
     async def handle(request: web.Request) -> web.StreamResponse:
         target = target_of(request)
         if target.climbs:
-            raise RequestError("the path of a request holds no . and .. segments, escaped ones neither")
+            raise RequestError("the path of a request must not contain . or .. segments, not even escaped ones")
         use = use_of(target, request.method)
         if use is Use.TURN:
             return await turns.handle(request)

@@ -87,13 +87,13 @@ def decode_state(content: bytes) -> list[PoolRecord]:
     if head.version != VERSION:
         raise StateError(f"it is of version {head.version}, not {VERSION}")
     if head.bytes != len(body) or head.sha256 != hashlib.sha256(body).hexdigest():
-        raise StateError("it is torn: length or checksum are not what its first line says")
+        raise StateError("it is incomplete: its length or checksum is not what its first line says")
     try:
         records = _decode(body)
         for record in records:
             Knowledge(ClaimRules(adapt_capacity=True)).adopt(record.learned)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise StateError(f"what it holds cannot be: {error}") from error
+        raise StateError(f"its content is invalid: {error}") from error
     return records
 
 

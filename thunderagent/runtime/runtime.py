@@ -274,7 +274,9 @@ class Runtime:
             return False
         self._writer.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
         if program_id not in self.programs:
-            raise TooManyProgramsError(f"there are too many programs to open {program_id!r}; all of them have turns")
+            raise TooManyProgramsError(
+                f"the limit of programs is reached, and all of them have turns, so {program_id!r} was not opened"
+            )
         return True
 
     def is_announced(self, program_id: str) -> bool:

@@ -102,7 +102,7 @@ _REFUSALS: dict[Reason, tuple[type[ThunderAgentError], str]] = {
     ),
     Reason.TOO_MANY_PROGRAMS: (
         TooManyProgramsError,
-        "there are too many programs to open {!r}, all of which have turns" + _NOT_FORWARDED,
+        "the limit of programs is reached, and all of them have turns, so {!r} was not opened" + _NOT_FORWARDED,
     ),
 }
 """What a rejected turn is told, by the reason."""

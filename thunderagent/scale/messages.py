@@ -292,5 +292,5 @@ def _decode_known(data: bytes) -> tuple[Frame, int]:
         raw = _decode_raw(data)
         known: list[Message] = known_of(raw.messages, _decode_message, _KINDS)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadFrameError(f"what came is not a frame: {error}") from error
+        raise BadFrameError(f"not a frame: {error}") from error
     return Frame(raw.number, raw.heard, raw.epoch, known), len(raw.messages) - len(known)

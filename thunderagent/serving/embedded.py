@@ -28,7 +28,7 @@ async def embedded_engines(config: ServeConfig) -> AsyncIterator[tuple[str, ...]
         "engines_are_simulated",
         engines_count=config.embedded_engines,
         kv_tokens=config.embedded_kv_tokens,
-        effect="answers are made-up words; give --backends URL,URL to serve real engines",
+        effect="answers are made-up words; set --backends URL,URL for real engines",
     )
     async with AsyncExitStack() as stack:
         processes = [await stack.enter_async_context(_embedded_engine(config)) for _ in range(config.embedded_engines)]

@@ -68,7 +68,9 @@ async def listening(
             admin_port.port = runner.addresses[1][1]
             log.info("admin_port", port=admin_port.port)
         if not config.has_keys and not is_loopback(config.host):
-            log.warning("open_to_the_network", host=config.host, effect="whoever reaches this port may use the proxy")
+            log.warning(
+                "open_to_the_network", host=config.host, effect="anybody who reaches this port can use the proxy"
+            )
         host, port = runner.addresses[0][:2]
         yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:

@@ -32,7 +32,7 @@ def build_keyring(config: ServeConfig) -> Keyring:
     if not (keyring.has_data_keys or config.allow_open or is_loopback(config.host)):
         raise ConfigurationError(
             f"host: {config.host!r} can be reached from other machines, and there is no API key: set api_keys "
-            "(`thunderagent key NAME` makes one), or allow_open if whoever can reach it may use it"
+            "(`thunderagent key NAME` makes one), or allow_open if anybody who reaches it may use it"
         )
     return keyring
 
@@ -42,7 +42,7 @@ def check_security(config: ServeConfig) -> None:
     build_keyring(config)
     if config.simulates_engines and not (config.demo or is_loopback(config.host)):
         raise ConfigurationError(
-            f"backends: nobody named any, and simulated engines would answer whoever reaches {config.host!r} with "
+            f"backends: there are none, and simulated engines would answer anybody who reaches {config.host!r} with "
             "made-up words; set backends (THUNDERAGENT_BACKENDS=URL,URL), or demo to have simulated engines"
         )
     ServerTls.of(config)

@@ -83,10 +83,10 @@ def test_every_torn_file_is_refused() -> None:
         (lambda content: content.replace(b'"version":1', b'"version":2'), "version 2, not 1"),
         (lambda content: content.replace(b"thunderagent-learned", b"something"), "not a file of learned state"),
         (lambda content: content.replace(b"bash", b"bush"), "checksum"),
-        (lambda content: content + b" ", "torn"),
+        (lambda content: content + b" ", "incomplete"),
         (lambda _: b"\xff\xfe\x00", "not a file of learned state"),
         (lambda _: b"[]\n[]", "not a file of learned state"),
-        (lambda _: encode_state([{"models": "m"}]), "cannot be"),  # type: ignore[list-item]
+        (lambda _: encode_state([{"models": "m"}]), "content is invalid"),  # type: ignore[list-item]
     ],
 )
 def test_what_is_not_ours_or_was_changed_is_refused(change: object, why: str) -> None:
@@ -106,7 +106,7 @@ def test_records_with_other_intervals_are_refused() -> None:
             elif isinstance(value, dict):
                 part[name] = {**value, "counts": value["counts"][1:]}
         changed = {**record, "learned": {**record["learned"], where: part}}
-        with pytest.raises(StateError, match="cannot be"):
+        with pytest.raises(StateError, match="content is invalid"):
             decode_state(encode_state([changed]))
 
 
@@ -141,7 +141,7 @@ def test_records_with_values_that_cannot_be_are_refused(place: tuple[str, ...], 
     for name in place[:-1]:
         part = part[name]
     part[place[-1]] = value
-    with pytest.raises(StateError, match="cannot be"):
+    with pytest.raises(StateError, match="content is invalid"):
         decode_state(encode_state([record]))
 
 

@@ -198,7 +198,7 @@ class Operations:
         ]
 
     async def report(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Tell the routes there are, the global policy, and who starts and ends replicas."""
+        """Tell the routes, the global policy, and what starts and ends replicas."""
         targets: dict[tuple[str, str], dict[str, float]] = {}
         for scheduler in self._runtime.pools.schedulers:
             for scope, name, route in scheduler.core.routing.routes:
@@ -208,20 +208,20 @@ class Operations:
         return report_response(OperationsReport(policy=policy, routes=routes, provision=self._provision_report()))
 
     async def route(self, request: web.Request) -> web.Response:
-        """Send programs to replicas: those that wait now, the others with their next turn."""
+        """Route programs to replicas: those that wait at once, the others with their next turn."""
         wanted = read_model(RouteRequest, await request.read())
         scope, name = wanted.scopes()[0]
         self._runtime.operator.set_route(scope, name, wanted.targets())
         return report_response(RouteReport(scope=scope, name=name, replicas=dict(wanted.targets())))
 
     async def set_priority(self, request: web.Request) -> web.Response:
-        """Give a program a priority, before what the policy says."""
+        """Give a program a priority, which precedes the policy's order."""
         wanted = read_model(PriorityRequest, await request.read())
         self._runtime.operator.set_priority(wanted.program_id, wanted.priority, wanted.replica_id)
         return report_response(PriorityReport(**wanted.model_dump()))
 
     async def migrate(self, request: web.Request) -> web.Response:
-        """Move a program to a replica, room or not."""
+        """Move a program to a replica, even without room."""
         wanted = read_model(MigrateRequest, await request.read())
         self._runtime.operator.migrate(wanted.program_id, wanted.replica_id)
         moved = any(

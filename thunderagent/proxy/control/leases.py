@@ -211,7 +211,7 @@ class Leases:
         return min(tokens, max(0, capacity_tokens - beside_tokens))
 
     async def progress(self, request: web.Request) -> web.Response:
-        """Take a sign of life; the first one says that the first token came."""
+        """Report progress of a lease; the first report says that the first token came."""
         lease_id = request.match_info["lease_id"]
         body = await request.read()
         report = read_model(ProgressReport, body) if body else ProgressReport()
@@ -226,7 +226,7 @@ class Leases:
         return report_response(LeaseHeldReport(lease_id=lease_id, held=held is not None))
 
     async def end(self, request: web.Request) -> web.Response:
-        """End a lease. Idempotent: one that is not known, or no longer, is no error."""
+        """End a lease. Idempotent: an unknown or ended lease is no error."""
         lease_id = request.match_info["lease_id"]
         body = await request.read()
         said = read_model(LeaseEnd, body) if body else LeaseEnd()

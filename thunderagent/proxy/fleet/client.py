@@ -219,10 +219,12 @@ async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
     try:
         return await reading
     except SilentError:
-        raise ReplicaTimeoutError(f"replica {replica_id} fell silent in its answer", replica_id=replica_id) from None
+        raise ReplicaTimeoutError(
+            f"replica {replica_id} stopped sending in the middle of its answer", replica_id=replica_id
+        ) from None
     except TotalError:
         raise TotalTimeoutError(
-            f"replica {replica_id} took longer for its answer than is allowed", replica_id=replica_id
+            f"replica {replica_id} took longer for its answer than allowed", replica_id=replica_id
         ) from None
     except ClosedError as error:
         raise ReplicaClosedEarlyError(

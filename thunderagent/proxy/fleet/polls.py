@@ -62,7 +62,7 @@ class Polls:
             log.warning(
                 "capacity_unknown",
                 replica_id=replica_id,
-                effect="every program is let in there; set --capacity-tokens if the engine cannot say it",
+                effect="no turn is held for memory there; set --capacity-tokens if the engine does not report it",
             )
         known.why_down = ""
         known.is_up = True

@@ -76,7 +76,7 @@ async def come(
     kept.check(length_bytes)
     if "Expect" in headers and invite is not None:
         if headers["Expect"].lower() != "100-continue":
-            raise ExpectationError("nothing can be expected of this server but 100-continue")
+            raise ExpectationError("this server knows no Expect but 100-continue")
         invite()
     try:
         async with asyncio.timeout(limit_s):
@@ -87,5 +87,5 @@ async def come(
                     raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
                 kept.grow(len(piece))
     except TimeoutError as error:
-        raise BodyTimeoutError(f"the body did not come within {limit_s:g} s") from error
+        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from error
     return b"".join(pieces)

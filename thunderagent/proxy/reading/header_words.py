@@ -174,7 +174,7 @@ def _check_id(value: object, what: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
-        raise InvalidProgramIdError(f"a {what} is a text that is not empty")
+        raise InvalidProgramIdError(f"a {what} must be text that is not empty")
     try:
         size_bytes = len(value.encode())
     except UnicodeEncodeError:  # bytes of a header that are not UTF-8
@@ -182,7 +182,7 @@ def _check_id(value: object, what: str) -> str:
     if size_bytes > MAX_PROGRAM_ID_BYTES:
         raise InvalidProgramIdError(f"a {what} has at most {MAX_PROGRAM_ID_BYTES} bytes")
     if _CONTROL.search(value):
-        raise InvalidProgramIdError(f"a {what} holds no control characters")
+        raise InvalidProgramIdError(f"a {what} must not contain control characters")
     return value
 
 

@@ -362,6 +362,6 @@ class Turns:
 
 
 def _superseded(record: Record) -> TurnSupersededError:
-    error = TurnSupersededError("the same turn was tried again; that attempt goes on")
+    error = TurnSupersededError("the client retried this turn; the retry goes on")
     tell_with_error(error, record.headers())
     return error

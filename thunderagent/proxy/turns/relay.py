@@ -27,7 +27,7 @@ from thunderagent.proxy.reading.tool_calls import StreamToolCalls
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
-from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
+from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back, relayed_headers
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
@@ -88,7 +88,7 @@ class Relay:
         try:
             wait = exchange.answer(upstream.status, upstream.reason, headers, body)
             if len(body) <= LARGE_BODY_BYTES:
-                await asyncio.sleep(0)  # it goes out first; a next turn that comes now is begun after this
+                await OTHERS_FIRST  # it goes out first; a next turn that comes now is begun after this
         finally:
             if len(body) <= LARGE_BODY_BYTES:
                 self._look_into(record, lease, upstream, body)

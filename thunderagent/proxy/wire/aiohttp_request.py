@@ -114,4 +114,4 @@ async def _within_limit(request: web.Request, writing: Awaitable[None]) -> None:
         log.warning("client_stalled", path=told_path(request), limit_s=limit_s, request_id=REQUEST_ID.get())
         if request.transport is not None:
             request.transport.abort()  # to close it would wait for the client to read
-        raise ConnectionResetError("the client took nothing of its answer for too long") from None
+        raise ConnectionResetError("the client read nothing of its answer for too long") from None

@@ -32,7 +32,8 @@ from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, Use
 from thunderagent.proxy.gate.bodies import report_response
-from thunderagent.proxy.gate.guard import SAFE_METHODS, Guard, GuardSettings
+from thunderagent.proxy.gate.browsers import SAFE_METHODS
+from thunderagent.proxy.gate.guard import Guard, GuardSettings
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.login import Logins

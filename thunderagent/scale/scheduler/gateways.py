@@ -244,7 +244,7 @@ class Gateways:
             case Hello():
                 pass  # the first message of the link, which is heard before
             case _:
-                raise BadFrameError(f"{gateway} says what only schedulers say: {type(message).__name__}")
+                raise BadFrameError(f"{gateway} sent a message that only schedulers send: {type(message).__name__}")
 
     def _new(self, gateway: Gateway, turn_id: int) -> GatewayTurn:
         turn = gateway.turns[turn_id] = GatewayTurn(self._grants.new_turn_id())

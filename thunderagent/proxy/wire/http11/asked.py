@@ -153,7 +153,7 @@ class Asked:
             if self.is_whole:
                 return b""
             if self._line.transport is None:
-                raise LeftError("the client left before its request was whole")
+                raise LeftError("the client disconnected before its request was complete")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -283,7 +283,7 @@ class Asked:
             self._pieces.append(data)
             self._pieces_bytes += len(data)
             if self.head.upgrades and not self.begun and self._pieces_bytes > EARLY_BYTES:
-                raise NotHttpError("who asks for another protocol waits for the answer")
+                raise NotHttpError("a client that asks for another protocol must wait for the answer")
             if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
                 self._line.pause_reading()
         self._tell()

@@ -280,7 +280,7 @@ class Connection:
             if head.status >= 200 or (head.status == CHANGES_PROTOCOL and self._may_change):
                 break
             if head.status == CHANGES_PROTOCOL:
-                raise NotHttpError("it changes the protocol, which nobody asked for")
+                raise NotHttpError("it switches protocols without being asked")
             self._interim_bytes += end
             if self._interim_bytes > MAX_HEAD_BYTES:  # each one ends a silence, so no limit would
                 raise NotHttpError(f"it sends more than {MAX_HEAD_BYTES} bytes of interim answers")

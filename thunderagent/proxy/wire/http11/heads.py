@@ -41,8 +41,10 @@ MAX_HEADERS_COUNT = 128
 MAX_KNOWN_BYTES = 4096
 """A longer head is read each time."""
 KNOWN_COUNT = 4096
+KNOWN_BYTES = 2 * 2**20
 CAME_ONCE_COUNT = 4 * KNOWN_COUNT
-"""So many heads are known, and so many more that were used not so lately; of so many it is known that they came."""
+"""So many heads, or so much, is known, and as many more that were used not so lately; of so many it is known that they
+came. As it was read a head is ten times as large, and anybody may send some: this comes before any key."""
 MAX_LENGTH_DIGITS = 18
 
 CHUNKED = -1
@@ -118,7 +120,7 @@ def read_request(head: bytes) -> RequestHead:
         raise NotHttpError("the request line is not `METHOD /path HTTP/1.1`")
     method, target, minor = line.groups()
     if method == b"CONNECT":
-        raise NotHttpError("nobody makes a tunnel here")
+        raise NotHttpError("tunnels (CONNECT) are not supported")
     is_http_11 = minor == b"1"
     checked = head
     if not target.isascii():  # llhttp reads ASCII alone; who routes it has its own opinion on it
@@ -127,9 +129,9 @@ def read_request(head: bytes) -> RequestHead:
     length = _length(headers, is_http_11=is_http_11)
     hosts = headers.getall(_HOST, ())
     if not hosts and is_http_11:
-        raise NotHttpError("a request names its host")
+        raise NotHttpError("a request needs a Host header")
     if len(hosts) > 1:
-        raise NotHttpError("a request names one host")
+        raise NotHttpError("a request must have one Host header")
     keeps_alive, upgrades = is_http_11, False
     if _CONNECTION in headers:
         options = _options(headers)
@@ -186,6 +188,7 @@ class KnownHeads(Generic[Head]):
         self._recent: dict[bytes, tuple[bytes, Head]] = {}
         self._older: dict[bytes, tuple[bytes, Head]] = {}
         """By their bytes without the digits of a length; with these, as they were when it was read."""
+        self._recent_bytes = 0
         self._came_once: set[int] = set()
 
     def __len__(self) -> int:
@@ -227,9 +230,10 @@ class KnownHeads(Generic[Head]):
         return head
 
     def _keep(self, key: bytes, found: tuple[bytes, Head]) -> None:
-        if len(self._recent) >= KNOWN_COUNT:
-            self._older, self._recent = self._recent, {}
+        if len(self._recent) >= KNOWN_COUNT or self._recent_bytes >= KNOWN_BYTES:
+            self._older, self._recent, self._recent_bytes = self._recent, {}, 0
         self._recent[key] = found
+        self._recent_bytes += len(key)
 
 
 def known_requests() -> KnownHeads[RequestHead]:
@@ -282,17 +286,17 @@ def _length(headers: CIMultiDict[str], *, is_http_11: bool) -> int | None:
     """Return the length of a body, or `CHUNKED`; None if nothing is said of it."""
     if _TRANSFER_ENCODING in headers:
         if [coding.lower() for coding in headers.getall(_TRANSFER_ENCODING)] != ["chunked"]:
-            raise NotHttpError("a body comes in another transfer coding than `chunked`")
+            raise NotHttpError("a body has a transfer coding other than `chunked`")
         if _CONTENT_LENGTH in headers:
-            raise NotHttpError("a body has a length and a transfer coding")
+            raise NotHttpError("a body has both a length and a transfer coding")
         if not is_http_11:
-            raise NotHttpError("HTTP/1.0 knows no transfer codings")
+            raise NotHttpError("HTTP/1.0 has no transfer codings")
         return CHUNKED
     lengths = headers.getall(_CONTENT_LENGTH, ())
     if not lengths:
         return None
     if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
-        raise NotHttpError("the length of a body is told twice, or is not a number")
+        raise NotHttpError("Content-Length is there twice, or is not a number")
     return int(lengths[0])
 
 
@@ -311,6 +315,6 @@ def written(lines: list[str], headers: CIMultiDict[str], last_line: str = "") ->
         lines.append(last_line)
     text = "".join(lines)
     if "\n" in text or "\r" in text or "\0" in text:
-        raise ValueError("a header, or what stands before them, holds a line break or a zero byte")
+        raise ValueError("a header or the request line contains a line break or a zero byte")
     lines.append("\r\n")
     return "\r\n".join(lines).encode("utf-8", "surrogateescape")
