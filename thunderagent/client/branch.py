@@ -152,13 +152,13 @@ def _library(name: str) -> ModuleType:
 def _check_program_id(program_id: object) -> str:
     """Return a program id that the proxy takes, and that a URL can hold. Raises `ValueError`."""
     if not isinstance(program_id, str) or not program_id:
-        raise ValueError("a program id is a text that is not empty")
+        raise ValueError("a program id must be text that is not empty")
     if len(program_id.encode()) > MAX_ID_BYTES:  # halves of surrogate pairs raise a ValueError here
-        raise ValueError(f"a program id has at most {MAX_ID_BYTES} bytes")
+        raise ValueError(f"a program id may have at most {MAX_ID_BYTES} bytes")
     if any(ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0 for character in program_id):
-        raise ValueError("a program id holds no control characters")
+        raise ValueError("a program id must not contain control characters")
     if program_id in {".", ".."}:
-        raise ValueError(f"the program id {program_id!r} would be taken out of every URL")
+        raise ValueError(f"the program id {program_id!r} would disappear from every URL")
     return program_id
 
 

@@ -149,7 +149,7 @@ class Program(Branch):
     def branch(self, branch_id: str) -> Branch:
         """Return the branch of a sub-agent: the same program, a context of its own. Raises `ValueError`."""
         if not branch_id:
-            raise ValueError("a branch has a name; the main one is the program itself")
+            raise ValueError("a branch needs a name; the main branch is the program itself")
         return Branch(
             self.proxy, self.program_id, branch_id=branch_id, group=self.group, program_class=self.program_class
         )
@@ -246,7 +246,7 @@ class Program(Branch):
 
     def _begin(self) -> None:
         if self._token is not None or self.ended:
-            raise RuntimeError(f"{self!r} was entered before: a program is one run")
+            raise RuntimeError(f"{self!r} was entered before: make a new program for each run")
         self._token = _current.set(self)
 
     def _leave_context(self) -> None:
@@ -293,7 +293,9 @@ class Program(Branch):
         raise AssertionError("the last try returns")
 
     def _log_failure(self, why: str) -> None:
-        log.warning("program %r was not released, so its memory is held until it is idle: %s", self.program_id, why)
+        log.warning(
+            "program %r was not released, so it keeps its memory until the idle limit: %s", self.program_id, why
+        )
 
     # --- its sandboxes
 

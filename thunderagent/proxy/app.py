@@ -63,12 +63,11 @@ from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_errors import answering_errors
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
-from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
+from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S, target_of, told_path
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.front import Front, Trace, Way
 from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
-from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.runtime import Runtime
 
@@ -290,7 +289,8 @@ def front_of(
     def decorate(asked: Asked, headers: CIMultiDict[str]) -> None:
         if simulated:
             headers[ENGINES_HEADER] = "simulated"
-        guard.mark_cors(asked, headers)
+        if guard.origins:
+            guard.origins.mark(asked, headers)
 
     def way_of(head: RequestHead, target: Target) -> Way | None:
         if head.upgrades:
@@ -311,7 +311,7 @@ def front_of(
         with held.websocket():
             await flow.answer(exchange, chosen_id)
 
-    adds = simulated or guard.marks_cors
+    adds = simulated or guard.origins
     around = logged_turn if access_log else None
     return Front(way_of, let_in, flow.answer, converse, decorate if adds else None, tracing, around)
 
@@ -357,7 +357,7 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
     async def handle(request: web.Request) -> web.StreamResponse:
         target = target_of(request)
         if target.climbs:
-            raise RequestError("the path of a request holds no . and .. segments, escaped ones neither")
+            raise RequestError("the path of a request must not contain . or .. segments, not even escaped ones")
         use = use_of(target, request.method)
         if use is Use.TURN:
             return await turns.handle(request)

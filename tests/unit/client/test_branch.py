@@ -43,7 +43,7 @@ def test_a_branch_is_the_same_program_with_a_name_more() -> None:
     assert helper.base_url == p.base_url
     assert helper.headers == {**p.headers, "X-Program-Branch": "helper"}
     assert helper.litellm["extra_headers"]["X-Program-Branch"] == "helper"
-    with pytest.raises(ValueError, match="a branch has a name"):
+    with pytest.raises(ValueError, match="a branch needs a name"):
         p.branch("")
 
 

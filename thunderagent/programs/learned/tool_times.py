@@ -22,7 +22,7 @@ For tools whose hazard falls with time, as most do, G is the hazard itself.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
@@ -89,8 +89,8 @@ class _LifeTable:
                 self.add(self.away, interval_id)
             return
         away = self.away
-        for interval_id in interval_ids:
-            away[interval_id] += 1.0
+        for interval_id, count in Counter(interval_ids).items():
+            away[interval_id] += count
         self.count += len(interval_ids)
 
     def export(self, name: str) -> ToolRecord:
@@ -163,8 +163,14 @@ class ToolTimes:
         everything.add(everything.returned, interval_id)
         table.add(table.returned, interval_id)
 
-    def censored(self, name: str, *away_s: float) -> None:
-        """Learn that programs were not back after so long, when their memory was given away or they ended."""
+    def censored(self, name: str, away_s: float) -> None:
+        """Learn that a program was not back after so long, when its memory was given away or it ended."""
+        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
+        everything.add(everything.away, interval_id)
+        table.add(table.away, interval_id)
+
+    def all_censored(self, name: str, away_s: Sequence[float]) -> None:
+        """Learn the same of many."""
         interval_ids = [bisect_right(EDGES_S, each_s) for each_s in away_s]
         self._all.add_away(interval_ids)
         self._table(name).add_away(interval_ids)

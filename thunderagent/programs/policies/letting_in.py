@@ -285,13 +285,15 @@ class LettingIn:
     def _relieve(self, view: View, replica: ReplicaView) -> None:
         """Pause, then mark, until all claims but the marked ones are under the high watermark; take marks back."""
         account = replica.account
-        limit_tokens = self.high_ratio * account.limit_tokens
-        if account.demand_tokens - account.marked_tokens > limit_tokens:
+        limit_tokens, marked_tokens = self.high_ratio * account.limit_tokens, account.marked_tokens
+        if account.demand_tokens - marked_tokens > limit_tokens:
             view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, 1)
             while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
                 program = view.first_to_mark(replica)
                 if program is None or not view.propose_mark(program, Reason.THRASHING):
                     break
+        elif not marked_tokens:
+            return
         while account.marked_tokens and (marked := view.last_marked(replica)) is not None:
             if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
                 break
