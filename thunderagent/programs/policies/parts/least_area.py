@@ -26,16 +26,18 @@ with a whole book comes behind those that come with a question, as under MARS, b
 **Who began.** A program that was let in before and lost its claim counts with `begun_ratio` of its area: what still
 lies in memory of its history need not be computed again, and the longer it waits the more of that is lost.
 
-**The bound.** Who has waited for longer than `bound_ratio` times the median time that programs take in all, as learned,
-comes before everybody else, whoever waits for longest first. So those that come later are let in before it for no
-longer than that. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is so is
-looked at whenever a turn or a program ends, and so before there is room.
+**The bound.** Whose turns have waited, in all of its life, for longer than `bound_ratio` times the median time that
+programs take, as learned, comes before everybody else, whoever has waited for longest first. So those that come later
+are let in before it for no longer than that in sum: a large program that loses its claim again and again would else
+wait as long each time. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is
+so is looked at whenever a turn or a program ends, and so before there is room.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
@@ -72,6 +74,9 @@ FORGETTING_RATIO = 0.999
 REMEMBERED_COUNT = 1000.0
 """Programs that count; beyond, what was seen before is halved."""
 
+FEW_COUNT = 64
+"""So many waits that are over may be kept, and as many as there are that are not."""
+
 MOST_COUNT = 1e9
 """More than is ever counted: what is taken in from a file is checked."""
 
@@ -81,10 +86,11 @@ NOT_OVERDUE_RANK = 1e12
 
 @dataclass(slots=True)
 class LeastArea:
-    """Rank by the index, and those first who waited for `bound_ratio` times the median residence; `inf`: nobody."""
+    """Rank by the index, and those first who waited for `bound_ratio` times the median residence in all."""
 
-    bound_ratio: float = 2.0
-    """A program that waited this many median residences comes before all. `inf`: never; `0`: longest wait first."""
+    bound_ratio: float = 4.0
+    """A program that waited this many median residences in all comes before all. `inf`: never; `0`: longest wait first.
+    """
     begun_ratio: float = 0.5
     """What a program counts that lost its claim. Lower it if programs are often paused in the middle."""
     _ended: list[float] = field(init=False, repr=False, default_factory=lambda: [0.0] * len(ENDS_COUNT))
@@ -95,8 +101,12 @@ class LeastArea:
     _passed_counts: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     """How many turns of each program are known to have been passed: one that is tried again is passed once."""
     _waits: dict[str, tuple[float, float]] = field(init=False, repr=False, default_factory=dict)
-    """Since when and in which rank programs wait, whoever waits for longest first."""
+    """Since when and in which rank programs wait."""
     _overdue: dict[str, float] = field(init=False, repr=False, default_factory=dict)
+    _waited_s: dict[str, float] = field(init=False, repr=False, default_factory=dict)
+    """What programs waited in all, before they wait now."""
+    _due: list[tuple[float, str, float]] = field(init=False, repr=False, default_factory=list)
+    """A heap of those that wait: since when if all their waiting were one, and since when this time."""
     name: ClassVar[str] = "least-area"
 
     def __post_init__(self) -> None:
@@ -104,17 +114,25 @@ class LeastArea:
         check_not_negative(self.name, self, "bound_ratio", "begun_ratio")
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the index, or since when it waits if that is for too long."""
+        """Return the index, or since when it waits, as if all its waiting were one, if that is for too long."""
         if program.phase is Phase.REASONING:
             since_s = program.waiting_since_s
-            if self._overdue.get(program.program_id) == since_s:
-                return since_s
-            wait = self._waits.get(program.program_id)
+            program_id = program.program_id
+            if self._overdue.get(program_id) == since_s:
+                return since_s - self._waited_s.get(program_id, 0.0)
+            wait = self._waits.get(program_id)
             if wait is None or wait[0] != since_s:
-                self._waits.pop(program.program_id, None)
-                wait = self._waits[program.program_id] = since_s, self._rank_now(program)
+                wait = self._waits[program_id] = since_s, self._rank_now(program)
+                self._expect(program_id, since_s)
             return wait[1]
         return self._rank_now(program)
+
+    def _expect(self, program_id: str, since_s: float) -> None:
+        """Put a program that begins to wait where it will be found once that is for too long."""
+        if len(self._due) > 2 * len(self._waits) + FEW_COUNT:  # mostly of waits that are over
+            self._due = [each for each in self._due if self._waits.get(each[1], (None,))[0] == each[2]]
+            heapify(self._due)
+        heappush(self._due, (since_s - self._waited_s.get(program_id, 0.0), program_id, since_s))
 
     def _rank_now(self, program: ProgramView) -> float:
         area = self.area(program.turn_count, program.claim_tokens)
@@ -166,10 +184,12 @@ class LeastArea:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
         if isinstance(signal, GpuSubmit):
             self._submitted(view, signal.program_id)
+            if signal.held_s:
+                self._waited_s[signal.program_id] = self._waited_s.get(signal.program_id, 0.0) + signal.held_s
         elif isinstance(signal, GpuEnd) and signal.finished:
             self._turn_finished(view, signal.program_id)
         elif isinstance(signal, ProgramEnd):
-            for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue):
+            for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
                 known.pop(signal.program_id, None)
             self._program_ended(signal.turn_count)
         if isinstance(signal, GpuEnd | ProgramEnd):
@@ -205,12 +225,13 @@ class LeastArea:
             self._grown_count = FORGETTING_RATIO * self._grown_count + 1
 
     def _look_for_overdue(self, view: View) -> None:
-        """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each of them."""
-        before_s = view.now_s - self.bound_ratio * view.median_residence_s
-        while self._waits:
-            program_id, (since_s, _) = next(iter(self._waits.items()))
-            if not since_s < before_s:
-                return
+        """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
+        before_s, due = view.now_s - self.bound_ratio * view.median_residence_s, self._due
+        while due and due[0][0] < before_s:
+            _, program_id, since_s = heappop(due)
+            wait = self._waits.get(program_id)
+            if wait is None or wait[0] != since_s:
+                continue
             del self._waits[program_id]
             program = view.program(program_id)
             if program is not None and program.status is Status.PAUSED:
