@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
+from tests.builders import grew
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.leases import TurnAsk
 from thunderagent.programs.learned.knowledge import Knowledge
@@ -39,7 +40,7 @@ def learned_tool(name: str, *models: str) -> PoolRecord:
     knowledge = Knowledge()
     for _ in range(20):
         knowledge.tool_times.returned(name, 7.0)
-        knowledge.growth.turn_finished(100, 10, 1.0)
+        knowledge.growth.turn_ended(grew(100, 10, 1.0))
     return PoolRecord(models, knowledge.export())
 
 

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from thunderagent.programs.learned.histogram import MOST_TOKENS, SLACK, check_range
+from thunderagent.programs.model.turn import TurnEnded
 
 MAX_ROLES_COUNT = 1024
 """Clients may name every turn's role anew: of the roles, the one longest not heard of is forgotten first."""
@@ -27,9 +28,9 @@ class RoleOutputs:
     def __len__(self) -> int:
         return len(self._of_role)
 
-    def learn(self, role: str, output_tokens: int) -> None:
-        """Take in a finished turn. Cost: O(1)."""
-        of_role = self._of_role
+    def turn_ended(self, ended: TurnEnded) -> None:
+        """Take in a turn. Cost: O(1)."""
+        of_role, role, output_tokens = self._of_role, ended.turn.role, ended.output_tokens
         weight, tokens = self._all
         self._all = weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens
         weight, tokens = of_role.get(role, (0.0, 0.0))

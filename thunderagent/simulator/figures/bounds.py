@@ -81,7 +81,7 @@ class Bounds:
         return min(named, key=lambda name: named[name])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnCost:
     """What one turn needs of an engine: `work_s` is g and `token_iterations` is W of the theory above."""
 
@@ -105,7 +105,7 @@ class TurnCost:
         return TurnCost(self.work_s / count, self.token_iterations / count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnShape:
     """What a turn is made of: of its `prompt_tokens` the last `new_tokens` were not in its program's context before.
 

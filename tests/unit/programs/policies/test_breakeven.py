@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import Driver, of_kind, restored_on
+from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
 from thunderagent.programs.model.settings import SchedulerSettings
@@ -303,7 +303,7 @@ def grown(driver: Driver, whole_tokens: int = 5000) -> None:
     """Teach the scheduler that programs add 100 tokens in ten seconds, and are 5,000 larger in the mean."""
     growth = driver.scheduler.knowledge.growth
     for _ in range(20):
-        growth.turn_finished(100, 50, 10.0)
+        growth.turn_ended(grew(100, 50, 10.0))
         growth.program_ended(whole_tokens, 1)
 
 
@@ -358,7 +358,7 @@ def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
     driver = driver_with(foresight_ratio=holds_for(20.0))
     growth = driver.scheduler.knowledge.growth
     for _ in range(20):
-        growth.turn_finished(100, 50, 10.0)
+        growth.turn_ended(grew(100, 50, 10.0))
         growth.program_ended(120, 1)
     turn = driver.arrives("a", 300)
     assert driver.program("a").growth_tokens == 120
@@ -375,12 +375,12 @@ def test_every_program_claims_what_its_next_turn_is_expected_to_add() -> None:
     opens(driver, a=400)
     assert driver.demand() == 500
     for _ in range(20):
-        driver.scheduler.knowledge.growth.turn_finished(200, 40, 10.0)
+        driver.scheduler.knowledge.growth.turn_ended(grew(200, 40, 10.0))
     driver.finishes(driver.arrives("a", 400), 400)
     assert 400 + 150 <= driver.demand() <= 400 + 260
     fixed = driver_with(reserve_tokens=100, growth_quantile=0.0)
     for _ in range(20):
-        fixed.scheduler.knowledge.growth.turn_finished(200, 40, 10.0)
+        fixed.scheduler.knowledge.growth.turn_ended(grew(200, 40, 10.0))
     opens(fixed, a=400)
     assert fixed.demand() == 500
 
