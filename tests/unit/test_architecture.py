@@ -187,8 +187,9 @@ PROXY_ARROWS: dict[str, frozenset[str]] = {
     "turns": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch"}),
     "control": frozenset({"reading", "wire", "gate", "fleet"}),
     "admin": frozenset({"reading", "gate", "fleet", "control", "watch"}),
-    # Composition: everybody's, and nobody may know it.
-    "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin"}),
+    # Composition: everybody's, and nobody may know it; first the ways of requests, then the whole.
+    "routing": frozenset({"reading", "wire", "gate", "fleet", "turns", "control", "watch"}),
+    "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin", "routing"}),
 }
 
 # What a room of the proxy must never know besides.

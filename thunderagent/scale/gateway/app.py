@@ -17,15 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from thunderagent.compilation import build_kind
 from thunderagent.errors import SchedulerUnreachableError
 from thunderagent.proxy.admin.admin import EXPOSITION_TYPE, HealthReport, NotReadyReport, ReadyReport
-from thunderagent.proxy.app import (
-    FRONT,
-    LOOP_LAG,
-    MADE_ANSWERS_COUNT,
-    TurnHandlers,
-    add_routes,
-    by_inner_path,
-    front_of,
-)
+from thunderagent.proxy.app import FRONT, LOOP_LAG, MADE_ANSWERS_COUNT
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
@@ -40,6 +32,7 @@ from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.routing import TurnHandlers, add_routes, by_inner_path, front_of
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
