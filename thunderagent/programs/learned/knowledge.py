@@ -176,7 +176,10 @@ class Knowledge:
         self.tiers.adopt(learned.tiers)
 
     def _measure_reserves(self) -> None:
-        """Find out what claims hold beside contexts, if that is learned."""
+        """Find out what claims hold beside contexts, if that is learned.
+
+        After each turn: after every 16, claims would lag behind what turns add, for a fiftieth of the time of an event.
+        """
         growth, rules = self.growth, self._rules
         if self._learns_reserve:
             self._turn_tokens = growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)

@@ -22,7 +22,7 @@ For tools whose hazard falls with time, as most do, G is the hazard itself.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
@@ -89,8 +89,8 @@ class _LifeTable:
                 self.add(self.away, interval_id)
             return
         away = self.away
-        for interval_id, count in Counter(interval_ids).items():
-            away[interval_id] += count
+        for interval_id in interval_ids:
+            away[interval_id] += 1.0
         self.count += len(interval_ids)
 
     def export(self, name: str) -> ToolRecord:

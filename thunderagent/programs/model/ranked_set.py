@@ -84,8 +84,8 @@ class RankedSet(Generic[T]):
         first_id, self._next_entry_id = self._next_entry_id, self._next_entry_id + len(members)
         entries: list[Entry] = list(zip(ranks, range(first_id, self._next_entry_id), members, strict=True))
         if not self._entry_of:
+            self._entry_of.update(zip(members, entries, strict=True))
             entries.sort()
-            self._entry_of = {entry[2]: entry for entry in entries}
             self._heap, self._is_sorted = entries, True
             self._new.clear()
             return
