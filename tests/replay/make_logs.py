@@ -48,6 +48,7 @@ HISTORIES: dict[str, tuple[str, dict[str, Setting], SchedulerSettings]] = {
         "breakeven",
         {
             "reserve_tokens": 100,
+            "order": "fcfs",
             "priority": "age",
             "global_policy": "balance+migrate+reassign",
             "global_policy.rest_s": 2.0,

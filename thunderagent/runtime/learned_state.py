@@ -32,6 +32,7 @@ from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.fleet_events import KnowledgeLoaded
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.records.learned import LearnedRecord
+from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.pool import Pool
 from thunderagent.runtime.runtime import Runtime
 
@@ -92,6 +93,8 @@ def decode_state(content: bytes) -> list[PoolRecord]:
         records = _decode(body)
         for record in records:
             Knowledge(ClaimRules(adapt_capacity=True)).adopt(record.learned)
+            if record.learned.lengths is not None:
+                LeastArea().adopt(record.learned.lengths)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise StateError(f"its content is invalid: {error}") from error
     return records
@@ -188,7 +191,7 @@ class LearnedState:
         learned = [pool for pool in pools if not pool.scheduler.knowledge.growth.is_empty]
         served = {name for pool in learned for name in pool.models}
         unplaced = [record for record in self._unplaced if served.isdisjoint(record.models)]
-        return [*unplaced, *(PoolRecord(each.models, each.scheduler.knowledge.export()) for each in learned)]
+        return [*unplaced, *(PoolRecord(each.models, each.scheduler.learned()) for each in learned)]
 
     async def run(self) -> None:
         """Write it every half minute, or as often as it is to, if a turn ended in it; until cancelled."""

@@ -196,7 +196,9 @@ def test_a_replica_with_room_is_not_closed_for_one_that_waits_for_another() -> N
 
 def test_breakeven_lets_pass_for_a_while_on_a_replica_for_which_one_waits() -> None:
     """As it does with the head of its queue: as long as that has not waited for half of what programs take."""
-    driver = driven(("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0, "foresight_ratio": 0.0}))
+    driver = driven(
+        ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0, "foresight_ratio": 0.0, "order": "fcfs"})
+    )
     for number in range(4):  # what programs take is learned: 20 s
         turn_id = driver.arrives(f"earlier-{number}", 100)
         driver.passes(20.0)

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
-from tests.builders import grew
+from tests.builders import Driver, grew
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.leases import TurnAsk
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.media_sizes import CLASSES_COUNT
 from thunderagent.programs.learned.roles import MAX_ROLES_COUNT
 from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.policies.composed import Composed
+from thunderagent.programs.policies.parts.least_area import ENDS_COUNT, LeastArea
+from thunderagent.programs.policies.parts.orders import Fcfs
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import (
@@ -42,6 +46,17 @@ def learned_tool(name: str, *models: str) -> PoolRecord:
         knowledge.tool_times.returned(name, 7.0)
         knowledge.growth.turn_ended(grew(100, 10, 1.0))
     return PoolRecord(models, knowledge.export())
+
+
+def learned_lengths(*models: str) -> PoolRecord:
+    """Of an order that saw twenty programs of three turns."""
+    order = LeastArea()
+    driver = Driver(Composed(Passthrough(), order=order), replicas={"r0": 10**7})
+    for number in range(20):
+        for turn in range(3):
+            driver.takes_turn(f"p{number}", 1000 + 100 * turn)
+        driver.releases(f"p{number}")
+    return PoolRecord(models, replace(learned_tool("bash").learned, lengths=order.export()))
 
 
 def runtime_of(*, pools: bool = True) -> Runtime:
@@ -132,11 +147,15 @@ def test_records_with_other_intervals_are_refused() -> None:
         (("hints",), [["tenant", 5.0, 1.0]]),
         (("hints",), [["tenant", 1e9, 1e9]]),
         (("restores",), [-1.0, 1.0]),
+        (("lengths", "ended"), [1.0]),
+        (("lengths", "passed"), [-1.0] * len(ENDS_COUNT)),
+        (("lengths", "grown_tokens"), -1.0),
+        (("lengths", "grown_count"), 0.0),
     ],
 )
 def test_records_with_values_that_cannot_be_are_refused(place: tuple[str, ...], value: object) -> None:
     """A negative size or time, or one beyond all measure, would steer the scheduler for hours."""
-    (record,) = json.loads(encode_state([learned_tool("bash", "m")]).partition(b"\n")[2])
+    (record,) = json.loads(encode_state([learned_lengths("m")]).partition(b"\n")[2])
     part = record["learned"]
     for name in place[:-1]:
         part = part[name]
@@ -200,6 +219,25 @@ async def test_each_pool_gets_what_its_models_learned(tmp_path: Path) -> None:
     await take_turn(runtime, "b")
     await state.save()
     assert [each.models for each in read_state(path)] == [("c",), ("other-name-of-a", "lora"), ("b",)]
+
+
+async def test_how_long_programs_are_is_kept_too(tmp_path: Path) -> None:
+    """By the default policy's own order; another one in its place leaves it out, and one in the file alone."""
+    path = tmp_path / "state"
+    write_state(path, [learned_lengths("m")])
+    runtime = runtime_of(pools=False)
+    state = LearnedState(path, runtime)
+    up(runtime, "r0", "m")
+    assert runtime.scheduler.learned().lengths == learned_lengths().learned.lengths != LeastArea().export()
+    await take_turn(runtime, "m")
+    await state.save()
+    (kept,) = read_state(path)
+    assert kept.learned.lengths == runtime.scheduler.learned().lengths
+    other = Runtime(Scheduler(Composed(BreakEven(), order=Fcfs())))
+    LearnedState(path, other)
+    up(other, "r0", "m")
+    assert knows(other, "m", "bash")
+    assert other.scheduler.learned().lengths is None
 
 
 @pytest.mark.parametrize("pools", [True, False])
