@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -85,7 +86,7 @@ class RankedSet(Generic[T]):
         entries: list[Entry] = list(zip(ranks, range(first_id, self._next_entry_id), members, strict=True))
         if not self._entry_of:
             self._entry_of.update(zip(members, entries, strict=True))
-            entries.sort()
+            entries.sort(key=itemgetter(0))  # of equal ranks they are in order, and ranks alone compare quickly
             self._heap, self._is_sorted = entries, True
             self._new.clear()
             return
