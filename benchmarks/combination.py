@@ -52,11 +52,13 @@ from thunderagent.simulator.workloads.plans import Workload
 
 RUNS = RESULTS / "combination-runs.json"
 
-COMBINATION = "breakeven + least-area"
+COMBINATION = "breakeven"
+OLDEST_FIRST = "breakeven + fcfs"
+"""Without its own order, `least-area`."""
 FCFS, STICKY, CAP = "fcfs", "sticky", "cap"
 CONTESTANTS = {
-    COMBINATION: "breakeven:order=least-area",
-    "breakeven": "breakeven",
+    COMBINATION: "breakeven",
+    OLDEST_FIRST: "breakeven:order=fcfs",
     "mars": "mars",
     "thunderagent": "thunderagent",
     "infercept": "infercept",

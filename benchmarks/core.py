@@ -27,7 +27,7 @@ from thunderagent.programs.model.events import (
 )
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.serving import calm_garbage_collector
+from thunderagent.serving.process import calm_garbage_collector
 
 CONTEXT_BYTES = 40_000
 CAPACITY_TOKENS = 400_000

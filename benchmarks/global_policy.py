@@ -24,7 +24,7 @@ from thunderagent.programs.model.events import Event, ProgramReleased, Tick, Tur
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp, RouteSet
 from thunderagent.programs.model.view import View
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.serving import calm_garbage_collector
+from thunderagent.serving.process import calm_garbage_collector
 
 CAPACITY_TOKENS = 400_000
 PROGRAM_TOKENS = (4_000, 16_000)

@@ -20,7 +20,7 @@ import aiohttp
 from benchmarks.instant import instant_engine
 from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb, thunderagent
-from thunderagent.serving import raise_file_limit
+from thunderagent.serving.process import raise_file_limit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,6 +7,8 @@ others, which stay in the file.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,8 +40,14 @@ def do_runs(
     path: Path,
     jobs_count: int | None,
     console: Console,
+    *,
+    for_s: float = math.inf,
 ) -> dict[str, Figures]:
-    """Do the runs that this code has not kept in `path` yet, two at a time unless said; return the figures of all."""
+    """Do the runs that this code has not kept in `path` yet, two at a time unless said; return the figures of all.
+
+    After `for_s` seconds none is begun any more.
+    """
+    end_s = time.monotonic() + for_s
     made_by = describe_code()
     of_all_code: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     of_this = of_all_code.setdefault(made_by["code"], {"commit": made_by["commit"], "runs": {}})
@@ -54,6 +62,8 @@ def do_runs(
             whole.write_text(json.dumps(of_all_code, indent=0) + "\n")
             whole.replace(path)
             bar.advance(shown)
+            if time.monotonic() >= end_s:
+                todo.clear()
 
         stopped_by = do_all(do, todo, note, jobs_count or 2)
     if stopped_by:

@@ -26,7 +26,7 @@ from benchmarks.drip import DripEngine
 from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb, thunderagent
 from benchmarks.simulated import save_plot
-from thunderagent.serving import raise_file_limit
+from thunderagent.serving.process import raise_file_limit
 
 SAMPLE_PERIOD_S = 10.0
 FORGET_LIMIT_S = 60.0

@@ -29,7 +29,7 @@ from benchmarks.environments import RealEngineError, ensure_environment
 from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb
-from thunderagent.serving import raise_file_limit
+from thunderagent.serving.process import raise_file_limit
 
 PROGRAMS_COUNT = 1000
 LARGE_BODY_BYTES = 400_000

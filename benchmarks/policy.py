@@ -458,6 +458,7 @@ def homes(bench: Bench) -> list[Finding]:
         figures: dict[str, Pick] = {
             "restores": lambda result: result.restores.restore_count,
             "of these moved": lambda result: result.restores.moved_count,
+            "of these from a home kept for the first": lambda result: result.restores.moved_from_kept_count,
         }
         found += [Finding("4 replicas", policy, name, mean_of(four[policy], pick)) for name, pick in figures.items()]
         most = Interval.of([max(run.result.restores.moved_with_room_count for run in four[policy])])

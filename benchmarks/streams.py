@@ -30,7 +30,7 @@ from benchmarks.load import percentile
 from benchmarks.machine import save_results
 from benchmarks.overhead import commands, free_port, target
 from benchmarks.processes import resident_mb
-from thunderagent.serving import raise_file_limit
+from thunderagent.serving.process import raise_file_limit
 
 CAPACITY_TOKENS = 1_000_000_000
 PROBES_PER_S = 5.0

@@ -17,7 +17,7 @@ from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.line import Handler, Settings
 from thunderagent.proxy.wire.http11.pool import Pool
 from thunderagent.proxy.wire.http11.server import Connection
-from thunderagent.serving import keep_freed_memory
+from thunderagent.serving.process import keep_freed_memory
 
 LIMITS = Limits(connect_s=5.0, silence_s=3600.0)
 

@@ -20,6 +20,7 @@ from benchmarks.workflow_cases import CASES, DEFAULTS, Case, VirtualLoop, all_co
 from thunderagent.leases import TurnAsk, TurnHint
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import Tick
+from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.programs.verbs.hints import LATE_RATIO, LEAST_CONFIDENCE_RATIO, TOLERANCE_S
 from thunderagent.runtime import Runtime
@@ -82,7 +83,7 @@ class Rig:
         self.engine = Engine(EngineConfig(kv_tokens, timing=profile(PROFILE), max_num_batched_tokens=8192))
         scheduler = EarlyScheduler if hints == "early" else Scheduler
         self.runtime = Runtime(scheduler(load_policy("breakeven", {})), clock=loop.time)
-        self.runtime.replica_polled("engine", kv_tokens, None)
+        self.runtime.dispatch(ReplicaPolled(self.runtime.now_s(), "engine", kv_tokens))
         self.runtime.replica_up("engine", kv_tokens)
         self.space = TokenSpace(16)
         self.contexts: dict[tuple[str, str], Context] = {}

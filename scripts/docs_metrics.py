@@ -30,11 +30,11 @@ from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
-from thunderagent.sandboxes import build_manager
 from thunderagent.scale.gateway.app import GatewayCollector
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
 from thunderagent.scale.scheduler.links import Links
+from thunderagent.serving.sandboxes import build_manager
 
 OTHERS = "Programs and turns"
 GROUPS = {

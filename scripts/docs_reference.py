@@ -25,7 +25,8 @@ from pydantic import BaseModel
 
 from scripts.docs_metrics import by_group
 from thunderagent import errors
-from thunderagent.cli import LIST_FIELDS, build_parser
+from thunderagent.cli import build_parser
+from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.programs import policies
@@ -36,27 +37,6 @@ from thunderagent.simulator.engine.timing import load_profiles
 from thunderagent.tools.template import Template
 
 ROOT = Path(__file__).parents[1]
-OTHERS = "Listening"
-GROUPS = {
-    "Several processes": r"gateway|scheduler|fail_open",
-    "Replicas and engines": r"backend|kubernetes_replicas|discovery|drain|data_par|capacity|poll_|down_|kv_"
-    r"|engine_|notice|model_",
-    "Timeouts, retries and failover": r"connect_|first_byte|silence|total_|retr|breaker|body_t|idle_time|grace"
-    r"|client_stall|websocket_l",
-    "Scheduling": r"policy|admission|order$|victims|priority|fair_|tenant_w|tick|idle_limit|forget"
-    r"|no_replica|patience|client_patience|state$",
-    "Names of programs": r"program_headers|user_names|bearer|infer",
-    "Limits": r"max_|key_max|tenant_max|rate_limit",
-    "Security": r"api_keys|admin_keys|keys_file|tenant_from|allow|forward|metrics_need|tls|cors",
-    "Weight updates and leases": r"control_timeout|weight_sync|observe|lease",
-    "Starting and ending replicas": r"provision",
-    "Judge": r"judge",
-    "Sandboxes": r"sandbox|warm|docker_url|kubernetes_",
-    "Logs and traces": r"signal_log|event_log|access_log|log_|otlp|trace",
-    "Simulated engines": r"embedded|demo",
-}
-"""Headings of the configuration, and how the names of their options begin; the first that matches counts."""
-
 SAID = {"internal_error": "A bug of the proxy; its log has the trace."}
 """Where the class of a code speaks of more than that code."""
 
@@ -73,17 +53,15 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def configuration() -> str:
     """Return every option of `thunderagent serve` by group: option, default, meaning, name in file and environment."""
-    groups: dict[str, list[tuple[str, ...]]] = {heading: [] for heading in (OTHERS, *GROUPS)}
-    for name, field in ServeConfig.model_fields.items():
-        heading = next((heading for heading, begins in GROUPS.items() if re.match(begins, name)), OTHERS)
-        option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
-        default = "" if field.default in (None, (), {}, "") else f"`{str(field.default).lower()}`"
-        variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
-        groups[heading].append((f"`{option}`<br>`{variable}`", default, field.description or ""))
-    return "\n\n".join(
-        f"## {heading}\n\n{table(('Option, environment', 'Default', 'Meaning'), rows)}"
-        for heading, rows in groups.items()
-    )
+    said = []
+    for each in ServeConfig.slices():
+        rows = []
+        for name, field in each.model_fields.items():
+            option = f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}"
+            default = "" if field.default in (None, (), {}, "") else f"`{str(field.default).lower()}`"
+            rows.append((f"`{option}`<br>`{ENVIRONMENT_PREFIX}{name.upper()}`", default, field.description or ""))
+        said.append(f"## {each.heading()}\n\n{table(('Option, environment', 'Default', 'Meaning'), rows)}")
+    return "\n\n".join(said)
 
 
 def templates() -> str:

@@ -33,6 +33,9 @@ BOOSTS = {
     "fix/": 2,
     "reference/api": 0.3,
     "reference/cli": 0.3,
+    "reference/configuration": 0.3,
+    "reference/metrics": 0.3,
+    "reference/policies": 0.5,
     "reference/python": 0.5,
     "research/": 0.3,
 }

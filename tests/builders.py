@@ -54,6 +54,7 @@ from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
@@ -397,3 +398,42 @@ def of_kind(kind: type[Decision], decisions: list[Decision]) -> list[str | None]
 def restored_on(decisions: list[Decision]) -> dict[str, str]:
     """Who was restored where."""
     return {each.program_id: each.replica_id for each in decisions if isinstance(each, Restore)}
+
+
+def ended(
+    *,
+    prompt: int = 0,
+    output: int = 0,
+    cached: int | None = 0,
+    context: int = 0,
+    duration_s: float = 1.0,
+    first_token_s: float | None = None,
+    role: str = "",
+) -> TurnEnded:
+    """Return what a turn tells that was granted at 0, whose branch had `context` tokens before, and a clock says."""
+    turn, branch = Turn(1, Program("p", 1, 0.0), "", 0, 0.0), Branch()
+    turn.role, branch.context_tokens = role, context
+    told = TurnEnded(turn, branch, duration_s, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+    told.first_token_s = first_token_s
+    return told
+
+
+def grew(tokens: int | None, output_tokens: int, cycle_s: float) -> TurnEnded:
+    """Return what a turn tells that added so much to its program; None for a first one."""
+    context_tokens = 1_000_000
+    if tokens is None:
+        return ended(prompt=context_tokens, output=output_tokens, duration_s=cycle_s)
+    prompt_tokens = context_tokens + tokens - output_tokens
+    return ended(prompt=prompt_tokens, output=output_tokens, context=context_tokens, duration_s=cycle_s)
+
+
+def prefilled(first_token_s: float | None, duration_s: float, uncached_tokens: int, output_tokens: int) -> TurnEnded:
+    """Return what a turn tells of whose prompt so much was computed."""
+    return ended(prompt=uncached_tokens, output=output_tokens, duration_s=duration_s, first_token_s=first_token_s)
+
+
+def kept(expected_tokens: int, cached_tokens: int, since_s: float) -> TurnEnded:
+    """Return what a turn tells whose program had kept so much since then, of which so much was cached."""
+    told = ended(prompt=expected_tokens, cached=cached_tokens)
+    told.turn.kept_tokens, told.turn.kept_since_s = expected_tokens, since_s
+    return told

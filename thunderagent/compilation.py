@@ -31,7 +31,7 @@ STALE: Final = (
 
 _CORE: Final = "programs"
 _POLICIES: Final = "policies"
-_SHELL: Final = ("*.py", "proxy/**/*.py")
+_SHELL: Final = ("*.py", "proxy/**/*.py", "runtime/*.py")
 _INTERPRETED: Final = "\n# interpreted: "
 _COMPILED: Final = "\n# compiled: "
 

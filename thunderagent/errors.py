@@ -76,7 +76,7 @@ class CalibrationRefusedError(CalibrationError):
 
 
 class RequestError(ThunderAgentError):
-    """The caller's request is wrong as it stands."""
+    """The request is invalid; the message says why."""
 
     status = 400
     code = "invalid_request"
@@ -217,7 +217,7 @@ class ReplicaLeavingError(RequestError):
 
 
 class OperationRefusedError(RequestError):
-    """A program or replica is there, but what was asked for cannot be done with it now; the message says why."""
+    """The operation is not possible with this program or replica now; the message says why."""
 
     status = 409
     code = "operation_refused"
@@ -282,7 +282,7 @@ class TurnAbortedError(ThunderAgentError):
 
 
 class TurnSupersededError(ThunderAgentError):
-    """The client tried the same turn again, and that attempt took the place of this one.
+    """The client retried the same turn, and the retry took the place of this attempt.
 
     410, not 409, for the same reason: a client that is still there must not try again, too.
     """
@@ -308,7 +308,7 @@ class TooManyProgramsError(ThunderAgentError):
 
 
 class NoRoomInTimeError(ThunderAgentError):
-    """There was no room before the client would give up, and no more overdraft; the turn was not forwarded."""
+    """There was no room before the client would time out, and no overdraft was left; the turn was not forwarded."""
 
     status = 503
     code = "no_room_in_time"
@@ -340,7 +340,7 @@ class SchedulerUnreachableError(ThunderAgentError):
 
 
 class StandingByError(ThunderAgentError):
-    """This scheduler is ready to lead, and another one does."""
+    """This scheduler stands by; another one leads."""
 
     status = 503
     code = "standing_by"
@@ -348,20 +348,20 @@ class StandingByError(ThunderAgentError):
 
 
 class StoreError(ThunderAgentError):
-    """What schedulers share did not do as told; the message says why."""
+    """The schedulers' store refused a command; the message says why."""
 
     status = 503
     code = "store_error"
 
 
 class FencedError(StoreError):
-    """Another scheduler leads by now: nothing more can be written in this one's epoch."""
+    """Another scheduler leads now, so this one can write nothing more."""
 
     code = "fenced"
 
 
 class BadFrameError(ThunderAgentError):
-    """The other side of a link between gateway and scheduler sent what is not a frame; the link is given up."""
+    """The other side of a link between gateway and scheduler sent an invalid frame; the link is closed."""
 
     code = "bad_frame"
 
@@ -410,7 +410,7 @@ class ReplicaRefusedError(ReplicaUnreachableError):
 
 
 class ReplicaRedirectError(ReplicaError):
-    """The replica sends its client to another server, where it would be past keys and scheduler."""
+    """The replica redirects to another server, which would bypass keys and the scheduler."""
 
     code = "replica_redirects"
 
@@ -447,7 +447,7 @@ class TotalTimeoutError(ReplicaTimeoutError):
 
 
 class SandboxError(ThunderAgentError):
-    """A sandbox cannot be made, reached or removed. `may_recover` says whether trying again makes sense."""
+    """A sandbox cannot be made, reached or removed. `may_recover` says whether a retry makes sense."""
 
     status = 502
     code = "sandbox_error"
@@ -455,7 +455,7 @@ class SandboxError(ThunderAgentError):
 
 
 class SandboxEngineError(SandboxError):
-    """The engine that makes sandboxes does not answer; it may come back."""
+    """Docker or the cluster does not answer; it may come back."""
 
     status = 503
     code = "sandbox_engine_unreachable"

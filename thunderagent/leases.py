@@ -78,6 +78,8 @@ class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire",
     """What comes after it, counted from its end."""
     model: str = ""
     """The model that it is for; empty where none is named, and where nobody asks (`ReplicaMap.names_models`)."""
+    attempt_key: str = ""
+    """The same for all attempts at one turn, whichever gateway they come to; empty if its client did not say it."""
 
 
 class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):

@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.keys import mint_key
-from thunderagent.security import is_loopback
+from thunderagent.serving.security import is_loopback
 
 NAMESPACE = "thunderagent"
 START_S = 60.0

@@ -1,16 +1,12 @@
-"""Wire up what several processes share: a scheduler, gateways, and both by one command."""
+"""Wire up what several processes share: a scheduler, and a gateway."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import secrets
 import signal
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -23,16 +19,16 @@ from aiohttp import web
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
-from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.learned_state import LearnedState
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import LOOP_LAG
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.keys import KEY_HEADER, mint_key
+from thunderagent.proxy.gate.keys import KEY_HEADER
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.runtime.learned_state import LearnedState
 from thunderagent.scale.gateway.app import build_gateway_app
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.dialling import Dialling
@@ -43,7 +39,11 @@ from thunderagent.scale.leader.store import Store
 from thunderagent.scale.leader.writing import Writing
 from thunderagent.scale.messages import RemoteReplica
 from thunderagent.scale.scheduler.links import Links
-from thunderagent.security import (
+from thunderagent.serving.building import build_runtime, client_settings_of, policy_settings_of, turn_settings_of
+from thunderagent.serving.embedded import embedded_engines
+from thunderagent.serving.listening import leave, leave_port, listening
+from thunderagent.serving.process import calm_garbage_collector, collect_garbage, keep_freed_memory, raise_file_limit
+from thunderagent.serving.security import (
     ServerTls,
     backend_api_key,
     backend_ssl_context,
@@ -51,23 +51,7 @@ from thunderagent.security import (
     check_security,
     guard_settings,
 )
-from thunderagent.serving import (
-    CLOSE_S,
-    background,
-    build_runtime,
-    calm_garbage_collector,
-    client_settings_of,
-    collect_garbage,
-    embedded_engines,
-    keep_freed_memory,
-    leave,
-    leave_port,
-    listening,
-    policy_settings_of,
-    proxy,
-    raise_file_limit,
-    turn_settings_of,
-)
+from thunderagent.serving.serving import background, proxy
 
 log = structlog.get_logger("thunderagent")
 
@@ -82,11 +66,6 @@ NOT_WITH_GATEWAYS = (
 )
 """Settings that need whoever carries the bytes and whoever schedules to be one process."""
 
-RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
-"""Gateways that end are started again, all together so often within that time; then all of it ends."""
-
-READY_S = 30.0
-
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """Where a pod finds the name of its namespace."""
 
@@ -98,14 +77,14 @@ def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None
     """Raise `ConfigurationError` for what does not go with gateways, or not with those of the same command."""
     if in_one_command and config.store is not None:
         raise ConfigurationError(
-            "store: gateways of `serve --gateways` know of its own scheduler only; start `thunderagent scheduler` and "
-            "`thunderagent gateway`, each by itself"
+            "store: `serve --gateways` cannot use a store; start `thunderagent scheduler` and `thunderagent gateway` "
+            "instead"
         )
     given = [name for name in NOT_WITH_GATEWAYS if getattr(config, name)]
     if given:
         raise ConfigurationError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with no gateways yet")
     if config.has_keys and config.keys_name_tenants:
-        raise ConfigurationError("tenant_from_key: keys name no tenants with gateways yet; set it to false")
+        raise ConfigurationError("tenant_from_key: not supported with gateways yet; set it to false")
 
 
 async def serve_scheduler(
@@ -122,7 +101,7 @@ async def serve_scheduler(
     if ends_with_stdin:
         await _end_with_stdin(stop)
     while not stop.is_set():
-        async with _scheduler(config) as (url, name, leading):
+        async with scheduler(config) as (url, name, leading):
             if ready is not None:
                 ready(url, name)
                 ready = None
@@ -154,9 +133,8 @@ def _store_of(config: ServeConfig) -> Store | None:
     try:
         store = RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
     except ValueError:
-        raise ConfigurationError(
-            "store: is not a URL that its client takes"
-        ) from None  # a password may be in its words
+        # a password may be in its words
+        raise ConfigurationError("store: is not a URL that the Redis client accepts") from None
     return store if config.elector == "redis" else _led_by_a_lease(store, config)
 
 
@@ -174,7 +152,7 @@ def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
 
 
 @asynccontextmanager
-async def _scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leading | None]]:
+async def scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leading | None]]:
     """Run a scheduler; yield its URL, its policy's name, and its place among others, if there may be any."""
     check_security(config)
     store = _store_of(config)
@@ -349,118 +327,3 @@ def begin_process() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
-
-
-# --- one command
-
-
-async def serve_with_gateways(
-    config: ServeConfig, options: Sequence[str], *, ready: Callable[[str, str], None]
-) -> None:
-    """Run a scheduler, and `config.gateways` gateways on one port, each a process given `options`.
-
-    A gateway that ends is started again, within a bound; past that all of it ends. Raises as `serve` does.
-    """
-    check_gateways(config, in_one_command=True)
-    check_security(config)  # the scheduler is on loopback, where more is allowed
-    with _port_of(config) as port:
-        own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "tls_cert": None, "tls_key": None}
-        environment = dict(os.environ)
-        if config.admin_keys or config.has_keys:
-            key, line = mint_key("gateways")
-            own["admin_keys"] = (*config.admin_keys, line)
-            environment[f"{ENVIRONMENT_PREFIX}SCHEDULER_KEY"] = key
-        stop = begin_process()
-        async with _scheduler(config.model_copy(update=own)) as (url, name, _):
-            more = ("--schedulers", url, "--host", config.host, "--port", str(port), "--gateways", "0")
-            command = (sys.executable, "-m", "thunderagent", "gateway", *options, *more, "--end-with-stdin")
-            async with asyncio.TaskGroup() as group:
-                gateways = _Gateways(command, environment, config.gateways, config.shutdown_delay_s + config.grace_s)
-                running = group.create_task(gateways.run())
-                stopping = group.create_task(stop.wait())
-                await asyncio.wait(
-                    {group.create_task(gateways.ready.wait()), running, stopping}, return_when=asyncio.FIRST_COMPLETED
-                )
-                if gateways.ready.is_set():
-                    host = f"[{config.host}]" if ":" in config.host else config.host
-                    scheme = "http" if config.tls_cert is None else "https"
-                    ready(f"{scheme}://{host}:{port}", f"{name}, {config.gateways} gateways, scheduler {url}")
-                await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                gateways.ready.set()
-                if running.done():
-                    stopping.cancel()
-                else:
-                    await gateways.end()
-                    running.cancel()
-
-
-@contextlib.contextmanager
-def _port_of(config: ServeConfig) -> Any:
-    """Keep a port for the gateways: they share it, and nobody else gets it while they start."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind((config.host, config.port))
-        yield kept.getsockname()[1]
-
-
-class _Gateways:
-    """Starts gateways, and starts again those that end."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str], count: int, patience_s: float) -> None:
-        self._command = command
-        self._environment = environment
-        self._count = count
-        self._patience_s = patience_s
-        self._processes: set[Process] = set()
-        self._ready_count = 0
-        self._ended_s: deque[float] = deque(maxlen=RESTARTS_COUNT)
-        self._ending = False
-        self.ready = asyncio.Event()
-        """Set once all were ready for the first time."""
-
-    async def run(self) -> None:
-        """Keep all of them running, until they end too often. Raises `ConfigurationError` then."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(self._count):
-                    group.create_task(self._keep(number))
-        finally:
-            for process in self._processes:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-
-    async def _keep(self, number: int) -> None:
-        is_first, loop = True, asyncio.get_running_loop()
-        while not self._ending:
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, env=self._environment, start_new_session=True
-            )
-            self._processes.add(process)
-            assert process.stdout is not None
-            line = await process.stdout.readline()
-            if line and is_first:
-                is_first = False
-                self._ready_count += 1
-                if self._ready_count == self._count:
-                    self.ready.set()
-            status = await process.wait()
-            self._processes.discard(process)
-            if self._ending:
-                return
-            log.error("gateway_ended", number=number, pid=process.pid, exit_status=status)
-            now_s = loop.time()
-            if len(self._ended_s) == RESTARTS_COUNT and now_s - self._ended_s[0] < RESTARTS_WITHIN_S:
-                raise ConfigurationError(f"gateways ended {RESTARTS_COUNT + 1} times within {RESTARTS_WITHIN_S:g} s")
-            self._ended_s.append(now_s)
-
-    async def end(self) -> None:
-        """Have all end after their turns; those that take too long are killed."""
-        self._ending = True
-        processes = list(self._processes)
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s + 2 * CLOSE_S):
-                await asyncio.gather(*(process.wait() for process in processes))

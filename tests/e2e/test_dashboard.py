@@ -265,7 +265,7 @@ async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: Open
     """No program, nobody who waits, and a replica that is down, with the reason."""
     async with serving(tmp_path / "proxy.log", *NO_REPLICA, ready=False) as server, open_page(server.url) as page:
         await expect(page.locator("#no-rows")).to_contain_text("No program is live. Send a turn to")
-        await expect(page.locator("#queue")).to_have_text("Nobody waits.")
+        await expect(page.locator("#queue")).to_have_text("No turn waits.")
         await expect(page.locator("#tile-hits")).to_have_text("\u2013")
         await expect(page.locator("#tile-held")).to_have_text("\u2013")
         await expect(page.locator("#connection")).to_have_text("No replica is up")

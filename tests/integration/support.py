@@ -22,9 +22,10 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
-from thunderagent.event_log import replay
 from thunderagent.programs import invariants
-from thunderagent.serving import build_runtime, proxy
+from thunderagent.runtime.event_log import replay
+from thunderagent.serving.building import build_runtime
+from thunderagent.serving.serving import proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence

@@ -10,10 +10,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 
 from tests.integration.support import (
     CHAT,
+    JSON_TYPE,
+    SERVER_HEADERS,
     Answer,
     Call,
     FakeReplica,
@@ -42,6 +45,7 @@ from tests.integration.support import (
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.keys import mint_key
+from thunderagent.proxy.turns.relay import MOST_WHOLE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -256,6 +260,45 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
                     while data := await asyncio.get_running_loop().sock_recv(client, 4_000_000):
                         read_bytes += len(data)
             assert read_bytes < 40_000_000
+
+
+async def test_an_answer_that_is_too_large_to_be_kept_is_passed_on_as_it_comes() -> None:
+    """It is not read, and is whole for its client all the same; one that breaks off breaks off there, too."""
+    size_bytes, broken = 96 * 2**20, asyncio.Event()
+    last = asyncio.Event()
+
+    async def behaviour(call: Call) -> None:
+        length = ("content-length", str(size_bytes))
+        call.write(head_bytes("HTTP/1.1 200 OK", [*SERVER_HEADERS, length, JSON_TYPE]))
+        for _ in range(size_bytes // 2**20 - 1):
+            call.write(b" " * 2**20)
+            await until(lambda: call.transport.get_write_buffer_size() < 2**20 or call.left.is_set())
+        await last.wait()
+        if broken.is_set():
+            call.close()
+        else:
+            call.write(b" " * 2**20)
+
+    async with fake_replica(behaviour) as replica, running_proxy(replica.url) as proxy:
+        for breaks in (False, True):
+            last.clear()
+            if breaks:
+                broken.set()
+            async with (
+                aiohttp.ClientSession() as client,
+                client.post(proxy.url + CHAT, json=turn("p")) as answer,
+            ):
+                read_bytes = 0
+                while read_bytes < MOST_WHOLE_BYTES:  # the answer is not whole, and its client has most of it
+                    read_bytes += len(await answer.content.readany())
+                last.set()
+                try:
+                    read_bytes += len(await answer.content.read())
+                except aiohttp.ClientPayloadError:
+                    assert breaks
+                assert (read_bytes == size_bytes) is not breaks
+        await proxy.nothing_left()
+        assert proxy.runtime.outcome_counts == {"finished": 1, "failed": 1}
 
 
 # --- what is held
@@ -575,5 +618,5 @@ async def test_where_only_admins_have_keys_all_programs_need_one(replica: FakeRe
 def test_settings_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="less than one body"):
         ServeConfig.load(max_held_bytes=1000)
-    with pytest.raises(ConfigurationError, match="tenant_from_key goes with api_keys"):
+    with pytest.raises(ConfigurationError, match="tenant_from_key needs api_keys"):
         ServeConfig.load(tenant_from_key=True)

@@ -226,14 +226,14 @@ def serves_nothing(bent: Bent) -> None:
     ("bend", "check", "text", "remedy"),
     [
         (prefix_caching_off, "prefix_caching", "Prefix caching is off", "--enable-prefix-caching"),
-        (never_hits, "prefix_caching", "The same prompt twice found nothing", "turn prefix caching on"),
+        (never_hits, "prefix_caching", "The same prompt, sent twice, found nothing", "turn prefix caching on"),
         (never_hits, "second_turn_hit", "The second missed on 127.0.0.1:", "whether prefix caching is on"),
         (no_metrics, "engine_metrics", "GET /metrics: they answer 404", "--enable-metrics"),
         (others_metrics, "engine_metrics", "hold none of vLLM's or SGLang's", "--disable-log-stats"),
-        (no_capacity, "capacity", "The size of its KV cache is not known", "--capacity-tokens N"),
+        (no_capacity, "capacity", "The size of its KV cache is unknown", "--capacity-tokens N"),
         (small_pool, "capacity", "contexts of 262,144 tokens, more than its KV cache holds", "at most 16,000 tokens"),
         (no_cached_tokens, "cached_token_details", "do not say how many", "--enable-prompt-tokens-details"),
-        (wants_key, "engine_key", "the engine wants a key", "THUNDERAGENT_BACKEND_API_KEY"),
+        (wants_key, "engine_key", "the engine needs a key", "THUNDERAGENT_BACKEND_API_KEY"),
         (clock_ahead, "clock", "s ahead of this machine's", "NTP"),
         (clock_behind, "clock", "s behind this machine's", "NTP"),
         (fails, "engine_answers", "500 CUDA error: out of memory", "see its log"),
@@ -279,7 +279,7 @@ async def test_an_engine_that_does_not_listen_is_found(engine_here: str, unused_
     found = await examine(options("--backends", f"{engine_here},{gone}"))
     (finding,) = [each for each in found if each.check == "engine_reachable" and each.level is Level.FAULT]
     assert (finding.subject, "cannot be reached" in finding.text) == (gone.removeprefix("http://"), True)
-    assert "start it, or mend its address" in finding.remedy
+    assert "start it, or correct its address" in finding.remedy
     assert [each.level for each in found if each.check == "second_turn_hit"] == [Level.OK]
     assert exit_status(found) == 1
 
@@ -385,7 +385,7 @@ async def test_a_replica_that_only_the_proxy_loses_is_found(engine_here: str) ->
         while proxy.runtime.scheduler.open_replicas:
             await asyncio.sleep(0.01)
         found = await faults("--url", proxy.url)
-    assert "To the proxy it is down" in found["replica_up"].text
+    assert "For the proxy it is down" in found["replica_up"].text
     assert "It serves no turn: no replica is up" in found["ready"].text
 
 
@@ -442,5 +442,5 @@ async def test_json_has_every_finding_and_the_status_says_whether_one_is_a_fault
     assert await asyncio.to_thread(main, ["doctor", "--backends", gone]) == 1
     out = capsys.readouterr().out
     assert f"fault    127.0.0.1:{unused_tcp_port}  The engine cannot be reached" in out
-    assert "→ start it, or mend its address" in out
+    assert "→ start it, or correct its address" in out
     assert re.search(r"^\d+ faults?, \d+ warnings?, \d+ ok$", out, re.MULTILINE)

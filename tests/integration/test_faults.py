@@ -66,6 +66,16 @@ async def test_a_program_id_that_is_none_is_refused_in_the_openai_schema(program
         assert len(proxy.runtime.scheduler.programs) == 0
 
 
+@pytest.mark.parametrize("target", [b"*", b"http:///x", b"http://[::1/x", b"file:///etc/passwd", b"/health\xff"])
+async def test_a_target_that_is_none_is_refused_in_the_openai_schema(target: bytes) -> None:
+    """In our words, and without the bytes that came."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        wire.send_raw(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await wire.answer()
+        assert (answer.status, answer.error["code"]) == (400, "invalid_request")
+        assert target not in answer.body
+
+
 async def test_the_longest_program_id_is_taken() -> None:
     """256 bytes are allowed, and characters of several bytes."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:

@@ -31,7 +31,7 @@ from tests.integration.support import (
     word,
     writes,
 )
-from thunderagent.serving import FULL_COLLECTION_AFTER_COUNT, LOOKED_AT_COUNT, collect_garbage
+from thunderagent.serving.process import FULL_COLLECTION_AFTER_COUNT, LOOKED_AT_COUNT, collect_garbage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,7 +212,7 @@ def old_ring() -> Iterator[weakref.ref[Ring]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A period of a millisecond; what was taken for lasting is so no more afterwards."""
-    monkeypatch.setattr("thunderagent.serving.GARBAGE_PERIOD_S", 0.001)
+    monkeypatch.setattr("thunderagent.serving.process.GARBAGE_PERIOD_S", 0.001)
     yield
     gc.unfreeze()
 
@@ -223,7 +223,7 @@ async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
     turns_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it had been taken for lasting."""
-    monkeypatch.setattr("thunderagent.serving.FULL_COLLECTION_AT_LAST_COUNT", FULL_COLLECTION_AFTER_COUNT)
+    monkeypatch.setattr("thunderagent.serving.process.FULL_COLLECTION_AT_LAST_COUNT", FULL_COLLECTION_AFTER_COUNT)
     with old_ring() as is_there:
         gc.collect(1)
         gc.freeze()

@@ -299,7 +299,7 @@ async def test_what_is_refused(api: KubernetesApi, driver: KubernetesDriver) -> 
     with pytest.raises(SandboxRefusedError, match=r"env.*1=2"):
         await driver.prepare(order(environment={"1=2": "x"}))
     api.rights = RIGHTS - {("batch", "jobs", "create")}
-    with pytest.raises(SandboxRefusedError, match="lack the right to create jobs"):
+    with pytest.raises(SandboxRefusedError, match="lacks the right to create jobs"):
         await driver.prepare(order())
     with pytest.raises(SandboxRefusedError, match="are not names"):
         await driver.prepare(order(namespace="../kube-system"))
@@ -344,7 +344,7 @@ async def test_a_right_that_stays_lost_is_told(api: KubernetesApi) -> None:
         api.rights = set()
         for attempts in ("several", "one"):
             before = api.requests["", "pods", "list"]
-            with pytest.raises(SandboxRefusedError, match="lack the right to list pods"):
+            with pytest.raises(SandboxRefusedError, match="lacks the right to list pods"):
                 await driver.find()
             assert (api.requests["", "pods", "list"] - before == 1) == (attempts == "one")
 
@@ -719,7 +719,7 @@ def test_what_is_finished_belongs_to_one_side_only() -> None:
     for errand in (left_first, done_first):
         errand.begin()
     assert left_first.give_up() is Stage.BEGUN
-    with pytest.raises(SandboxSetupError, match="nobody waits"):
+    with pytest.raises(SandboxSetupError, match="no program waits"):
         left_first.finish()
     done_first.finish()
     assert done_first.give_up() is Stage.DONE

@@ -25,7 +25,7 @@ from tests.integration.support import (
     streams,
     until,
 )
-from thunderagent.serving import keep_freed_memory
+from thunderagent.serving.process import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -273,7 +273,7 @@ async def test_the_epoch_is_above_whatever_either_of_them_has_seen(
 
 async def test_missing_rights_are_an_error_that_says_so(api: KubernetesApi, first: Candidate) -> None:
     api.rights = set()
-    with pytest.raises(StoreError, match="lack the right"):
+    with pytest.raises(StoreError, match="lacks the right"):
         await first.owner()
 
 

@@ -243,7 +243,7 @@ async def test_a_program_that_is_killed_gets_a_clear_error() -> None:
         ("kill", {}, 400, "name a program_id or a replica_id"),
         ("kill", {"program_id": "x"}, 404, "no live program 'x'"),
         ("kill", {"replica_id": "x"}, 404, "no replica 'x'"),
-        ("provision", {}, 409, "nobody is configured"),
+        ("provision", {}, 409, "not configured"),
     ],
 )
 async def test_what_cannot_be_done_is_refused(primitive: str, body: dict[str, Any], status: int, why: str) -> None:
@@ -678,7 +678,7 @@ async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
         await driver.end("", "http://127.0.0.1:9001")
         assert api.sizes["default", "statefulsets", "engine"] == 1
         api.rights = set()
-        with pytest.raises(ProvisionError, match="lack the right"):
+        with pytest.raises(ProvisionError, match="lacks the right"):
             await driver.start()
         await driver.close()
     finally:

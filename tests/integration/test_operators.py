@@ -33,7 +33,7 @@ from thunderagent.cli import main
 from thunderagent.config import ServeConfig
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
-from thunderagent.reloading import difference
+from thunderagent.serving.reloading import difference
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -189,7 +189,7 @@ def test_a_key_is_made_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
     (entry,) = json.loads(path.read_text())["keys"]
     assert (entry["name"], entry["turns_per_min"], entry["programs_count"]) == ("ci", 60, 8)
     assert main(["key", "ci", "--turns-per-min", "60"]) == 2
-    assert "go with --keys-file" in capsys.readouterr().err
+    assert "need --keys-file" in capsys.readouterr().err
     assert main(["key", "other", "--keys-file", str(path), "--programs-count", "0.5"]) == 2
     assert "programs_count: " in capsys.readouterr().err
 

@@ -98,6 +98,15 @@ async def test_a_model_that_nobody_serves_is_a_404_at_once(path: str, body: dict
         assert not any(proxy.runtime.decision_counts.values())
 
 
+async def test_programs_are_listed_by_age_over_all_pools() -> None:
+    """The oldest first, whichever of the pools there was first."""
+    async with two_models() as proxy:
+        for program_id, model in (("first", "b"), ("second", "a"), ("third", "b")):
+            assert (await ask(proxy.url, program_id, model=model)).status == 200
+        listed = (await get(proxy.url, "/programs")).json()["programs"]
+        assert [program["program_id"] for program in listed] == ["first", "second", "third"]
+
+
 async def test_a_turn_without_a_model_goes_where_its_program_lives() -> None:
     """And is refused where that does not say which is meant."""
     async with two_models() as proxy:

@@ -43,12 +43,13 @@ from tests.integration.support import (
 )
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError, SchedulerUnreachableError
+from thunderagent.one_machine import serve_with_gateways
 from thunderagent.proxy.gate.guard import MAX_OPEN_BODY_BYTES
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import keep_target
 from thunderagent.scale.gateway.app import Scheduler
-from thunderagent.scaling import check_gateways, serve_with_gateways
+from thunderagent.scaling import check_gateways
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -191,6 +192,32 @@ async def test_what_runs_is_counted_and_what_is_held_stays_held() -> None:
                 assert await metric(front.url, "fail_open_turns_total") == 0
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_the_next_attempt_at_a_turn_ends_the_one_at_another_gateway(is_same: bool) -> None:
+    """First that one ends, then the next one runs; another turn under the same key is another turn."""
+    async with (
+        fake_replica(gate := Gate()) as replica,
+        scheduler("--backends", replica.url) as over,
+        gateway(over.url) as first,
+        gateway(over.url) as second,
+        Wire.open(first.url) as earlier,
+        Wire.open(second.url) as later,
+    ):
+        for wire, content in ((earlier, "hello"), (later, "hello" if is_same else "hallo")):
+            body = json.dumps(turn("p", content=content)).encode()
+            wire.send("POST", CHAT, [("Content-Type", "application/json"), ("Idempotency-Key", "k")], body)
+            await until(lambda wire=wire: len(replica.calls) == 1 + (wire is later))
+        await until(lambda: replica.calls[0].left.is_set() is is_same)
+        gate.open()
+        assert (await later.answer()).status == 200
+        assert (await earlier.answer()).status == (410 if is_same else 200)
+        await until_metric(over.url, "turns_total", 1 if is_same else 0, "superseded")
+        await until_metric(over.url, "turns_total", 1 if is_same else 2, "finished")
+        for each in (over, first, second):
+            assert await metric(each.url, "leases_active") == 0
+            assert await metric(each.url, "turns_held") == 0
+
+
 async def test_without_a_scheduler_turns_run_in_the_end() -> None:
     """They wait as long as they were told to; then they run, marked, and the next scheduler counts them."""
     async with fake_replica(gate := a_stream()) as replica:
@@ -203,8 +230,10 @@ async def test_without_a_scheduler_turns_run_in_the_end() -> None:
             asyncio.TaskGroup() as group,
         ):
             await begin(wire, "a")
-            waiting = [group.create_task(ask(front.url, name, stream=True)) for name in ("b", "c")]
-            await until_metric(first.url, "turns_held", 2)
+            waiting = []
+            for name in ("b", "c"):  # in this order: the first one is who runs without leave
+                waiting.append(group.create_task(ask(front.url, name, stream=True)))
+                await until_metric(first.url, "turns_held", len(waiting))
             at = await killed(first)
             await replica.call(1)
             assert await metric(front.url, "fail_open_turns_total") == 1
@@ -314,7 +343,7 @@ def test_what_needs_one_process_is_refused_with_gateways() -> None:
 async def test_gateways_answer_no_network_with_simulated_engines() -> None:
     """What `serve` refuses, it refuses with gateways: that its scheduler is on loopback makes no difference."""
     config = ServeConfig.load(host="0.0.0.0", port=0, allow_open=True, gateways=1)
-    with pytest.raises(ConfigurationError, match="backends: nobody named any"):
+    with pytest.raises(ConfigurationError, match="backends: there are none"):
         await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
 
 

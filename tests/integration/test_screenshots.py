@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from tests.integration.support import CHAT, DEADLINE_S, engine, serve
-from thunderagent.event_log import replay
 from thunderagent.programs.model.decisions import Pause
 from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.runtime.event_log import replay
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -48,7 +48,7 @@ from thunderagent.client import ProxyRefusedError, program
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.keys import Keyring, mint_key
-from thunderagent.security import check_security
+from thunderagent.serving.security import check_security
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -210,7 +210,7 @@ def test_nothing_is_open_to_a_network_by_mistake(host: str) -> None:
 def test_simulated_engines_answer_no_network_unless_that_is_asked_for() -> None:
     """`serve` as an image's default command, with its backends forgotten, must not be ready with made-up words."""
     given: dict[str, Any] = {"host": "0.0.0.0", "allow_open": True}
-    with pytest.raises(ConfigurationError, match=r"backends: nobody named any.*THUNDERAGENT_BACKENDS.*demo"):
+    with pytest.raises(ConfigurationError, match=r"backends: there are none.*THUNDERAGENT_BACKENDS.*demo"):
         check_security(ServeConfig.load(**given))
     check_security(ServeConfig.load(**given, demo=True))
     check_security(ServeConfig.load(**given, embedded_engines=0))
@@ -232,15 +232,15 @@ def test_loopback_needs_no_key(host: str) -> None:
         ({"tls_cert": "missing.pem"}, "tls_cert: cannot use missing.pem"),
         ({"backend_ca_file": "missing.pem"}, "backend_ca_file: cannot use missing.pem"),
         ({"backend_api_key_file": "missing"}, "backend_api_key_file: cannot read missing"),
-        ({"backend_api_key_file": "a", "backend_api_key": "b"}, "two ways to say the same"),
+        ({"backend_api_key_file": "a", "backend_api_key": "b"}, "not both"),
         ({"judge_url": "replicas", "judge_api_key_file": "missing"}, "judge_api_key_file: cannot read missing"),
-        ({"judge_api_key_file": "a", "judge_api_key": "b"}, "two ways to say the same"),
+        ({"judge_api_key_file": "a", "judge_api_key": "b"}, "not both"),
         ({"judge_url": "replicas", "judge_prompt": "missing"}, "judge_prompt: cannot read missing"),
         ({"judge_url": "judge:8000", "judge_model": "m"}, "is not a URL with http or https, nor replicas"),
-        ({"judge_url": "http://127.0.0.1/v1"}, "name the judge_model"),
+        ({"judge_url": "http://127.0.0.1/v1"}, "needs judge_model"),
         ({"judge_ends_hopeless": True}, "goes with judge_url"),
         ({"cors_origins": "https://page.test/"}, "is not an origin"),
-        ({"tls_key": "key.pem"}, "goes with tls_cert"),
+        ({"tls_key": "key.pem"}, "needs tls_cert"),
     ],
 )
 def test_what_is_configured_wrongly_is_said_at_the_start(given: dict[str, Any], message: str) -> None:

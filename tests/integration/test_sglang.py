@@ -30,7 +30,8 @@ from tests.integration.support import (
     word,
 )
 from thunderagent.config import ServeConfig
-from thunderagent.serving import build_runtime, proxy
+from thunderagent.serving.building import build_runtime
+from thunderagent.serving.serving import proxy
 from thunderagent.simulator.embedded.endpoints import EngineServer
 from thunderagent.simulator.embedded.options import ServerConfig
 from thunderagent.simulator.embedded.server import Build, running

@@ -25,9 +25,9 @@ from tests.integration.support import (
     until,
     word,
 )
-from thunderagent.event_log import read_events
 from thunderagent.programs.model.events import TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.runtime.event_log import read_events
 
 if TYPE_CHECKING:
     from pathlib import Path

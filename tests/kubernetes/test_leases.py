@@ -56,6 +56,6 @@ async def test_a_lease_is_taken_kept_given_up_and_runs_out(namespace: Namespace)
 
 async def test_no_other_lease_may_be_read(namespace: Namespace) -> None:
     store = candidate(namespace, MemoryStore(), "another")
-    with pytest.raises(StoreError, match="lack the right"):
+    with pytest.raises(StoreError, match="lacks the right"):
         await store.look("0")
     await store.close()

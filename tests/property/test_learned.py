@@ -8,12 +8,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.learned_state import PoolRecord, decode_state, encode_state
+from tests.builders import ended, grew, kept, prefilled
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.model.turn import Turn
+from thunderagent.runtime.learned_state import PoolRecord, decode_state, encode_state
 
 
 def program_named(name: str) -> Program:
@@ -65,17 +66,17 @@ class Learner:
         if what in ("returned", "censored", "came_back_late"):
             getattr(known.tool_times, what)(*given)
         elif what == "grown":
-            known.growth.turn_finished(*given)
+            known.growth.turn_ended(grew(*given))
             known._measure_reserves()
         elif what == "ended":
             known.growth.program_ended(*given)
             known.residences.add(given[0])
         elif what == "prefill":
-            first_token_s, duration_s, uncached_tokens, output_tokens = given
-            known.prefill_speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
-            known.goodput.learn(first_token_s, duration_s, output_tokens)
+            told = prefilled(*given)
+            known.prefill_speed.turn_ended(told)
+            known.goodput.turn_ended(told, known.prefill_speed.token_s)
         elif what == "role":
-            known.role_outputs.learn(*given)
+            known.role_outputs.turn_ended(ended(role=given[0], output=given[1]))
         elif what == "media":
             known.media_sizes.learn(((given[0], given[1]),), given[2])
         elif what == "hint":
@@ -101,7 +102,7 @@ class Learner:
     def lose(self, replica_id: str, ratio: float) -> None:
         correction = self.knowledge.correction(replica_id)
         for _ in range(30):
-            correction.turn_ended(1000, int(1000 * (1 - ratio)), self.now_s)
+            correction.turn_ended(kept(1000, int(1000 * (1 - ratio)), self.now_s))
         self.now_s += 10.0
         correction.step(self.now_s, active_count=1, wanted=True)
 

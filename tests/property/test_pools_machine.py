@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from thunderagent.event_log import EventLogWriter, replay
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs import invariants
 from thunderagent.programs.model.decisions import Decision, Grant, Reject, Release
@@ -36,6 +35,7 @@ from thunderagent.programs.model.fleet_events import (
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.runtime.event_log import EventLogWriter, replay
 
 SETTINGS = SchedulerSettings(max_programs_count=6, tenant_max_programs_count=4, forget_limit_s=60.0)
 REPLICA_IDS = st.sampled_from(["r0", "r1", "r2", "r3"])

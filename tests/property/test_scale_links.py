@@ -16,7 +16,19 @@ import pytest
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
 from thunderagent.scale.gateway.carried import CarriedTurns
-from thunderagent.scale.messages import Card, Digest, Frame, Hello, Progress, Refusal, Released, Running, decode, encode
+from thunderagent.scale.messages import (
+    Card,
+    Digest,
+    Frame,
+    Hello,
+    Progress,
+    Refusal,
+    Released,
+    Revoke,
+    Running,
+    decode,
+    encode,
+)
 from thunderagent.scale.scheduler.gateway import Gateway
 from thunderagent.scale.scheduler.gateways import Gateways
 
@@ -53,6 +65,7 @@ class Ledger:
         self.waiting: deque[int] = deque()
         self.asks: dict[int, TurnAsk] = {}
         self.in_flight: set[int] = set()
+        self.over_ids: set[int] = set()
         self.usage: Counter[str] = Counter()
         self.counted: Counter[str] = Counter()
         self.tripped_ids: set[str] = set()
@@ -86,6 +99,7 @@ class Ledger:
         assert turn_id in self.in_flight, "progress of a turn without a lease"
 
     def ended(self, turn_id: int, end: TurnEnd) -> None:
+        self.over_ids.add(turn_id)
         assert turn_id in self.in_flight, "a lease came back that was not given"
         self.in_flight.discard(turn_id)
         if end.outcome == "finished":
@@ -94,8 +108,12 @@ class Ledger:
         self.grant()
 
     def left(self, turn_id: int) -> None:
+        self.over_ids.add(turn_id)
         self.waiting.remove(turn_id)
         del self.asks[turn_id]
+
+    def tried_again(self, turn_id: int) -> None:
+        assert turn_id not in self.over_ids, "a turn that is over is ended once more"
 
     def released(self, word: Released) -> None:
         pass
@@ -123,11 +141,15 @@ class Link:
 class World:
     """Gateways with clients, their links, and the scheduler of the moment."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_calm: bool = False) -> None:
         self.random = random.Random(seed)
+        self.is_calm = is_calm
+        """Whether no frame is lost."""
         self.time = Time()
         self.ledger: Ledger | None = Ledger()
         self.past: list[Ledger] = []
+        self.beside_each_other: list[str] = []
+        """Turns of which two attempts ran at once."""
         self.gateways = [Client(self, f"g{number}") for number in range(3)]
 
     def kill_scheduler(self, for_s: float) -> None:
@@ -164,15 +186,17 @@ class Client:
         self.untold: set[int] = set()
         """Turns that began without leave while a link began: their scheduler may hear of their ends alone."""
         self.epochs: list[int] = []
+        self.asked_ids: set[int] = set()
         world.time.after(0.0, self.connect)
 
     # --- its clients
 
-    def ask(self, turn_id: int) -> None:
+    def ask(self, turn_id: int, attempt_key: str = "") -> None:
         role = "refuse" if self.world.random.random() < 0.1 else ""
-        self.turns.asked(
-            TurnAsk(turn_id=turn_id, program_id=f"{self.turns.gateway_id}-{turn_id}", role=role), self.world.time.now_s
-        )
+        self.asked_ids.add(turn_id)
+        program_id = f"{self.turns.gateway_id}-{turn_id}"
+        asked = TurnAsk(turn_id=turn_id, program_id=program_id, role=role, attempt_key=attempt_key)
+        self.turns.asked(asked, self.world.time.now_s)
         self.flush()
         if self.world.random.random() < 0.15:
             self.world.time.after(self.world.random.expovariate(1.0), lambda: self.give_up(turn_id))
@@ -190,6 +214,10 @@ class Client:
 
     def run(self, turn_id: int) -> None:
         self.started[turn_id] += 1
+        if key := self.turns.rows[turn_id].ask.attempt_key:
+            rows = [row for each in self.world.gateways for row in each.turns.rows.values()]
+            if sum(row.ask.attempt_key == key and row.lease is not None and row.end is None for row in rows) > 1:
+                self.world.beside_each_other.append(key)
         self.turns.progressed(turn_id)
         self.world.time.after(self.world.random.expovariate(2.0), lambda: self.finish(turn_id))
 
@@ -246,10 +274,13 @@ class Client:
     def flush(self) -> None:
         while self.link is not None and self.turns.has_news:
             self.send(self.link, "up", encode(self.turns.frame()))
+            if self.world.random.random() < 0.3:  # others get their turn before all is told
+                self.world.time.after(self.world.random.expovariate(20.0), self.flush)
+                return
 
     def send(self, link: Link, way: str, data: bytes) -> None:
         """Put a frame on its way: sometimes twice, sometimes not at all; then its connection does not last."""
-        chance = self.world.random.random()
+        chance = 1.0 if self.world.is_calm else self.world.random.random()
         if chance < 0.005:
             self.world.time.after(self.world.random.uniform(0, 6), lambda: self.cut() if self.link is link else None)
         for _ in range(0 if chance < 0.005 else 2 if chance < 0.02 else 1):
@@ -279,6 +310,8 @@ class Client:
                 self.run(message.turn_id)
             elif isinstance(message, Refusal):
                 self.refused.add(message.turn_id)
+            elif isinstance(message, Revoke):
+                self.give_up(message.turn_id)
         self.epochs.append(self.turns.epoch)
         self.flush()
 
@@ -297,12 +330,24 @@ class Client:
         return True
 
 
+def ask_now_and_then(world: World, gateway: Client, within_s: float) -> None:
+    """Have clients take turns; some of them try again, by another gateway, while the earlier attempt goes on."""
+    for turn_id in range(1, TURNS_COUNT + 1):
+        at_s, attempt_key = world.random.uniform(0, within_s), ""
+        if world.random.random() < 0.3:
+            attempt_key = f"{gateway.turns.gateway_id} {turn_id}"
+            others = [each for each in world.gateways if each is not gateway]
+            for number, other in enumerate(world.random.sample(others, world.random.randrange(1, 3)), 1):
+                again_id = number * 1000 + 100 * world.gateways.index(gateway) + turn_id
+                world.time.after(at_s + world.random.expovariate(2.0), partial(other.ask, again_id, attempt_key))
+        world.time.after(at_s, partial(gateway.ask, turn_id, attempt_key))
+
+
 def busy_world(seed: int) -> World:
     """A world in which much will go wrong within 35 seconds."""
     world = World(seed)
     for gateway in world.gateways:
-        for turn_id in range(1, TURNS_COUNT + 1):
-            world.time.after(world.random.uniform(0, 30), partial(gateway.ask, turn_id))
+        ask_now_and_then(world, gateway, 30.0)
         for _ in range(world.random.randrange(6)):
             world.time.after(world.random.uniform(0, 35), gateway.cut)
         if world.random.random() < 0.5:
@@ -338,9 +383,27 @@ def check(client: Client, ledgers: list[Ledger]) -> None:
     """Check that every turn of a gateway got one answer, and was counted once."""
     assert not client.turns.rows, f"rows are left: {client.turns.rows}"
     assert all(number == 1 for number in client.started.values()), "a turn was started twice"
-    assert client.finished | client.refused | client.abandoned == set(range(1, TURNS_COUNT + 1)), "a turn got no answer"
+    assert client.finished | client.refused | client.abandoned == client.asked_ids, "a turn got no answer"
     assert client.epochs == sorted(client.epochs), "an epoch fell"
     for turn_id in client.finished:
         counts = [ledger.counted[f"{client.turns.gateway_id}-{turn_id}"] for ledger in ledgers]
         is_counted = max(counts) == 1 or (turn_id in client.untold and not any(counts))
         assert is_counted, f"turn {turn_id} of {client!r} was counted {counts}"
+
+
+@pytest.mark.parametrize("seed", range(SEEDS_COUNT // 4))
+def test_no_two_attempts_at_a_turn_run_at_once(seed: int) -> None:
+    """The earlier one is ended by its gateway, wherever the next one came to, and only then does that run."""
+    world = World(seed, is_calm=True)
+    for gateway in world.gateways:
+        ask_now_and_then(world, gateway, 15.0)
+    for tick in range(200):
+        world.time.run(float(tick) / 4)
+        assert world.ledger is not None
+        world.ledger.gateways.look()
+        world.flush()
+    assert not world.beside_each_other
+    for client in world.gateways:
+        check(client, [world.ledger])
+    assert any(client.abandoned for client in world.gateways)
+    assert not world.ledger.gateways.turns_count

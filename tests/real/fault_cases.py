@@ -217,7 +217,7 @@ async def trim(moment: Moment) -> None:
 
 async def burst(moment: Moment) -> None:
     """Have ten times as many turns come at once as run."""
-    await moment.load.burst(10 * 24)
+    moment.load.burst(10 * moment.rig.active_count)
 
 
 async def slow_reader(moment: Moment) -> None:

@@ -69,18 +69,21 @@ class Load:
         self.turns: dict[str, int] = {}
         """How many tokens each asks for."""
         self.stop = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
         self._programs_count = programs_count
         self._tool_s = programs_count / turns_per_s
 
     async def run(self) -> None:
         """Take turns until `stop` is set, and all that began have ended."""
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as self._group:
             for number in range(self._programs_count):
-                group.create_task(self._program(f"{self.prefix}-{number}", number))
+                self._group.create_task(self._program(f"{self.prefix}-{number}", number))
 
-    async def burst(self, count: int) -> None:
-        """Have so many more programs take a turn at once."""
-        await asyncio.gather(*(self._turn(f"{self.prefix}-more{number}", number, 0) for number in range(count)))
+    def burst(self, count: int) -> None:
+        """Have so many more programs take a turn at once. They are the youngest: some wait until others are done."""
+        assert self._group is not None, "it runs"
+        for number in range(count):
+            self._group.create_task(self._turn(f"{self.prefix}-more{number}", number, 0))
 
     async def _program(self, name: str, number: int) -> None:
         draw = self.rig.random

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 GATEWAYS_COUNT = 4
 ENGINES_COUNT = 2
 LOCK_S = 3.0
+SLOTS_S = 0.4
+"""Programs that may be active at once, for each turn a second. A turn takes 0.46 s of one, with the idle limit after
+it: so some hundred programs are always held, and go on within seconds of the last turn of the others. `cap` lets those
+in first that were opened first, so with much less room the youngest would wait for as long as there is load."""
+
 BACK_S = 1.0
 """So long after a process was killed its supervisor starts it again."""
 
@@ -64,8 +69,9 @@ class Engine:
 class Rig:
     """All processes by their names: `scheduler0`, `gateway3`, `engine1`, `redis`; and the links between them."""
 
-    def __init__(self, redis: RedisServer, folder: Path, seed: int) -> None:
-        """Begin with none running but the store; `seed` is of what is drawn."""
+    def __init__(self, redis: RedisServer, folder: Path, seed: int, *, turns_per_s: float) -> None:
+        """Begin with none running but the store; `seed` is of what is drawn, `turns_per_s` what clients will want."""
+        self.active_count = round(SLOTS_S * turns_per_s)
         self.redis = redis
         self.random = random.Random(seed)
         self.began_s = time.monotonic()
@@ -153,7 +159,8 @@ class Rig:
             options: Sequence[str] = ("--port", str(self.ports[name]), "--schedulers", urls)
             return command("gateway", *options, settings=self.settings.get(name))
         # Held turns, and few claims between turns: whoever gives room up is held with its next turn.
-        policy = ("--policy", "cap", "--policy-arg", "n=12", "--idle-limit-s", "0.1", "--tick-s", "0.1")
+        policy = ("--policy", "cap", "--policy-arg", f"n={self.active_count}", "--idle-limit-s", "0.1")
+        policy += ("--tick-s", "0.1")
         store = f"redis://127.0.0.1:{self.to_store[name].port}"
         options = (
             *("--listen", f"127.0.0.1:{self.ports[name]}", "--reached-at", self.watches[name].url),

@@ -35,6 +35,7 @@ PROGRAMS_COUNT = int(os.environ.get("FAULT_PROGRAMS", "2000"))
 TURNS_PER_S = float(os.environ.get("FAULT_TURNS_PER_S", "60"))
 SHORT_S = 6.0
 SHORT_PROGRAMS_COUNT = 150
+SHORT_TURNS_PER_S = 30.0
 CLIENTS_COUNT = 6
 WORDS_COUNT = 15
 
@@ -72,11 +73,13 @@ async def run(case: Case, rig: Rig, load: Load, seconds: float) -> str:
 
 
 @asynccontextmanager
-async def a_rig(cases: Sequence[Case], require_real: Callable[[str], NoReturn], folder: Path) -> AsyncIterator[Rig]:
+async def a_rig(
+    cases: Sequence[Case], require_real: Callable[[str], NoReturn], folder: Path, turns_per_s: float = SHORT_TURNS_PER_S
+) -> AsyncIterator[Rig]:
     seed = int(os.environ.get("FAULT_SEED", random.randrange(10**6)))
     print(f"\nFAULT_SEED={seed}")
     with redis_server(require_real, folder, keeps=True) as redis:
-        rig = Rig(redis, folder, seed)
+        rig = Rig(redis, folder, seed, turns_per_s=turns_per_s)
         for case in cases:
             case.before(rig, require_real)
         async with rig:
@@ -99,7 +102,7 @@ def tell(rig: Rig) -> None:
 @pytest.mark.parametrize("name", NAMED)
 async def test_a_fault(name: str, require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """Every turn has one answer, is generated once at a time and counted once; nothing is leaked or forgotten."""
-    async with a_rig([NAMED[name]], require_real, tmp_path) as rig:
+    async with a_rig([NAMED[name]], require_real, tmp_path, TURNS_PER_S) as rig:
         load = Load(rig, "p", programs_count=PROGRAMS_COUNT, turns_per_s=TURNS_PER_S)
         print(f"{name}: {await run(NAMED[name], rig, load, SECONDS)}")
 
@@ -110,7 +113,7 @@ async def test_one_fault_of_each_kind(require_real: Callable[[str], NoReturn], t
     async with a_rig([NAMED[name] for name in names], require_real, tmp_path) as rig:
         for number, name in enumerate(names):
             await rig.until_followed()
-            load = Load(rig, f"p{number}", programs_count=SHORT_PROGRAMS_COUNT, turns_per_s=30.0)
+            load = Load(rig, f"p{number}", programs_count=SHORT_PROGRAMS_COUNT, turns_per_s=SHORT_TURNS_PER_S)
             print(f"{name}: {await run(NAMED[name], rig, load, SHORT_S)}")
             await rig.until_back()
 

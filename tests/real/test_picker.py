@@ -234,7 +234,7 @@ async def test_what_is_no_turn_and_does_more_than_read_is_a_403(
             for target in (path, f"/p/some{path}"):
                 refused = await post(running.url, target, {})
                 assert (refused.status, refused.error["code"]) == (403, "admin_key_needed"), target
-                assert "send this to the engine" in refused.error["message"]
+                assert "send this one to the engine" in refused.error["message"]
         assert not replica.calls
         assert (await get(running.url, "/v1/models")).status == 200
         assert len(replica.calls) == 1

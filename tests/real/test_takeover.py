@@ -8,10 +8,12 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,8 +23,7 @@ from tests.real.redis_server import redis_server
 from thunderagent.errors import FencedError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable, Sequence
     from typing import NoReturn
 
     from tests.integration.support import Answer, CommandProcess
@@ -33,6 +34,10 @@ pytestmark = pytest.mark.timeout(240, func_only=True)
 CLIENTS_COUNT = 12
 LOCK_S = 1.0
 TOOL_S = 0.3
+
+ROOT = Path(__file__).parents[2]
+EARLIER = "f37a8ec2"
+"""The first version that had gateways, a store and a standby: none has been released. Then this is the last release."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -47,8 +52,10 @@ def free_ports(count: int) -> list[int]:
 class Cell:
     """Two schedulers, two gateways, an engine, and clients that take turns one after another."""
 
-    def __init__(self, redis: RedisServer, behind: CommandProcess) -> None:
+    def __init__(self, redis: RedisServer, behind: CommandProcess, within: Sequence[str]) -> None:
         self.redis = redis
+        self.within = within
+        """The command that runs the first scheduler and the first gateway."""
         self.behind = behind
         self.ports = free_ports(2)
         self.schedulers: dict[int, CommandProcess] = {}
@@ -64,7 +71,9 @@ class Cell:
         options = ("--backends", self.behind.url, "--lock-s", str(LOCK_S), "--grace-s", "3600", *some_wait)
         quick = ("--poll-interval-s", "0.2", "--gateway-lost-s", "5", "--store", self.redis.url)
         environment = {"PYTHONPATH": self.redis.packages}
-        process = command("scheduler", "--listen", f"127.0.0.1:{port}", *quick, *options, settings=environment)
+        within = self.within if port == self.ports[0] else ()
+        listen = ("--listen", f"127.0.0.1:{port}")
+        process = command("scheduler", *listen, *quick, *options, settings=environment, within=within)
         self.schedulers[port] = await self.stack.enter_async_context(process)
 
     async def begin(self) -> None:
@@ -72,8 +81,8 @@ class Cell:
         for port in self.ports:
             await self.start(port)
             await self.leader()
-        for _ in range(2):
-            front = command("gateway", "--port", "0", "--schedulers", urls)
+        for within in (self.within, ()):
+            front = command("gateway", "--port", "0", "--schedulers", urls, within=within)
             self.fronts.append(await self.stack.enter_async_context(front))
         for front in self.fronts:
             await front.ready()
@@ -166,10 +175,12 @@ async def metric(url: str, name: str, *labels: str) -> float:
 
 
 @asynccontextmanager
-async def cell(require_real: Callable[[str], NoReturn], folder: Path) -> AsyncIterator[Cell]:
+async def cell(
+    require_real: Callable[[str], NoReturn], folder: Path, within: Sequence[str] = ()
+) -> AsyncIterator[Cell]:
     with redis_server(require_real, folder, keeps=True) as redis:
         async with engine("--speed", "4", kv_tokens=64_000, profile="demo") as behind:
-            running = Cell(redis, behind)
+            running = Cell(redis, behind, within)
             async with running.stack:
                 async with asyncio.TaskGroup() as group:
                     await running.begin()
@@ -236,6 +247,59 @@ async def test_who_is_cancelled_while_it_asks_the_store_ends(
         await store.close()
 
 
+async def hand_over(front: CommandProcess) -> None:
+    command = (sys.executable, "-m", "thunderagent", "handover", "--url", front.url)
+    assert await (await asyncio.create_subprocess_exec(*command)).wait() == 0
+
+
+def within_version(commit: str, folder: Path, require_real: Callable[[str], NoReturn]) -> Sequence[str]:
+    """Put the package as it was into a folder; return the command within which it is the one that runs."""
+    archive = subprocess.run(["git", "archive", commit, "thunderagent"], cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode:
+        require_real(f"this checkout does not have {commit}: {archive.stderr.decode()}")
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    within = ("env", "-C", str(folder))
+    which = (*within, sys.executable, "-c", "import thunderagent; print(thunderagent.__file__)")
+    assert subprocess.run(which, capture_output=True, text=True, check=True).stdout.startswith(str(folder))
+    return within
+
+
+async def test_a_store_that_is_full_changes_nobodys_place(
+    require_real: Callable[[str], NoReturn], tmp_path: Path
+) -> None:
+    """The leader goes on without it, past the end of its lock, and is the leader still when there is room again."""
+    async with cell(require_real, tmp_path) as running:
+        leader = await running.leader()
+        epoch = (await running.said(leader))["epoch"]
+        client = ["redis-cli", "-s", str(running.redis.folder / "redis.sock"), "CONFIG", "SET", "maxmemory"]
+        subprocess.run([*client, "1"], check=True, capture_output=True)
+        moment_s = time.monotonic()
+        async with asyncio.timeout(30):
+            while (await running.said(leader))["store_answers"] or time.monotonic() < moment_s + 3 * LOCK_S:
+                await asyncio.sleep(0.05)
+        assert await running.gap_after(moment_s) < LOCK_S
+        subprocess.run([*client, "0"], check=True, capture_output=True)
+        await running.until_followed()
+        assert await running.leader() == leader
+        assert (await running.said(leader))["epoch"] == epoch
+        for each in running.schedulers.values():
+            assert any("store_is_away" in line and "maxmemory" in line for line in each.log.splitlines())
+
+
+async def test_two_versions_side_by_side(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+    """An earlier scheduler and gateway beside today's: an upgrade, and the way back, while clients stream."""
+    (tmp_path / "earlier").mkdir()
+    within = within_version(EARLIER, tmp_path / "earlier", require_real)
+    async with cell(require_real, tmp_path, within) as running:
+        earlier, today = running.ports
+        assert await running.leader() == earlier
+        for next_one in (today, earlier):
+            await hand_over(running.fronts[0])
+            await running.more(2 * CLIENTS_COUNT)
+            assert await running.leader() == next_one
+            await running.until_followed()
+
+
 async def test_nothing_is_lost_whoever_leads(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """Killed, handed over, paused, and killed again while a Redis that was killed is just back."""
     gaps_s: dict[str, float] = {}
@@ -249,9 +313,7 @@ async def test_nothing_is_lost_whoever_leads(require_real: Callable[[str], NoRet
         await running.until_followed()
 
         moment_s = time.monotonic()
-        handover = (sys.executable, "-m", "thunderagent", "handover", "--url", running.fronts[0].url)
-        process = await asyncio.create_subprocess_exec(*handover)
-        assert await process.wait() == 0
+        await hand_over(running.fronts[0])
         gaps_s["handed over"] = await running.gap_after(moment_s)
         assert await running.leader() == first
         await running.until_followed()

@@ -19,9 +19,9 @@ if str(FOLDER.parents[1]) not in sys.path:  # run as a script, Python looks for 
 
 from tests.builders import Driver  # noqa: E402 - the path must be set first
 from tests.replay import histories  # noqa: E402
-from thunderagent.event_log import EventLogWriter  # noqa: E402
 from thunderagent.policy_loader import Setting, load_policy  # noqa: E402
 from thunderagent.programs.model.settings import SchedulerSettings  # noqa: E402
+from thunderagent.runtime.event_log import EventLogWriter  # noqa: E402
 
 SEED = 20261120
 SETTINGS = SchedulerSettings(idle_limit_s=60.0, forget_limit_s=240.0, no_replica_limit_s=20.0)
@@ -48,6 +48,7 @@ HISTORIES: dict[str, tuple[str, dict[str, Setting], SchedulerSettings]] = {
         "breakeven",
         {
             "reserve_tokens": 100,
+            "order": "fcfs",
             "priority": "age",
             "global_policy": "balance+migrate+reassign",
             "global_policy.rest_s": 2.0,

@@ -10,9 +10,9 @@ import pytest
 
 from tests.replay.make_logs import HISTORIES, POLICIES, log_of, write_log
 from thunderagent.cli import main
-from thunderagent.event_log import replay
 from thunderagent.programs.invariants import check
 from thunderagent.programs.policies import POLICIES as EVERY_POLICY
+from thunderagent.runtime.event_log import replay
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *HISTORIES])
@@ -66,7 +66,7 @@ def test_a_changed_decision_is_shown_with_its_line(tmp_path: Path, capsys: pytes
     changed.write_bytes(b"".join(lines))
     assert main(["replay", str(changed)]) == 1
     out = capsys.readouterr().out
-    assert f"decided otherwise at line {number + 1}: TurnArrived(" in out
+    assert f"a decision differs at line {number + 1}: TurnArrived(" in out
     assert "r9" in out.split("logged:")[1].split("decided:")[0]
     assert "r0" in out.split("decided:")[1]
 

@@ -81,9 +81,7 @@ def is_under(dotted: str, prefix: str) -> bool:
 EVERY_ROOM = frozenset(
     {
         *("errors", "programs", "policy_loader", "backends", "tools", "simulator", "faults"),
-        *("event_log", "leases", "runtime", "proxy", "client", "sandboxes", "replica_sources", "security"),
-        "learned_state",
-        *("provision", "provisioning"),
+        *("leases", "runtime", "proxy", "client", "provision"),
     }
 )
 
@@ -99,70 +97,47 @@ ARROWS: dict[str, frozenset[str]] = {
     "backends": frozenset({"errors", "programs", "faults", "cluster"}),
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader"}),
-    "event_log": frozenset({"errors", "programs", "policy_loader"}),
     "leases": frozenset({"programs"}),
-    "signal_log": frozenset({"errors", "programs"}),
-    "served_models": frozenset({"errors", "programs", "leases"}),
-    "runtime": frozenset({"errors", "programs", "event_log", "leases", "served_models"}),
-    "learned_state": frozenset({"errors", "programs", "runtime"}),
+    "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
     # Its own rooms: `FORBIDDEN`. `backends` knows how a cluster is asked for a Lease.
-    "scale": frozenset(
-        {"errors", "programs", "leases", "runtime", "learned_state", "proxy", "backends", "compilation", "status"}
-    ),
+    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation"}),
     "client": frozenset(),
     # Which of its own files are compiled: setup.py loads it alone.
     "compilation": frozenset(),
-    "lookups": frozenset(),
     "log_lines": frozenset(),
-    # A client of the admin API: it knows the proxy by its answers alone.
-    "status": frozenset({"errors"}),
     # A client of an engine, which it knows by its answers alone.
     "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and handed down in slices: nobody else may reach for it.
-    "config": EVERY_ROOM - {"simulator"},
-    # Lets the sandbox manager and the scheduler hear of each other.
-    "sandboxes": frozenset({"errors", "programs", "tools", "runtime", "proxy", "config"}),
-    # From the configuration to the sources of replicas.
-    "replica_sources": frozenset({"errors", "programs", "backends", "runtime", "proxy", "config"}),
+    "config": frozenset({"errors", "faults", "backends", "tools"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
     # An engine of its own behind the proxy, which knows it by its answers alone: nobody else imports it.
     "nova": frozenset({"errors"}),
     # Above the proxy, which it knows by HTTP alone: nobody else imports it.
     "workflows": frozenset({"errors", "client"}),
-    # Lets whoever starts and ends replicas and the proxy hear of each other.
-    "provisioning": frozenset({"errors", "backends", "provision", "proxy", "runtime", "config"}),
-    # Makes keys, TLS and limits of the configuration.
-    "security": frozenset({"errors", "proxy", "config"}),
-    # Makes a key for a person.
-    "key_command": frozenset({"errors", "faults", "proxy"}),
-    # Reads the configuration again, and tells whoever goes by it.
-    "reloading": frozenset({"errors", "backends", "proxy", "config", "security", "replica_sources"}),
     # Wires everything up; the command line starts it.
-    "serving": EVERY_ROOM - {"simulator"} | {"config", "signal_log", "reloading"},
+    "serving": EVERY_ROOM - {"simulator"} | {"config"},
     # The same for what several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
+    # Both by one command.
+    "one_machine": EVERY_ROOM | {"config", "serving", "scaling"},
     # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
-    "ray": frozenset({"errors", "config", "proxy", "security"}),
+    "ray": frozenset({"errors", "config", "proxy", "serving"}),
     # Has an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
-    "picker": frozenset(
-        {"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "security", "serving"}
-    ),
+    "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
     # A client of engines and of a proxy, which it can start for itself.
-    "doctor": frozenset({"errors", "backends", "config", "security", "serving"}),
+    "doctor": frozenset({"errors", "backends", "config", "serving"}),
     "cli": EVERY_ROOM
     | {
         "config",
         "serving",
+        "one_machine",
         "scaling",
-        "status",
         "calibrate",
         "compilation",
         "doctor",
-        "key_command",
         "log_lines",
-        "lookups",
         "nova",
         "picker",
         "scale",
@@ -176,8 +151,13 @@ SCALE = "thunderagent.scale"
 # Modules: what else they must never know; and who among them may, all the same.
 FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ("thunderagent.backends", frozenset({"thunderagent.programs.policies"}), frozenset()),
+    # Clients of the admin API: they know the proxy by its answers alone.
+    ("thunderagent.cli.status", frozenset({"thunderagent.proxy", "thunderagent.runtime"}), frozenset()),
+    ("thunderagent.cli.handover", frozenset({"thunderagent.proxy", "thunderagent.scale"}), frozenset()),
     ("thunderagent.proxy", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.runtime", frozenset({"aiohttp", "httpx2", "http"}), frozenset()),
+    # Only a log that is replayed says which policy is wanted.
+    ("thunderagent.runtime", frozenset({"thunderagent.policy_loader"}), frozenset({"thunderagent.runtime.event_log"})),
     (
         "thunderagent.scale.gateway",
         frozenset({"thunderagent.scale.scheduler", "thunderagent.scale.leader"}),
@@ -207,8 +187,9 @@ PROXY_ARROWS: dict[str, frozenset[str]] = {
     "turns": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch"}),
     "control": frozenset({"reading", "wire", "gate", "fleet"}),
     "admin": frozenset({"reading", "gate", "fleet", "control", "watch"}),
-    # Composition: everybody's, and nobody may know it.
-    "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin"}),
+    # Composition: everybody's, and nobody may know it; first the ways of requests, then the whole.
+    "routing": frozenset({"reading", "wire", "gate", "fleet", "turns", "control", "watch"}),
+    "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin", "routing"}),
 }
 
 # What a room of the proxy must never know besides.
@@ -216,7 +197,25 @@ UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
     "reading": frozenset({"aiohttp", "socket", "thunderagent.runtime", "thunderagent.backends"}),
     "wire": frozenset({"thunderagent.runtime", "thunderagent.programs"}),
     "gate": frozenset({"thunderagent.runtime"}),
+    "turns": frozenset({"thunderagent.runtime"}),
 }
+
+CARRY_BYTES = tuple(f"thunderagent.proxy.{room}" for room in ("reading", "wire", "gate", "fleet", "turns"))
+TABLES = frozenset({"scheduler", "pools", "ledger", "programs"})
+"""Names of what the scheduler knows."""
+
+
+def tables_read(module: Module) -> Iterator[str]:
+    """Find who carries bytes and reads the scheduler's tables: by an import of these, or through the runtime."""
+    if not module.is_in(*CARRY_BYTES):
+        return
+    for line, dotted in imports_of(module):
+        if is_under(dotted, "thunderagent.programs") and not is_under(dotted, "thunderagent.programs.model"):
+            yield f"{module.name}:{line}: {dotted} is the scheduler's"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in TABLES:
+            yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is a table of the scheduler's"
+
 
 # The rooms of the simulator, from the engine up to the commands: each with those it may import from, beside itself.
 SIMULATOR_ARROWS: dict[str, frozenset[str]] = {
@@ -230,7 +229,49 @@ SIMULATOR_ARROWS: dict[str, frozenset[str]] = {
     "commands": frozenset({"engine", "embedded", "workloads", "figures", "runs", "comparison", "report"}),
 }
 
-HOUSES = {"thunderagent.proxy": PROXY_ARROWS, "thunderagent.simulator": SIMULATOR_ARROWS}
+# The modules around the single writer.
+RUNTIME_ARROWS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("observers", "event_log", "signal_log", "translation", "fleet", "served_models"), frozenset()),
+    "writer": frozenset({"observers", "event_log", "translation", "fleet", "served_models"}),
+    "operator": frozenset({"writer"}),
+    "runtime": frozenset({"observers", "event_log", "translation", "fleet", "served_models", "writer", "operator"}),
+    "learned_state": frozenset({"runtime"}),
+}
+
+# The slices of the configuration, and what puts them together.
+SLICES = frozenset({"access", "engines", "processes", "sandboxes", "scheduling", "turns"})
+CONFIG_ARROWS: dict[str, frozenset[str]] = {
+    "slices": frozenset(),
+    **dict.fromkeys(SLICES, frozenset({"slices"})),
+    "config": SLICES | {"slices"},
+}
+
+# What starts the proxy: each file from the configuration to one part of it; and what puts them together.
+PARTS = frozenset({"embedded", "lookups", "process", "provisioning", "replica_sources", "sandboxes", "security"})
+SERVING_ARROWS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(PARTS, frozenset()),
+    "building": frozenset({"security"}),
+    "listening": frozenset({"security"}),
+    "reloading": frozenset({"security", "replica_sources"}),
+    "serving": PARTS - {"lookups"} | {"building", "listening", "reloading"},
+}
+
+# The commands, and what reads the line.
+CLI_ARROWS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("key", "log_output", "logs", "status"), frozenset()),
+    "handover": frozenset({"status"}),
+    "serve": frozenset({"log_output"}),
+    "command_line": frozenset({"log_output", "logs", "serve", "status"}),
+}
+
+HOUSES = {
+    "thunderagent.cli": CLI_ARROWS,
+    "thunderagent.serving": SERVING_ARROWS,
+    "thunderagent.config": CONFIG_ARROWS,
+    "thunderagent.proxy": PROXY_ARROWS,
+    "thunderagent.simulator": SIMULATOR_ARROWS,
+    "thunderagent.runtime": RUNTIME_ARROWS,
+}
 
 ROOM_MODULE_COUNT = 12
 """A room has a dozen modules at most, beside its `__init__`."""
@@ -717,8 +758,15 @@ def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
     assert complaints(wrong_arrows, all_modules()) == []
 
 
+def test_who_carries_bytes_reads_no_table_of_the_scheduler() -> None:
+    """What it must know comes with the lease, as a pushed map, or as a message."""
+    assert complaints(tables_read, all_modules()) == []
+    for source in ("from thunderagent.programs.pools import Pools", "self._leases.scheduler.queue"):
+        assert list(tables_read(module_of(source, "thunderagent.proxy.turns.flow"))), source
+
+
 def test_a_room_is_no_attic() -> None:
-    """A room of the proxy or the simulator, and a folder in one, has a dozen modules at most."""
+    """A room of a house, and a folder in one, has a dozen modules at most."""
     folders = [module.name for module in all_modules() if module.is_package and module.is_in(*HOUSES)]
     for folder in folders:
         inside = [each.name for each in all_modules() if each.name.rpartition(".")[0] == folder and not each.is_package]
@@ -816,7 +864,7 @@ def test_public_names_are_documented() -> None:
 
 def test_serve_imports_nothing_of_the_simulator() -> None:
     """Its simulated engines are processes of their own."""
-    says = "import sys, thunderagent.serving; print([name for name in sys.modules if 'simulator' in name])"
+    says = "import sys, thunderagent.serving.serving; print([name for name in sys.modules if 'simulator' in name])"
     done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -874,9 +922,9 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
         ("thunderagent.proxy.turns.flow", "from thunderagent.programs.policies.baselines.cap import Cap"),
         ("thunderagent.client.sync", "from thunderagent.errors import ThunderAgentError"),
         ("thunderagent.config", "from thunderagent.cli import main"),
-        ("thunderagent.policy_loader", "from thunderagent.event_log import replay"),
+        ("thunderagent.policy_loader", "from thunderagent.runtime.event_log import replay"),
         ("thunderagent.serving", "from thunderagent.cli import main"),
-        ("thunderagent.status", "from thunderagent.proxy.admin.reports import Report"),
+        ("thunderagent.cli.status", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.runtime", "from thunderagent.policy_loader import load_policy"),
         ("thunderagent.extra", "import os"),
         ("thunderagent", "from thunderagent import errors"),
@@ -895,6 +943,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("thunderagent.proxy.reading.target", "from thunderagent.runtime import Runtime"),
         ("thunderagent.proxy.wire.headers", "from thunderagent.programs.events import Event"),
         ("thunderagent.proxy.gate.guard", "from thunderagent.runtime import Runtime"),
+        ("thunderagent.proxy.turns.flow", "from thunderagent.runtime import Runtime"),
         ("thunderagent.proxy.fleet.replicas", "from thunderagent.proxy import turns"),
         ("thunderagent.proxy.turns.flow", "from thunderagent.proxy.admin.reports import Report"),
         ("thunderagent.proxy.control.leases", "from thunderagent.proxy.admin import reports"),
@@ -920,14 +969,17 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
         ("thunderagent.backends.vllm", "import httpx2, asyncio\nfrom .base import Backend"),
         ("thunderagent.simulator.embedded.server", "import asyncio\nfrom aiohttp import web"),
         (
-            "thunderagent.proxy.turns.flow",
+            "thunderagent.proxy.fleet.polls",
             "from thunderagent.runtime import Runtime\nfrom thunderagent import __version__",
         ),
         ("thunderagent.client.sync", "import httpx2\nfrom thunderagent.client.base import Client"),
         ("thunderagent.cli", "from thunderagent.config import Settings\nimport thunderagent.tools.docker"),
-        ("thunderagent.cli", "from thunderagent.serving import serve\nfrom thunderagent.status import watch_status"),
+        (
+            "thunderagent.cli",
+            "from thunderagent.serving.serving import serve\nfrom thunderagent.cli.status import watch_status",
+        ),
         ("thunderagent.serving", "from thunderagent.config import ServeConfig\nimport thunderagent.proxy.app"),
-        ("thunderagent.event_log", "from thunderagent.policy_loader import load_policy"),
+        ("thunderagent.runtime.event_log", "from thunderagent.policy_loader import load_policy"),
     ],
 )
 def test_a_right_import_is_let_through(name: str, source: str) -> None:

@@ -10,10 +10,11 @@ import structlog
 from structlog.testing import capture_logs
 
 from thunderagent import __version__
-from thunderagent.cli import FILE_FIELDS, LIST_FIELDS, build_parser, main
+from thunderagent.cli import build_parser, main
+from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS
 from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
-from thunderagent.serving import build_runtime
+from thunderagent.serving.building import build_runtime
 from thunderagent.simulator.workloads.formats import load_recorded
 
 
@@ -45,7 +46,13 @@ OWN = "under breakeven, this project's own policy"
         (("engine",), ["--kv-tokens", "--port"]),
         (
             ("doctor",),
-            ["--backends A,B", "--url URL", "--program-header NAME", "--no-turns", "Exit status: 0 if nothing"],
+            [
+                "--backends A,B",
+                "--url URL",
+                "--program-header NAME",
+                "--no-turns",
+                "Exit status: 0 if there is no fault",
+            ],
         ),
         (("status",), ["--watch", "http://127.0.0.1:8300"]),
         (("replay",), ["LOG", "first difference"]),

@@ -23,7 +23,7 @@ def package(tmp_path: Path) -> Path:
         "programs/model/events.py": '"""Events."""\n\n# interpreted: its types are read\n',
         "programs/policies/cap.py": "N = 8\n",
         "programs/policies/helpers.py": '"""Helpers."""\n\n# compiled: every turn asks\n',
-        "runtime.py": '"""Runtime."""\n\n# compiled: every turn asks\n',
+        "runtime/writer.py": '"""Runtime."""\n\n# compiled: every turn asks\n',
         "proxy/wire/heads.py": '"""Heads."""\n\n# compiled: every turn has two\n',
         "proxy/app.py": "",
         "tools/manager.py": "# compiled: nothing says so here\n",
@@ -44,7 +44,7 @@ def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_w
     """Wherever the modules lie; policies are as the shell is."""
     names = [path.relative_to(package).as_posix() for path in compiled_sources(package)]
     core = ["programs/book/costs.py", "programs/policies/helpers.py", "programs/scheduler.py"]
-    assert names == [*core, "proxy/wire/heads.py", "runtime.py"]
+    assert names == [*core, "proxy/wire/heads.py", "runtime/writer.py"]
 
 
 def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_the_events_are_not() -> None:
@@ -91,6 +91,6 @@ def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str
 
 def test_no_command_runs_on_a_stale_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even a simulation: its figures would be of code that nobody sees."""
-    monkeypatch.setattr("thunderagent.cli.build_kind", lambda: "stale")
+    monkeypatch.setattr("thunderagent.cli.command_line.build_kind", lambda: "stale")
     assert main(["simulate", "--minutes", "1"]) == 2
     assert capsys.readouterr().err == f"thunderagent: error: {STALE}\n"

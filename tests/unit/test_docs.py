@@ -30,7 +30,7 @@ from scripts.docs_site import SHOWN, whole
 from tests.builders import Driver
 from thunderagent.backends import vllm
 from thunderagent.backends.discovery.file import parse
-from thunderagent.cli import LIST_FIELDS
+from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
 from thunderagent.nova.metrics import GAUGES

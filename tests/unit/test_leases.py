@@ -7,6 +7,7 @@ import pytest
 
 from tests.builders import asked
 from thunderagent.leases import Lease, LeaseSource, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
@@ -107,7 +108,7 @@ def test_the_map_has_what_the_scheduler_decided_on_replicas() -> None:
     assert [state.suspended_for for state in states.values()] == [("sync",), ("sync",), ("sync", "pause")]
     runtime.continue_grants("sync")
     assert [state.suspended_for for state in states.values()] == [(), (), ("pause",)]
-    runtime.replica_polled("c", 2000, None)
+    runtime.dispatch(ReplicaPolled(runtime.now_s(), "c", 2000))
     assert states["c"].capacity_tokens == 2000
     runtime.replica_down("c")
     assert (replicas.open_ids, replicas.is_up("c")) == ((), False)

@@ -6,7 +6,8 @@ import pytest
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.scaling import check_gateways, serve_with_gateways
+from thunderagent.one_machine import serve_with_gateways
+from thunderagent.scaling import check_gateways
 
 
 async def test_one_command_with_gateways_shares_no_store() -> None:

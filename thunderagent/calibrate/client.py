@@ -93,8 +93,8 @@ class EngineClient:
         metrics = _read_metrics(await self._exposition())
         if metrics.ranks_count > 1:
             raise CalibrationError(
-                f"{self._url} has {metrics.ranks_count} data-parallel ranks behind one URL, which share out the "
-                "requests: calibrate an engine with one"
+                f"{self._url} has {metrics.ranks_count} data-parallel ranks behind one URL, which share the "
+                f"requests: calibrate an engine with one rank"
             )
         kv_tokens = metrics.kv_tokens
         if kv_tokens and metrics.block_size:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", required=True, help="the engine, such as http://127.0.0.1:8000")
     add("--out", type=Path, required=True, metavar="FILE.toml", help="file to write; must be new")
     add("--model", metavar="NAME", help="served model name (default: the first that the engine names)")
-    add("--api-key", metavar="KEY", help="key that the engine wants, sent as a bearer token (default: none)")
+    add("--api-key", metavar="KEY", help="key of the engine, sent as a bearer token (default: none)")
     add(
         "--seconds",
         type=float,

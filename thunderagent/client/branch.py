@@ -33,8 +33,8 @@ _ANTHROPIC_KEYS = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 class Branch:
     """One chain of turns of a program: its main one, or that of a sub-agent.
 
-    Make none by hand: a `Program` is addressed as its main branch, and `Program.branch` gives the others. Every form
-    names the program; only the headers name the branch, so use one that has them (`headers`, or a helper).
+    Do not make one yourself: a `Program` is its main branch, and `Program.branch` returns the others. All forms name
+    the program, but only the headers name the branch: use `headers` or a helper that sends them.
     """
 
     def __init__(
@@ -59,19 +59,21 @@ class Branch:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that name program, branch, group and class, where the base URL is one for all programs.
+        """Headers that name program, branch, group and class, for a base URL that all programs share.
 
-        Raises `ValueError` if the program's id cannot stand in a header; the base URL and `extra_body` take any.
+        Raises `ValueError` if a header cannot contain the program's id; the base URL and `extra_body` can.
         """
         if not _fits_a_header(self.program_id):
-            raise ValueError(f"the program id {self.program_id!r} cannot stand in a header: use base_url or extra_body")
+            raise ValueError(
+                f"the program id {self.program_id!r} cannot be sent in a header: use base_url or extra_body"
+            )
         return {"X-Program-ID": self.program_id, **self._turn_headers}
 
     def hint(self, next_turn_in_s: float | None = None, *, confidence: float = 1.0, keep: Keep | None = None) -> bool:
-        """Say when the next turn comes, in seconds, or what may become of its memory; return whether that is known.
+        """Say in how many seconds the next turn comes, or what to do with the memory; return if the program is known.
 
-        `confidence` is how sure you are, 0 to 1. `keep="drop"` says that a sub-agent's branch has ended; all else is of
-        the whole program. Raises `ClientError`.
+        `confidence` is how sure you are, 0 to 1. `keep="drop"` says that a sub-agent's branch has ended; everything
+        else applies to the whole program. Raises `ClientError`.
         """
         body = {"next_turn_in_s": next_turn_in_s, "confidence": confidence, "keep": keep, "branch": self.branch_id}
         path = f"/programs/{quote(self.program_id, safe='')}/hints"
@@ -101,10 +103,10 @@ class Branch:
         return {"api_base": self.base_url, "extra_headers": self._turn_headers, "timeout": TURN_TIMEOUT_S}
 
     def openai(self, **options: Any) -> OpenAI:
-        """Return an `openai.OpenAI` whose requests are turns of this branch. Closing it is the caller's.
+        """Return an `openai.OpenAI` whose requests are turns of this branch. Close it yourself.
 
-        Options are that class's. Without an API key in them or in the environment it sends "none". It waits an hour for
-        an answer, because a turn may be held. Raises `ImportError` if the package is missing.
+        The options are those of that class. Without an API key in them or in the environment it sends "none". Its
+        timeout is an hour, because a turn may be held. Raises `ImportError` if the package is missing.
         """
         library = _library("openai")
         client: OpenAI = library.OpenAI(**self._options(library, self.base_url, options, "OPENAI_API_KEY"))
@@ -117,10 +119,7 @@ class Branch:
         return client
 
     def anthropic(self, **options: Any) -> Any:
-        """Return an `anthropic.Anthropic`, otherwise as `openai`.
-
-        The proxy relays `/v1/messages` to the program's replica, but does not schedule it.
-        """
+        """Return an `anthropic.Anthropic`, otherwise as `openai`. Engines must serve `/v1/messages`."""
         library = _library("anthropic")
         return library.Anthropic(**self._options(library, self.anthropic_base_url, options, *_ANTHROPIC_KEYS))
 
@@ -152,13 +151,13 @@ def _library(name: str) -> ModuleType:
 def _check_program_id(program_id: object) -> str:
     """Return a program id that the proxy takes, and that a URL can hold. Raises `ValueError`."""
     if not isinstance(program_id, str) or not program_id:
-        raise ValueError("a program id is a text that is not empty")
+        raise ValueError("a program id must be text that is not empty")
     if len(program_id.encode()) > MAX_ID_BYTES:  # halves of surrogate pairs raise a ValueError here
-        raise ValueError(f"a program id has at most {MAX_ID_BYTES} bytes")
+        raise ValueError(f"a program id may have at most {MAX_ID_BYTES} bytes")
     if any(ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0 for character in program_id):
-        raise ValueError("a program id holds no control characters")
+        raise ValueError("a program id must not contain control characters")
     if program_id in {".", ".."}:
-        raise ValueError(f"the program id {program_id!r} would be taken out of every URL")
+        raise ValueError(f"the program id {program_id!r} would disappear from every URL")
     return program_id
 
 

@@ -62,7 +62,7 @@ def _object_of(what: str, status: int, said: bytes) -> dict[str, Any]:
     error = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(error, dict):
         text = said.decode("utf-8", "replace")[:_MAX_SAID_CHARACTERS]
-        raise ProxyRefusedError(f"{what}: {status}, and no answer of thunderagent's: {text!r}", status=status)
+        raise ProxyRefusedError(f"{what}: {status}, and not an answer of thunderagent: {text!r}", status=status)
     code = str(error.get("code") or "")
     raise ProxyRefusedError(f"{what}: {status} {code}: {error.get('message')}", status=status, code=code)
 

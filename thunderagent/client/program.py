@@ -81,12 +81,12 @@ def program(
 ) -> Program:
     """Return a program to enter with `with` or `async with`, once.
 
-    `program_id` is unique to the run; None makes one up. `proxy` is the proxy's URL; None is the parent's, then
-    `THUNDERAGENT_PROXY` of the environment, then `http://127.0.0.1:8300`. `group` names programs that finish together,
-    `program_class` says which sandboxes it gets; `sandboxes` are asked for at once, each by the name of a template or
-    as `POST /programs` takes it. `parent` is the program around it; None is the current one. `release_limit_s` is the
-    longest that the block's end waits for a proxy that does not answer. Raises `ValueError` for what the proxy would
-    not take. No request is made yet.
+    `program_id` must be unique to the run; None makes one up. `proxy` is the proxy's URL; None is the parent's URL,
+    then `THUNDERAGENT_PROXY` of the environment, then `http://127.0.0.1:8300`. `group` names programs that finish
+    together, `program_class` selects sandboxes. `sandboxes` are requested at once, each by the name of a template or as
+    in `POST /programs`. `parent` is the outer program; None is the current one. `release_limit_s` is the longest that
+    the end of the block waits for a proxy that does not answer. Raises `ValueError` for values that the proxy would
+    refuse. No request is made yet.
     """
     parent = parent if parent is not None else current_program()
     if proxy is None:
@@ -105,7 +105,7 @@ def program(
 
 
 def current_program() -> Program | None:
-    """Return the innermost program that this code runs in and that has not ended; None outside of any."""
+    """Return the innermost program that this code runs in and that has not ended; None outside of a program."""
     candidate = _current.get()
     while candidate is not None and candidate.ended:
         candidate = candidate.parent
@@ -115,8 +115,8 @@ def current_program() -> Program | None:
 class Program(Branch):
     """One run of an agent, addressed as its main branch. `program` makes one.
 
-    Without a `with` block: `open` before the first turn if it has a group, a class or sandboxes, and `release` at the
-    end, or their `async_` twins.
+    Without a `with` block call `open` before the first turn, if it has a group, a class or sandboxes, and `release` at
+    the end, or the `async_` versions.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class Program(Branch):
         self.parent = parent
         self.release_limit_s = release_limit_s
         self.ended = False
-        """Its release has begun."""
+        """Whether its release has begun."""
         self.outcome: Literal["", "success", "failure"] = ""
-        """What became of it, for the proxy to learn from; set it before the end."""
+        """Its outcome, which the proxy learns from; set it before the end."""
         self._wanted_sandboxes = [{"template": each} if isinstance(each, str) else dict(each) for each in sandboxes]
         self._opening: Future[None] | None = None
         self._released = False
@@ -147,23 +147,23 @@ class Program(Branch):
         return f"<Program {self.program_id!r} at {self.proxy}{', ended' if self.ended else ''}>"
 
     def branch(self, branch_id: str) -> Branch:
-        """Return the branch of a sub-agent: the same program, a context of its own. Raises `ValueError`."""
+        """Return the branch of a sub-agent: the same program with a separate context. Raises `ValueError`."""
         if not branch_id:
-            raise ValueError("a branch has a name; the main one is the program itself")
+            raise ValueError("a branch needs a name; the main branch is the program itself")
         return Branch(
             self.proxy, self.program_id, branch_id=branch_id, group=self.group, program_class=self.program_class
         )
 
     @property
     def extra_body(self) -> dict[str, Any]:
-        """What names the program in a request's body: `create(..., extra_body=p.extra_body)`."""
+        """The field that names the program in a request's body: `create(..., extra_body=p.extra_body)`."""
         return {"program_id": self.program_id}
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables that make an agent in a child process run as this program: `env=os.environ | p.environment`.
 
-        Its base URLs name the program. There is no API key among them.
+        Its base URLs name the program. It contains no API key.
         """
         return {
             "OPENAI_BASE_URL": self.base_url,
@@ -175,7 +175,7 @@ class Program(Branch):
 
     @property
     def docker_labels(self) -> dict[str, str]:
-        """Labels by which a container that the agent makes is known as this program's, and goes with it."""
+        """Labels that make a container this program's, so that it is removed with the program."""
         return {"thunderagent.program-id": self.program_id}
 
     # --- its life
@@ -221,7 +221,7 @@ class Program(Branch):
             await asyncio.wrap_future(opening)
 
     def release(self) -> bool:
-        """Tell the proxy that the program ended; say whether it heard so. Idempotent.
+        """Tell the proxy that the program has ended; return whether it got the message. Idempotent.
 
         Takes up to `release_limit_s`. Raises nothing: a failure is logged.
         """
@@ -246,7 +246,7 @@ class Program(Branch):
 
     def _begin(self) -> None:
         if self._token is not None or self.ended:
-            raise RuntimeError(f"{self!r} was entered before: a program is one run")
+            raise RuntimeError(f"{self!r} was entered before: make a new program for each run")
         self._token = _current.set(self)
 
     def _leave_context(self) -> None:
@@ -293,7 +293,9 @@ class Program(Branch):
         raise AssertionError("the last try returns")
 
     def _log_failure(self, why: str) -> None:
-        log.warning("program %r was not released, so its memory is held until it is idle: %s", self.program_id, why)
+        log.warning(
+            "program %r was not released, so it keeps its memory until the idle limit: %s", self.program_id, why
+        )
 
     # --- its sandboxes
 
@@ -311,7 +313,7 @@ class Program(Branch):
     def wait_for_sandbox(self, template: str | None = None, *, timeout_s: float = SANDBOX_TIMEOUT_S) -> Sandbox:
         """Wait for a sandbox of a template, or for any, and return the first that is usable.
 
-        Raises `SandboxFailedError` when all that there are have failed, `SandboxTimeoutError`, and other
+        Raises `SandboxFailedError` if all of them have failed, `SandboxTimeoutError`, and other
         `ClientError`s.
         """
         end_s = time.monotonic() + timeout_s

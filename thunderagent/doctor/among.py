@@ -49,7 +49,7 @@ def _differences(pool: Sequence[Engine]) -> Iterator[Finding]:
             "models_alike",
             _count(pool),
             f"Their models differ, though they have some in common: {_listed(names)}.",
-            "load each model and adapter on all of them: its turns go only to the engines that list it",
+            "load each model and adapter on all of them: turns go only to engines that list their model",
         )
     if len(set(limits.values())) > 1:
         yield fault(

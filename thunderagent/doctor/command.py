@@ -23,19 +23,20 @@ from thunderagent.doctor.among import findings_among
 from thunderagent.doctor.asking import Asker
 from thunderagent.doctor.findings import Finding, as_json, exit_status, show, warning
 from thunderagent.errors import ConfigurationError
-from thunderagent.security import backend_api_key, backend_ssl_context
-from thunderagent.serving import build_runtime, proxy
+from thunderagent.serving.building import build_runtime
+from thunderagent.serving.security import backend_api_key, backend_ssl_context
+from thunderagent.serving.serving import proxy
 
 DESCRIPTION = """\
-Find what is wrong, and say what to do.
+Find faults, and say how to fix them.
 
-Without options it examines the proxy on this machine and the engines behind it. With --backends, or --config with
-a file that names replicas, it examines these before there is a proxy, and starts one of its own in the meantime.
+Without options it examines the proxy on this machine and its engines. With --backends, or a --config file that
+names replicas, it examines these engines before you have a proxy, and starts a proxy for the time being.
 
 It asks engines for their health, metrics and models, sends each three small prompts, and sends two turns of one
 program through the proxy. --no-turns leaves all prompts out.
 
-Exit status: 0 if nothing is wrong, 1 if something is, 2 if it was asked wrongly.
+Exit status: 0 if there is no fault, 1 if there is one, 2 for a wrong option.
 
 Examples:
   thunderagent doctor --backends http://10.0.0.1:8000,http://10.0.0.2:8000

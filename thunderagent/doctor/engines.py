@@ -125,7 +125,7 @@ def findings_of(engine: Engine, *, wants_priorities: bool, capacity_override_tok
             "engine_reachable",
             engine.name,
             f"The engine cannot be reached: {engine.health.why}.",
-            "start it, or mend its address: GET /health must answer 200 from the machine of the proxy",
+            "start it, or correct its address: GET /health must answer 200 from the proxy's machine",
         )
         return
     if not engine.health.is_good:
@@ -133,7 +133,7 @@ def findings_of(engine: Engine, *, wants_priorities: bool, capacity_override_tok
             "engine_reachable",
             engine.name,
             f"GET /health answers {engine.health.told()}.",
-            "wait until the engine has loaded its model; if it has, name its root, without a path, or another port",
+            "wait until the engine has loaded its model; if it has, give its root URL without a path, or another port",
         )
         return
     version = f" {engine.version}" if engine.version else ""
@@ -157,7 +157,7 @@ def _key(engine: Engine) -> Iterator[Finding]:
         yield fault(
             "engine_key",
             engine.name,
-            f"GET /v1/models answers {engine.models.status}: the engine wants a key.",
+            f"GET /v1/models answers {engine.models.status}: the engine needs a key.",
             "set backend_api_key (THUNDERAGENT_BACKEND_API_KEY) to the key that the engine was started with",
         )
     elif not engine.model_ids:
@@ -191,7 +191,7 @@ def _prefix_caching(engine: Engine) -> Iterator[Finding]:
         yield fault(
             "prefix_caching",
             engine.name,
-            "Prefix caching is off: each turn computes its whole context anew.",
+            "Prefix caching is off: each turn computes its whole context again.",
             "start SGLang without --disable-radix-cache"
             if engine.kind == "sglang"
             else "start vLLM with --enable-prefix-caching, or without --no-enable-prefix-caching",
@@ -204,7 +204,7 @@ def _capacity(engine: Engine, override_tokens: int | None) -> Iterator[Finding]:
         yield fault(
             "capacity",
             engine.name,
-            "The size of its KV cache is not known, so nothing is held for memory there.",
+            "The size of its KV cache is unknown, so no turn is held for memory there.",
             "set capacity_tokens (--capacity-tokens N): the engine's log says it at its start, as "
             '"GPU KV cache size" (vLLM) or "max_total_num_tokens" (SGLang)',
         )
@@ -214,7 +214,7 @@ def _capacity(engine: Engine, override_tokens: int | None) -> Iterator[Finding]:
         yield warning(
             "capacity",
             engine.name,
-            f"It takes contexts of {limit_tokens:,} tokens, more than its KV cache holds.",
+            f"It accepts contexts of {limit_tokens:,} tokens, more than its KV cache holds.",
             f"give it more memory, or start it with a context limit of at most {capacity_tokens:,} tokens "
             "(--max-model-len, SGLang: --context-length)",
         )
@@ -244,9 +244,9 @@ def _one_engine(engine: Engine) -> Iterator[Finding]:
         yield fault(
             "one_engine",
             engine.name,
-            "Several engines answer at this one address: it is a load balancer's, or a Kubernetes Service's.",
-            "name each engine by its own address in backends; of a Kubernetes Service by --kubernetes-replicas, "
-            "of a name with several addresses by dns+http://NAME:PORT",
+            "Several engines answer at this one address: it is a load balancer, or a Kubernetes Service.",
+            "give each engine's own address in backends; for a Kubernetes Service use --kubernetes-replicas, for a "
+            "name with several addresses dns+http://NAME:PORT",
         )
 
 
@@ -259,7 +259,7 @@ def _probes(engine: Engine) -> Iterator[Finding]:
             "engine_answers",
             engine.name,
             f"It does not answer a prompt: {second.told()}.",
-            "send it one yourself (POST /v1/chat/completions), and see its log",
+            "send it a prompt yourself (POST /v1/chat/completions), and see its log",
         )
         return
     usage = usage_of(second)
@@ -270,7 +270,7 @@ def _probes(engine: Engine) -> Iterator[Finding]:
         yield warning(
             "cached_token_details",
             engine.name,
-            "Its answers do not say how many tokens were cached, so hits cannot be told turn by turn.",
+            "Its answers do not say how many tokens were cached, so hits of single turns are unknown.",
             "start SGLang with --enable-cache-report"
             if engine.kind == "sglang"
             else "start vLLM with --enable-prompt-tokens-details",
@@ -279,8 +279,8 @@ def _probes(engine: Engine) -> Iterator[Finding]:
         yield fault(
             "prefix_caching",
             engine.name,
-            "The same prompt twice found nothing in the prefix cache.",
-            "turn prefix caching on; if it is, its KV cache is too full, or something clears it",
+            "The same prompt, sent twice, found nothing in the prefix cache.",
+            "turn prefix caching on; if it is on, its KV cache is too full, or something clears it",
         )
 
 
@@ -289,9 +289,9 @@ def _priorities(engine: Engine, *, wanted: bool) -> Iterator[Finding]:
     flag = "--enable-priority-scheduling" if engine.kind == "sglang" else "--scheduling-policy priority"
     if has_none and wanted:
         yield warning(
-            "priorities", engine.name, "It takes no priorities, and the policy gives some.", f"start it with {flag}"
+            "priorities", engine.name, "It ignores priorities, and the policy sends some.", f"start it with {flag}"
         )
     elif has_none:
-        yield ok("priorities", engine.name, f"It takes no priorities, and needs none; {flag} turns them on.")
+        yield ok("priorities", engine.name, f"It ignores priorities, and the policy sends none; {flag} turns them on.")
     elif engine.priority_refused is False:
         yield ok("priorities", engine.name, "It takes priorities.")

@@ -61,7 +61,7 @@ def findings_of(trial: Trial) -> Iterator[Finding]:
                 "turns_answered",
                 SUBJECT,
                 f"The {number} turn through the proxy failed: {answer.told()}.",
-                "see the proxy's log for this program, and what is said above of its engines",
+                "see the proxy's log for this program, and the findings above on its engines",
             )
             return
     yield from _whose(trial)
@@ -107,16 +107,16 @@ def _hit(trial: Trial) -> Iterator[Finding]:
             "same_replica",
             SUBJECT,
             f"The first ran on {places[0]}, the second on {places[1]}.",
-            "turns of one program stay together unless it was paused, or the replica left: name the program, and see "
-            "the policy (passthrough keeps nobody together)",
+            "turns of one program stay together unless it was paused or the replica left: check the program's id and "
+            "the policy (passthrough keeps no program together)",
         )
     first, second = usage_of(trial.first), usage_of(trial.second)
     if first is None or second is None or second.cached_tokens is None:
         yield warning(
             "second_turn_hit",
             SUBJECT,
-            f"The second ran on {places[1]}; whether it hit is not known: its engine does not say what was cached.",
-            "have the engine say it: vLLM --enable-prompt-tokens-details, SGLang --enable-cache-report",
+            f"The second ran on {places[1]}; whether it hit is unknown: its engine does not say what was cached.",
+            "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report",
         )
         return
     share = f"{second.cached_tokens:,} of its {second.prompt_tokens:,} prompt tokens"
@@ -128,5 +128,5 @@ def _hit(trial: Trial) -> Iterator[Finding]:
         SUBJECT,
         f"The second missed on {places[1]}: {share} came from the prefix cache.",
         "see above whether prefix caching is on and each address is one engine; if so, the chat template may change "
-        "earlier messages, or other programs took the memory",
+        "earlier messages, or other programs use the memory",
     )

@@ -12,7 +12,7 @@ from thunderagent.doctor.asking import NO_ANSWER, Answer, Asker
 from thunderagent.doctor.engines import clock
 from thunderagent.doctor.findings import Finding, fault, ok, warning
 from thunderagent.errors import ConfigurationError
-from thunderagent.security import check_security, is_loopback
+from thunderagent.serving.security import check_security, is_loopback
 
 KEY_HEADER = "X-ThunderAgent-Key"
 CLOSED_REMEDY = "make one with `thunderagent key NAME --admin` and give it to doctor in THUNDERAGENT_KEY"
@@ -87,7 +87,7 @@ def findings_of(proxy: Proxy, url: str, *, is_own: bool) -> Iterator[Finding]:
             "proxy_reachable",
             proxy.name,
             "What answers here is not thunderagent.",
-            "give the proxy's address with --url; an engine's goes with --backends",
+            "give the proxy's address with --url, an engine's with --backends",
         )
         return
     if not is_own:
@@ -113,7 +113,7 @@ def _who_may(proxy: Proxy, url: str) -> Iterator[Finding]:
             "bind",
             proxy.name,
             f"Whoever reaches {host} may send turns: it asks for no key.",
-            "set api_keys (`thunderagent key NAME` makes one), or have the proxy listen on loopback (--host 127.0.0.1)",
+            "set api_keys (`thunderagent key NAME` makes one), or let the proxy listen on loopback (--host 127.0.0.1)",
         )
     if proxy.listed_without_key.is_good and not is_local:
         yield fault(
@@ -123,9 +123,9 @@ def _who_may(proxy: Proxy, url: str) -> Iterator[Finding]:
             "set admin_keys (`thunderagent key NAME --admin` makes one), or admin_port and a network policy",
         )
     if proxy.listed_without_key.is_good and is_local:
-        yield ok("keys", proxy.name, "It asks for no key, and is examined on loopback.")
+        yield ok("keys", proxy.name, "It needs no key; doctor reaches it on loopback.")
     elif not proxy.listed_without_key.is_good and not proxy.listed.wants_key:
-        yield ok("keys", proxy.name, "It asks for keys, and takes this one.")
+        yield ok("keys", proxy.name, "It needs a key, and accepts this one.")
 
 
 def _summary(proxy: Proxy) -> Iterator[Finding]:
@@ -135,7 +135,7 @@ def _summary(proxy: Proxy) -> Iterator[Finding]:
             "simulated",
             proxy.name,
             "Its engines are simulated: answers are made-up words.",
-            "name real ones: thunderagent serve --backends http://HOST:8000",
+            "give real ones: thunderagent serve --backends http://HOST:8000",
         )
 
     if said.get("rates", {}).get("mostly_anonymous"):
@@ -144,30 +144,30 @@ def _summary(proxy: Proxy) -> Iterator[Finding]:
             proxy.name,
             f"Of the turns of the last minute {said['rates']['anonymous_ratio']:.0%} named no program, so nothing is "
             "scheduled for them.",
-            "have clients send X-Program-ID, or the id in the base URL (/p/ID/v1); try the header that they send with "
-            "doctor --program-header NAME",
+            "let clients send X-Program-ID, or the id in the base URL (/p/ID/v1); test the header that they send "
+            "with doctor --program-header NAME",
         )
 
 
 def _replicas(proxy: Proxy) -> Iterator[Finding]:
     if not proxy.has_usable_replica:
         why = proxy.ready.json().get("why", proxy.ready.told())
-        yield fault("ready", proxy.name, f"It serves no turn: {why}.", "see what is said of its engines")
+        yield fault("ready", proxy.name, f"It serves no turn: {why}.", "see the findings on its engines")
     for replica in proxy.replicas:
         subject = f"{replica['replica_id']}"
         if not replica["up"]:
             yield fault(
                 "replica_up",
                 subject,
-                f"To the proxy it is down: {replica['why_down']}.",
-                "let the machine of the proxy reach it, with the same address",
+                f"For the proxy it is down: {replica['why_down']}.",
+                "make it reachable from the proxy's machine, at the same address",
             )
         elif replica["breaker"] != "closed":
             yield warning(
                 "replica_up",
                 subject,
-                "It failed turn after turn, so the proxy sends it none for a while.",
-                "see its log; it is tried again by itself",
+                "It failed several turns in a row, so the proxy sends it none for a while.",
+                "see its log; the proxy tries it again by itself",
             )
         elif replica["suspended_for"]:
             yield warning(
@@ -187,7 +187,7 @@ def configuration_findings(config: ServeConfig) -> Iterator[Finding]:
         yield fault("bind", subject, f"thunderagent serve would not start: {error.message}.", "change that setting")
         return
     if is_loopback(config.host):
-        yield ok("bind", subject, "Only this machine would reach the proxy.")
+        yield ok("bind", subject, "Only this machine can reach the proxy.")
     elif not config.has_keys:
         yield warning(
             "bind",
@@ -199,8 +199,8 @@ def configuration_findings(config: ServeConfig) -> Iterator[Finding]:
         yield warning(
             "keys",
             subject,
-            "There is no admin key, so nobody may list replicas, release all programs or use the dashboard.",
+            "There is no admin key, so nobody can list replicas, release all programs or use the dashboard.",
             "set admin_keys (`thunderagent key NAME --admin` makes one)",
         )
     else:
-        yield ok("bind", subject, "Other machines reach the proxy, and need a key.")
+        yield ok("bind", subject, "Other machines can reach the proxy, with a key.")

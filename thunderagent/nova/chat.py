@@ -105,17 +105,17 @@ def check(body: ChatBody, model_name: str) -> None:
     if body.model not in (None, model_name):
         raise ApiError(f"There is no model {body.model!r} here.", status=404, kind="not_found_error", param="model")
     if not body.messages:
-        raise ApiError("A chat needs a message.", param="messages")
+        raise ApiError("A chat needs at least one message.", param="messages")
     if body.n not in (None, 1):
-        raise ApiError("One answer at a time.", param="n")
+        raise ApiError("n must be 1.", param="n")
     if body.logprobs:
-        raise ApiError("There are no logprobs.", param="logprobs")
+        raise ApiError("logprobs are not supported.", param="logprobs")
     if isinstance(body.response_format, dict) and body.response_format.get("type") not in (None, "text"):
-        raise ApiError("Answers are text, in no set form.", param="response_format")
+        raise ApiError("Structured outputs are not supported.", param="response_format")
     for name in ("max_tokens", "max_completion_tokens"):
         wanted = getattr(body, name)
         if wanted is not None and wanted < 1:
-            raise ApiError("At least one token.", param=name)
+            raise ApiError("max_tokens must be at least 1.", param=name)
 
 
 def stops_of(body: ChatBody) -> tuple[str, ...]:
@@ -150,7 +150,9 @@ def images_of(messages: Sequence[Message]) -> list[bytes]:
 def _bytes_of(url: str) -> bytes:
     head = _DATA_URL.match(url)
     if head is None:
-        raise ApiError("An image is a data URL, data:image/...;base64,...: none is fetched.", param="image_url")
+        raise ApiError(
+            "An image must be a data URL, data:image/...;base64,...: images are not fetched.", param="image_url"
+        )
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except binascii.Error:

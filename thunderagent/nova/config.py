@@ -60,9 +60,9 @@ class NovaConfig:
             if getattr(self, name) < least:
                 raise ConfigurationError(f"--{name.replace('_', '-')} is {least} at least")
         if self.physical_layers == 1:
-            raise ConfigurationError("--physical-layers is 0, or 2 at least: one computes while another is loaded")
+            raise ConfigurationError("--physical-layers must be 0, or at least 2: one computes while another is loaded")
         if self.resident_layers and not self.physical_layers:
-            raise ConfigurationError("--resident-layers needs --physical-layers: else all layers are resident")
+            raise ConfigurationError("--resident-layers needs --physical-layers: without it all layers are resident")
 
     @property
     def name(self) -> str:

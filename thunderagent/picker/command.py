@@ -23,16 +23,12 @@ from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.scaling import begin_process, check_gateways, gateway
-from thunderagent.security import check_security, held_limits, is_loopback
-from thunderagent.serving import (
-    CLOSE_S,
-    background,
-    build_runtime,
-    calm_garbage_collector,
-    embedded_engines,
-    policy_settings_of,
-    proxy,
-)
+from thunderagent.serving.building import build_runtime, policy_settings_of
+from thunderagent.serving.embedded import embedded_engines
+from thunderagent.serving.listening import CLOSE_S
+from thunderagent.serving.process import calm_garbage_collector
+from thunderagent.serving.security import check_security, held_limits, is_loopback
+from thunderagent.serving.serving import background, proxy
 
 log = structlog.get_logger("thunderagent.picker")
 
@@ -70,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--picker-client-ca",
         type=Path,
         metavar="FILE",
-        help="let in at the picker's port only who shows a certificate of this authority; needs --tls-cert",
+        help="let in at the picker's port only clients with a certificate of this authority; needs --tls-cert",
     )
     parser.add_argument(
         "--picker-network-private",
@@ -82,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="further replicas to name, for an Envoy whose route tries again (default: 0)",
+        help="further replicas to name, for an Envoy whose route retries (default: 0)",
     )
 
 
@@ -133,16 +129,16 @@ def check_port(config: ServeConfig, options: Options) -> None:
     """Refuse a port where strangers would be granted leases. Raises `ConfigurationError`."""
     if options.client_ca is not None:
         if config.tls_cert is None:
-            raise ConfigurationError("picker_client_ca: certificates are shown over TLS only; set tls_cert, too")
+            raise ConfigurationError("picker_client_ca needs TLS: set tls_cert, too")
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=options.client_ca)
         except OSError as error:  # ssl.SSLError is one
             raise ConfigurationError(f"picker_client_ca: cannot use {options.client_ca}: {error}") from error
     elif not (options.network_is_private or is_loopback(config.host)):
         raise ConfigurationError(
-            f"picker_port: {config.host!r} can be reached from other machines, and whoever reaches it is taken for an "
-            "Envoy; set picker_client_ca (and tls_cert), so that Envoys show a certificate, or picker_network_private "
-            "if nobody else can reach it"
+            f"picker_port: {config.host!r} can be reached from other machines, and any client would count as an "
+            f"Envoy; set picker_client_ca (and tls_cert), so that Envoys show a certificate, or "
+            f"picker_network_private if only Envoys can reach it"
         )
 
 

@@ -37,7 +37,7 @@ from thunderagent.picker.addresses import endpoints_in
 from thunderagent.picker.carried import Around, Carried, give_up
 from thunderagent.picker.stream import Stream
 from thunderagent.proxy.gate.access import DATA, ForwardUnknown, Use, engine_access, use_of
-from thunderagent.proxy.gate.coming import come
+from thunderagent.proxy.gate.bodies import come
 from thunderagent.proxy.gate.held import KeptBody
 from thunderagent.proxy.reading.body_fields import model_named
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
@@ -100,7 +100,7 @@ class Picker:
     async def _beside(self, stream: Stream, first: Any, target: Target, method: str) -> None:
         """Have what is no turn go to a replica at once: that of its program, or the one with the fewest turns."""
         if engine_access(target, method, ForwardUnknown.OFF) is not DATA or use_of(target, method) is Use.GENERATE:
-            raise AdminKeyNeededError("a picker lets pass turns and what only reads; send this to the engine")
+            raise AdminKeyNeededError("a picker passes only turns and requests that read; send this one to the engine")
         leases, addresses, allowed = self._leases, self._around.addresses, _allowed(first)
         home_id = leases.home_of(target.program_id) if target.program_id else None
         urls = {each: leases.replicas.states[each].url for each in leases.replicas.open_ids}
@@ -219,7 +219,7 @@ class Picker:
             granted = lease.granted
             endpoint = await addresses.of(granted.url)
             if not addresses.allows(granted.url, allowed):
-                raise NoReplicaError(f"{granted.replica_id} has the lease, and is not among those that Envoy allows")
+                raise NoReplicaError(f"{granted.replica_id} has the lease, which Envoy does not allow")
             record.replica_id, record.generation = granted.replica_id, granted.generation
             record.reason, record.held_s = granted.reason, granted.held_s
             record.tries_count += 1

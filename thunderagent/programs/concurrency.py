@@ -47,7 +47,7 @@ DEAD_RATIO = 0.15
 
 
 class Why(StrEnum):
-    """What bounds the number of programs that are of use."""
+    """What limits the number of useful programs."""
 
     MEMORY = "memory"
     """So many fit."""

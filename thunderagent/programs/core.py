@@ -86,14 +86,14 @@ class Core:
     def pause(self, program: Program, reason: Reason) -> None:
         """Take the claim of an active program without a turn in flight."""
         self.limits.look_away(program)
-        self.knowledge.tools_censored((program,), self.book.now_s)
+        self.knowledge.tool_censored(program, self.book.now_s)
         self.leave(program, self.book.paused_place(program), reason)
         self.watch_paused(program)
 
     def pause_until(self, replica: Replica, most_tokens: float, reason: Reason, least_count: int) -> None:
         """Pause acting programs of a replica in one batch: see `View.propose_pause_until`."""
         paused = self.book.pause_until(replica, most_tokens, reason, least_count)
-        self.limits.look_away(*paused)
+        self.limits.look_away_from_all(paused)
         self.knowledge.tools_censored(paused, self.book.now_s)
         for program in paused if self.families or self.admission is not None else ():
             self.families.lost_claim(program)
@@ -103,7 +103,7 @@ class Core:
         """Take from a program without a turn what it has until its next one: its claim, and its admission."""
         to = self.book.idle if self.admission is None else self.book.dismissed
         if program.place.active:
-            self.knowledge.tools_censored((program,), self.book.now_s)
+            self.knowledge.tool_censored(program, self.book.now_s)
             self.leave(program, to, Reason.IDLE)
         elif program.place is not to:
             self.book.move(program, to)

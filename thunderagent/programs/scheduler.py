@@ -23,6 +23,7 @@ that is in no sum, or in two. The verbs are in `core.py`, and what a policy want
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from thunderagent.programs.book.book import Book
@@ -41,6 +42,7 @@ from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Tick, TurnDue
 from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.operations import Operations
 from thunderagent.programs.rules.families import Families
@@ -136,6 +138,11 @@ class Scheduler:
     def granting_replicas(self) -> list[Replica]:
         """Those of them on which grants are not suspended: what a policy sees."""
         return self.book.granting_replicas
+
+    def learned(self) -> LearnedRecord:
+        """Return all that was learned, by the policy's order too."""
+        learned, export = self.knowledge.export(), getattr(getattr(self.policy, "order", None), "export", None)
+        return learned if export is None else replace(learned, lengths=export())
 
     def handle(self, event: Event) -> list[Decision]:
         """Take in one event and return what follows from it, in the order in which it was decided.

@@ -123,7 +123,7 @@ class KubernetesProvisioner:
         scale = await cluster.ask("GET", f"{self._workload.path}/scale")
         size_count = (scale.get("spec") or {}).get("replicas", 0)
         if not isinstance(size_count, int):
-            raise DiscoveryError("the Kubernetes API does not answer as one does: a scale without a number")
+            raise DiscoveryError("the Kubernetes API gave an unexpected answer: a scale without a number")
         return size_count
 
     async def _resize(self, cluster: Cluster, size_count: int) -> None:

@@ -137,16 +137,16 @@ class Provisioning:
     def check_start(self) -> None:
         """Raise `ProvisionOffError` or `ProvisionLimitError` if no replica can be started."""
         if self._driver is None:
-            raise ProvisionOffError("nobody is configured to start replicas: see --provision")
+            raise ProvisionOffError("starting replicas is not configured: see --provision")
         if self.count >= self._settings.max_count:
-            raise ProvisionLimitError(f"there are {self.count} started replicas, as many as there may be")
+            raise ProvisionLimitError(f"there are {self.count} started replicas, which is the largest number allowed")
 
     def check_end(self, replica_id: str) -> None:
         """Raise `ProvisionLimitError` or `OperationRefusedError` if a replica must not be ended."""
         if self._fleet.url_of(replica_id) in self._ending_urls:
             raise OperationRefusedError(f"replica {replica_id} ends already")
         if self.owns(replica_id) and self.count <= self._settings.min_count:
-            raise ProvisionLimitError(f"there are {self.count} started replicas, as few as there may be")
+            raise ProvisionLimitError(f"there are {self.count} started replicas, which is the smallest number allowed")
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Note what the scheduler decided about replicas, and look whether one that was removed was started here."""

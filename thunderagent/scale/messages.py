@@ -169,6 +169,13 @@ class Refusal(Struct, frozen=True, array_like=True, tag="reject", gc=False):
     retry_after_s: int | None = None
 
 
+class Revoke(Struct, frozen=True, array_like=True, tag="revoke", gc=False):
+    """End a turn: its client tried it again, and the next attempt came to another gateway."""
+
+    turn_id: int
+    program_id: str
+
+
 class Ok(Struct, frozen=True, array_like=True, tag="ok", gc=False):
     """The ends of these turns are counted."""
 
@@ -217,7 +224,7 @@ class Look(Struct, frozen=True, array_like=True, tag="look"):
 
 
 FromGateway = Hello | Turns | Told | TurnAsk | TurnEnd | Left | Progress | Released | Digest | Polled | Deposed
-FromScheduler = Lead | Lease | Hold | Refusal | Ok | Gone | Replicas | PollShare | Look
+FromScheduler = Lead | Lease | Hold | Refusal | Revoke | Ok | Gone | Replicas | PollShare | Look
 Message = FromGateway | FromScheduler
 
 _KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Message))
@@ -285,5 +292,5 @@ def _decode_known(data: bytes) -> tuple[Frame, int]:
         raw = _decode_raw(data)
         known: list[Message] = known_of(raw.messages, _decode_message, _KINDS)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadFrameError(f"what came is not a frame: {error}") from error
+        raise BadFrameError(f"not a frame: {error}") from error
     return Frame(raw.number, raw.heard, raw.epoch, known), len(raw.messages) - len(known)

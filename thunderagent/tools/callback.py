@@ -186,7 +186,7 @@ class CallbackDriver:
         Raises `SandboxRefusedError` for what is not an http or https URL, or an empty name.
         """
         if not name:
-            raise SandboxRefusedError("a sandbox that runs elsewhere needs a name there")
+            raise SandboxRefusedError("a sandbox that runs elsewhere needs a handle")
         return Place(_handle("", _url_of(reclaim_url), name), details={"remote_handle": name})
 
     async def reclaim(self, handle: str) -> None:
@@ -316,7 +316,7 @@ def _read_answer(reply: _Reply, prepare_url: httpx2.URL, known: _Answer) -> _Ans
             said = _Answer.model_validate_json(reply.body).model_dump(exclude_unset=True)
         except ValidationError as error:
             said_wrong = "; ".join(faults_of(error))[:_MAX_SAID_CHARACTERS]
-            raise SandboxError(f"{reply.url.host} answered what is not understood: {said_wrong}") from error
+            raise SandboxError(f"{reply.url.host} gave an unexpected answer: {said_wrong}") from error
     is_ready = reply.status in {200, 201} and said.get("ready", True)
     if reply.location and not is_ready:
         said = {"status_url": str(_joined(reply.url, reply.location)), **said}
@@ -325,7 +325,7 @@ def _read_answer(reply: _Reply, prepare_url: httpx2.URL, known: _Answer) -> _Ans
         raise SandboxError(f"{reply.url.host} made a sandbox but gave no handle")
     if not is_ready:
         if not answer.status_url:
-            raise SandboxError(f"{reply.url.host} has no sandbox ready, and gave no status_url to ask at")
+            raise SandboxError(f"{reply.url.host} has no sandbox ready, and gave no status_url")
         _joined(prepare_url, answer.status_url)
     return answer
 
@@ -383,7 +383,7 @@ def _url_of(text: str) -> httpx2.URL:
     except (httpx2.InvalidURL, ValueError) as error:
         raise SandboxRefusedError(f"a callback URL cannot be read: {error}") from error
     if not is_usable or url.userinfo or url.fragment:
-        raise SandboxRefusedError("a callback URL must be http or https, with a host, and without user and fragment")
+        raise SandboxRefusedError("a callback URL must be http or https, with a host, and without a user or fragment")
     return url
 
 
@@ -415,5 +415,5 @@ def _read_handle(handle: str) -> tuple[str, httpx2.URL, str]:
     sandbox_id, at, rest = handle.partition("@")
     url, mark, remote_handle = rest.rpartition("#")
     if not at or not mark:
-        raise SandboxRefusedError("that is not a handle of a callback sandbox")
+        raise SandboxRefusedError("not a handle of a callback sandbox")
     return unquote(sandbox_id), _url_of(url), unquote(remote_handle)

@@ -191,14 +191,14 @@ class Manager:
         if wanted.template is not None and wanted.template not in self.templates:
             raise NotFoundError(f"there is no template {wanted.template!r}; there are: {', '.join(self.templates)}")
         if not self.settings.takes_specs and wanted.template is None:
-            raise SandboxRefusedError("clients may not bring templates, callbacks or sandboxes of their own here")
+            raise SandboxRefusedError(
+                "clients may not send templates, callbacks or sandboxes here (sandbox_specs is off)"
+            )
         kind = self._template_of(wanted).driver if wanted.handle is None else wanted.driver
         if kind not in self._drivers:
-            raise RequestError(
-                f"sandboxes by {kind!r} are not switched on; --sandboxes has: {', '.join(self._drivers)}"
-            )
+            raise RequestError(f"sandboxes by {kind!r} are not enabled; --sandboxes has: {', '.join(self._drivers)}")
         if bool(wanted.reclaim_url) != (kind == "callback" and wanted.handle is not None):
-            raise RequestError("a reclaim_url goes with a handle and the driver callback, and they with it")
+            raise RequestError("reclaim_url, handle and the driver callback must be given together")
         if wanted.handle is None:
             self.table.check(self._template_of(wanted))
 

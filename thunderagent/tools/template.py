@@ -38,7 +38,7 @@ class Template(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    driver: DriverKind = Field("docker", description="who makes it: docker, kubernetes or callback")
+    driver: DriverKind = Field("docker", description="what makes it: docker, kubernetes or callback")
     image: str = Field("", description="image to run; docker and kubernetes need one")
     command: tuple[str, ...] = Field(
         (), description="what runs in it, as docker run and a pod's command take it; none waits for commands"
@@ -84,23 +84,25 @@ class Template(BaseModel):
         14_400.0,
         gt=0,
         le=LONGEST_S,
-        description="longest life: it ends by itself after so long, whatever happens to us, in seconds",
+        description="longest life, in seconds: it ends by itself after that, even if the proxy is gone",
     )
     program_classes: tuple[str, ...] = Field(
-        (), description="programs of these classes (X-Program-Class) get such a sandbox at first sight"
+        (), description="programs of these classes (X-Program-Class) get such a sandbox with their first request"
     )
-    warm_count: int = Field(0, ge=0, description="how many to keep ready that belong to nobody yet")
+    warm_count: int = Field(0, ge=0, description="how many spare ones to keep ready")
     kubernetes_kind: Literal["job", "pod"] = Field("job", description="kubernetes: what to make")
     namespace: str = Field("", description="kubernetes: where; none is that of the configuration")
     pod_security: PodSecurity = Field(
         "restricted",
-        description="kubernetes: which Pod Security Standard it keeps to. restricted: no root, no capabilities, the "
-        "runtime's seccomp profile; baseline: as the image says, root too",
+        description="kubernetes: the Pod Security Standard that it follows. restricted: no root, no capabilities, "
+        "the runtime's seccomp profile; baseline: as the image says, also root",
     )
     run_as_user: int | None = Field(
         None, ge=0, le=2**31 - 1, description="kubernetes: numeric user to run as; none is the image's"
     )
-    prepare_url: str = Field("", description="callback: gets a POST for each preparation, answers where it is")
+    prepare_url: str = Field(
+        "", description="callback: gets a POST for each preparation, and answers where the sandbox is"
+    )
     reclaim_url: str = Field("", description="callback: gets a POST for each reclaiming")
 
     @model_validator(mode="after")
@@ -111,7 +113,7 @@ class Template(BaseModel):
         elif not self.image:
             raise ValueError(f"a {self.driver} template needs an image")
         if self.warm_count and self.network == "own":
-            raise ValueError("a network of a program's own cannot be kept warm: nobody knows yet whose it is")
+            raise ValueError("a spare sandbox cannot have a program's own network: its program is not known yet")
         if self.ready_port is not None and self.ready_port not in self.ports:
             raise ValueError(f"ready_port {self.ready_port} is not among ports")
         if self.run_as_user == 0 and self.pod_security == "restricted":

@@ -58,13 +58,13 @@ class Directives(BaseModel):
     @model_validator(mode="after")
     def _do_not_contradict(self) -> Directives:
         if self.batchable and self.managed:
-            raise ValueError("a batchable agent has no managed state: a batch may be of several sessions")
+            raise ValueError("a batchable agent cannot have managed state, because a batch may mix sessions")
         if self.batchable and self.preemptable:
-            raise ValueError("a batch cannot be interrupted: an agent is batchable or preemptable")
+            raise ValueError("an agent can be batchable or preemptable, not both: a batch cannot be interrupted")
         if self.mix_sessions and self.stateful:
-            raise ValueError("a stateful agent's batches are of one session")
+            raise ValueError("mix_sessions is not possible for a stateful agent")
         if self.min_instances > self.max_instances:
-            raise ValueError("min_instances is over max_instances")
+            raise ValueError("min_instances is greater than max_instances")
         return self
 
     @property
@@ -171,11 +171,11 @@ def load_agents(source: str | Path | Mapping[str, Any]) -> dict[str, Agent]:
         except (OSError, yaml.YAMLError) as error:
             raise DeclarationError(f"{source}: {error}") from error
     if not isinstance(content, Mapping) or not content:
-        raise DeclarationError(f"{source}: names of agents, and under each its class and methods, are wanted")
+        raise DeclarationError(f"{source}: expected names of agents, each with its class and methods")
     agents = {}
     for name, given in content.items():
         if not isinstance(given, Mapping):
-            raise DeclarationError(f"agent {name}: its class and methods are wanted")
+            raise DeclarationError(f"agent {name}: its class and methods are missing")
         try:
             agents[str(name)] = Agent.model_validate({"name": str(name), **given})
         except ValidationError as error:

@@ -180,7 +180,7 @@ class Deployment:
         is a workflow within a workflow. Raises what the driver raises.
         """
         if self._thread is None:
-            raise WorkflowError("this deployment has no loop of its own: `await app.run_async(...)`")
+            raise WorkflowError("this deployment runs on your event loop: use `await app.run_async(...)`")
         if inspect.iscoroutinefunction(main):
             context = copy_context()
             call = self.run_async(main, *args, session=session, **kwargs)
@@ -326,4 +326,4 @@ def _as_it_is(agent: Agent, kind: type) -> Agent:
 
 
 def _no_loop() -> list[str]:
-    raise WorkflowError("this deployment has no loop of its own: `await app.act_async(...)`")
+    raise WorkflowError("this deployment runs on your event loop: use `await app.act_async(...)`")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 class WorkflowError(Exception):
-    """Anything that this package raises; whatever becomes of a call is a `CallError`."""
+    """The base of all errors of workflows; errors of calls are `CallError`s."""
 
 
 class DeclarationError(WorkflowError):
-    """An agent is not declared as its class is, or directives contradict each other."""
+    """A declaration does not match its class, or directives contradict each other."""
 
 
 class CallError(WorkflowError):
-    """A call failed. `path` leads to it, agent by agent; `instance` is where; `remote_traceback` is its text.
+    """A call failed. `path` has the agents that led to it; `instance` is where it ran; `remote_traceback` is a text.
 
     The agent's own exception is the `__cause__`.
     """
@@ -37,7 +37,7 @@ class CallError(WorkflowError):
 
 
 class LostError(CallError):
-    """What a call ran on, or waited at, is gone: an instance, a controller, a node."""
+    """The instance, controller or node that a call ran on or waited at is gone."""
 
 
 class SessionEndedError(CallError):
@@ -49,19 +49,19 @@ class EndedError(CallError):
 
 
 class DeadlockError(CallError):
-    """A call would wait for itself, or an event loop for what runs on it; `path` leads to what is waited for."""
+    """A call would wait for itself, or block the event loop that it needs; `path` has the calls that wait."""
 
 
 class StateError(WorkflowError):
-    """Managed state was used where there is none: outside a session, in a batch, or by an agent not declared so."""
+    """Managed state was used outside a session, in a batch, or by an agent that is not declared `managed`."""
 
 
 class StoreError(WorkflowError):
-    """The node store does not do as told."""
+    """The node store refused a command."""
 
 
 class Preempted(Exception):  # noqa: N818 - no error: how a method says that it stopped as asked
-    """Raised by a method that was asked to stop; `checkpoint` is what its next run goes on from."""
+    """Raised by a method that was asked to stop; its next run continues from `checkpoint`."""
 
     def __init__(self, checkpoint: object = None) -> None:
         super().__init__("preempted")

@@ -42,8 +42,8 @@ class Handle(Record):
         if self.outcome is None:
             if threading.get_ident() == self.node.thread_id:
                 raise DeadlockError(
-                    f"{self.words} is not there, and to wait for it here would stop the event loop that brings it: "
-                    "`await` it, or make the method that needs it a plain `def`",
+                    f"{self.words} is not available, and waiting for it here would block the event loop that "
+                    f"computes it: `await` it, or make the method a plain `def`",
                     path=self.path,
                     instance=self.executor,
                 )

@@ -280,5 +280,5 @@ class Teller:
                     answer.raise_for_status()
                 except httpx2.HTTPError as error:
                     if not self._has_warned:
-                        log.warning("the proxy takes no hints, and is told all the same: %s", error)
+                        log.warning("the proxy accepts no hints; they are sent anyway: %s", error)
                     self._has_warned = True

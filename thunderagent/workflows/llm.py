@@ -89,7 +89,7 @@ def base_url(proxy: str = "") -> str:
     """Return a base URL that names the program, for what takes no client: a command line, another language."""
     scope = current.get()
     if scope is None:
-        raise WorkflowError("a base URL names the session: ask for it from a driver or an agent")
+        raise WorkflowError("a base URL contains the session: call this from a driver or an agent")
     scope.session.uses_proxy = True
     root = proxy or os.environ.get(PROXY_VARIABLE) or DEFAULT_PROXY
     return f"{root.rstrip('/')}/p/{quote(scope.session.name, safe='')}/v1"

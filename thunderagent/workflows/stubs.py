@@ -73,7 +73,7 @@ def stub_of(agent: Agent) -> str:
     try:
         compile(source, agent.name, "exec")
     except SyntaxError as error:
-        raise DeclarationError(f"agent {agent.name}: its declaration makes no Python: {error}") from error
+        raise DeclarationError(f"agent {agent.name}: its declaration gives no valid Python: {error}") from error
     return source
 
 

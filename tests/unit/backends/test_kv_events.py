@@ -21,9 +21,10 @@ import zmq.asyncio
 from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint, KvEventsSettings
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.event_log import read_events
 from thunderagent.programs.model.fleet_events import ResidencyReported
-from thunderagent.serving import build_runtime, proxy
+from thunderagent.runtime.event_log import read_events
+from thunderagent.serving.building import build_runtime
+from thunderagent.serving.serving import proxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -43,7 +43,7 @@ def test_a_branch_is_the_same_program_with_a_name_more() -> None:
     assert helper.base_url == p.base_url
     assert helper.headers == {**p.headers, "X-Program-Branch": "helper"}
     assert helper.litellm["extra_headers"]["X-Program-Branch"] == "helper"
-    with pytest.raises(ValueError, match="a branch has a name"):
+    with pytest.raises(ValueError, match="a branch needs a name"):
         p.branch("")
 
 
@@ -68,7 +68,7 @@ def test_any_id_stands_in_the_base_url(program_id: str, quoted: str) -> None:
 @pytest.mark.parametrize("program_id", ["é", " a", "a "])
 def test_an_id_that_no_header_can_hold_is_not_sent_in_one(program_id: str) -> None:
     """Clients would refuse it, or the proxy would read another."""
-    with pytest.raises(ValueError, match="cannot stand in a header: use base_url"):
+    with pytest.raises(ValueError, match="cannot be sent in a header: use base_url"):
         _ = program(program_id, proxy=PROXY).headers
 
 

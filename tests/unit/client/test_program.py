@@ -185,7 +185,7 @@ def test_a_release_that_makes_no_sense_is_not_tried_again(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "program 'a' was not released" in record.getMessage()
-    assert "no answer of thunderagent's: '<html>'" in record.getMessage()
+    assert "not an answer of thunderagent: '<html>'" in record.getMessage()
 
 
 def test_a_failed_release_is_a_warning_that_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:

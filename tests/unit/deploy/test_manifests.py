@@ -19,11 +19,11 @@ import yaml
 from tests.integration.kubernetes_api import LABEL_KEY, LABEL_VALUE, NAME
 from tests.unit.deploy.kubectl import kubectl
 from tests.unit.deploy.kubernetes_schema import problems
+from thunderagent.cli.handover import add_arguments
 from thunderagent.config import ServeConfig
 from thunderagent.proxy.gate.keys import mint_key
-from thunderagent.scale.handover import add_arguments
 from thunderagent.scaling import check_gateways
-from thunderagent.serving import CLOSE_S
+from thunderagent.serving.listening import CLOSE_S
 from thunderagent.tools.base import SANDBOX_LABEL
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ def test_a_second_turn_elsewhere_is_told_with_both_places() -> None:
 def test_an_engine_that_does_not_say_what_it_cached_leaves_the_hit_open() -> None:
     found = findings(turn(cached=None), turn(cached=None))
     assert found["second_turn_hit"].level is Level.WARNING
-    assert "is not known" in found["second_turn_hit"].text
+    assert "is unknown" in found["second_turn_hit"].text
 
 
 def test_half_of_the_first_prompt_is_a_hit() -> None:
@@ -89,7 +89,7 @@ def test_a_program_that_is_not_released_is_told_of() -> None:
     [
         ({}, None, ""),
         ({"up": False, "why_down": "connection refused"}, Level.FAULT, "it is down: connection refused."),
-        ({"breaker": "open"}, Level.WARNING, "failed turn after turn"),
+        ({"breaker": "open"}, Level.WARNING, "failed several turns in a row"),
         ({"suspended_for": ["weight_sync"]}, Level.WARNING, "Nothing is granted there: weight_sync."),
     ],
 )

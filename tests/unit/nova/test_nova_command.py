@@ -58,7 +58,7 @@ def test_serving_the_proxy_imports_nothing_of_nova() -> None:
     """Nor torch: who needs it not, need not have it. Even the parser takes it in only when it is asked for."""
     code = (
         "import sys; from thunderagent.cli import build_parser; build_parser().parse_args(['serve']);"
-        "import thunderagent.serving;"
+        "import thunderagent.serving.serving;"
         "print([name for name in sys.modules if name.startswith(('thunderagent.nova', 'torch', 'transformers'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

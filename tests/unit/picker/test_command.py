@@ -37,7 +37,7 @@ def test_a_network_is_listened_on_only_if_it_is_said_who_may_reach_it(tmp_path: 
 
 
 def test_certificates_of_clients_need_a_certificate_and_an_authority(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"^picker_client_ca: .*tls_cert"):
+    with pytest.raises(ConfigurationError, match=r"^picker_client_ca.*tls_cert"):
         check("--picker-client-ca", "ca.pem")
     (tmp_path / "ca.pem").write_text("no certificate")
     for path in (tmp_path / "ca.pem", tmp_path / "missing.pem"):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.builders import kept
 from thunderagent.programs.learned.capacity import (
     BLOCK_TOKENS,
     CEILING_RATIO,
@@ -38,7 +39,7 @@ def runs(
     for second in range(int(from_s), int(to_s)):
         for _ in range(5):
             kept_ratio = min(1.0, true_ratio / correction.ratio)
-            correction.turn_ended(CONTEXT_TOKENS, int(CONTEXT_TOKENS * kept_ratio), inf)
+            correction.turn_ended(kept(CONTEXT_TOKENS, int(CONTEXT_TOKENS * kept_ratio), inf))
         correction.step(second + 1.0, active_count=1, wanted=wanted)
         ratios.append(correction.ratio)
     return ratios
@@ -47,7 +48,7 @@ def runs(
 def told(correction: CapacityCorrection, lost_tokens: int, expected_tokens: int = CONTEXT_TOKENS) -> None:
     """A window of turns of each of which so much was lost."""
     for _ in range(WINDOW_TURNS_COUNT):
-        correction.turn_ended(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS, inf)
+        correction.turn_ended(kept(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS, inf))
 
 
 # --- Closed loops
@@ -265,9 +266,9 @@ def test_between_two_steps_lie_some_time_and_some_turns() -> None:
     assert not correction.step(WINDOW_S - 0.1, active_count=1, wanted=True)
     assert correction.step(WINDOW_S, active_count=1, wanted=True)
     for _ in range(WINDOW_TURNS_COUNT - 1):
-        correction.turn_ended(1000, 0, inf)
+        correction.turn_ended(kept(1000, 0, inf))
     assert not correction.step(100.0, active_count=1, wanted=True)
-    correction.turn_ended(1000, 0, inf)
+    correction.turn_ended(kept(1000, 0, inf))
     assert correction.step(100.0, active_count=1, wanted=True)
 
 
@@ -289,7 +290,7 @@ def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
     ratio = correction.ratio
     for kept_since_s in (9.0, 11.0):
         for _ in range(WINDOW_TURNS_COUNT):
-            correction.turn_ended(1000, 0, kept_since_s)
+            correction.turn_ended(kept(1000, 0, kept_since_s))
         assert correction.step(30.0, active_count=1, wanted=True) == (kept_since_s > 10.0)
     assert correction.ratio == pytest.approx(ratio * (1 - LARGEST_STEP_RATIO))
 
@@ -307,7 +308,7 @@ def test_the_end_of_a_block_is_not_lost() -> None:
     """Short turns that each miss less than a block of 500 tokens: 12 %, and no reaction."""
     correction = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
-        correction.turn_ended(500, 500 - BLOCK_TOKENS, inf)
+        correction.turn_ended(kept(500, 500 - BLOCK_TOKENS, inf))
     assert not correction.step(10.0, active_count=1, wanted=False)
     assert correction.ratio == 1.0
 
@@ -326,7 +327,7 @@ def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
     """First turns: nothing should be cached, and nothing was."""
     correction = CapacityCorrection(0.0)
     for _ in range(100):
-        correction.turn_ended(0, 0, inf)
+        correction.turn_ended(kept(0, 0, inf))
     assert not correction.step(100.0, active_count=1, wanted=True)
     assert correction.ratio == 1.0
 
@@ -335,7 +336,7 @@ def test_what_running_requests_lose_is_lost() -> None:
     """5,000 of 20 times 1,000 and 5,000: a fifth."""
     correction = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
-        correction.turn_ended(1000, 1000, inf)
+        correction.turn_ended(kept(1000, 1000, inf))
     correction.preempted(5000)
     correction.step(10.0, active_count=1, wanted=True)
     assert correction.ratio == pytest.approx(0.9)
@@ -347,7 +348,7 @@ def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]])
     correction = CapacityCorrection(0.0)
     for number, (expected_tokens, cached_tokens, wanted) in enumerate(windows):
         for _ in range(WINDOW_TURNS_COUNT):
-            correction.turn_ended(expected_tokens, cached_tokens, inf)
+            correction.turn_ended(kept(expected_tokens, cached_tokens, inf))
         before = correction.ratio
         changed = correction.step(10.0 * (number + 1), active_count=1, wanted=wanted)
         assert LOWEST_RATIO <= correction.ratio <= HIGHEST_RATIO

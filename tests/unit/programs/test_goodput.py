@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import Driver
+from tests.builders import Driver, prefilled
 from thunderagent.programs.learned.goodput import ENOUGH_TOKENS, REFRESH_COUNT, Goodput
 from thunderagent.programs.model.events import ToolEnded, ToolStarted
 
@@ -12,23 +12,21 @@ from thunderagent.programs.model.events import ToolEnded, ToolStarted
 def test_nothing_is_judged_before_an_answer_was_seen() -> None:
     """How fast tokens are generated is not known; short answers do not tell."""
     goodput = Goodput()
-    goodput.turn_ended(1.0, goodput.ideal_s(100, 10, 0.001))
-    goodput.learn(0.5, 10.0, ENOUGH_TOKENS - 1)
+    goodput.turn_ended(prefilled(0.5, 10.0, 100, ENOUGH_TOKENS - 1), 0.001)
     assert (goodput.turn_count, goodput.decode_token_s) == (0, 0.0)
-    goodput.learn(0.5, 10.5, 1000)
-    assert goodput.decode_token_s > 0
-    goodput.turn_ended(1.0, 0.4)
-    assert (goodput.turn_count, goodput.turns) == (1, {1.0: 0, 2.0: 0, 3.0: 1})
-    assert goodput.words == "within 1/2/3 times their ideal time: 0/0/100 % of 1 turns, 0/0/0 % of 0 programs"
+    assert goodput.turn_ended(prefilled(2.0, 10.0, 0, 1000), 0.001) == 1000 * goodput.decode_token_s
+    assert 0.007 < goodput.decode_token_s < 0.0099
+    assert (goodput.turn_count, goodput.turns) == (1, {1.0: 0, 2.0: 1, 3.0: 1})
+    assert goodput.words == "within 1/2/3 times their ideal time: 0/100/100 % of 1 turns, 0/0/0 % of 0 programs"
 
 
 def test_the_speed_is_that_of_turns_that_shared_their_engine_with_fewest() -> None:
     """A tenth of a second a token in company, a hundredth alone."""
     goodput = Goodput()
     for number in range(2 * REFRESH_COUNT):
-        goodput.learn(1.0, 11.0, 1000 if number % 4 == 0 else 100)
+        goodput.turn_ended(prefilled(1.0, 11.0, 0, 1000 if number % 4 == 0 else 100), 0.001)
     assert 0.005 < goodput.decode_token_s < 0.02
-    assert goodput.ideal_s(1000, 100, 0.001) == 1.0 + 100 * goodput.decode_token_s
+    assert goodput.turn_ended(prefilled(1.0, 11.0, 1000, 100), 0.001) == 1.0 + 100 * goodput.decode_token_s
 
 
 def test_what_is_cached_is_not_part_of_the_ideal() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.builders import grew, prefilled
 from thunderagent.programs.learned.growth import (
     ENOUGH_PROGRAMS_COUNT,
     ENOUGH_TURNS_COUNT,
@@ -34,11 +35,11 @@ def test_before_anything_is_seen_growth_is_as_told() -> None:
 def test_growth_by_hand() -> None:
     """Turns of 100 tokens in 5 s and of 300 in 15: 20 a second."""
     growth = Growth()
-    growth.turn_finished(None, 10, 9.0)
+    growth.turn_ended(grew(None, 10, 9.0))
     for _ in range(ENOUGH_TURNS_COUNT // 2):
         assert growth.tokens_per_s == inf
-        growth.turn_finished(100, 20, 5.0)
-        growth.turn_finished(300, 30, 15.0)
+        growth.turn_ended(grew(100, 20, 5.0))
+        growth.turn_ended(grew(300, 30, 15.0))
     assert growth.tokens_per_s == pytest.approx(20.0)
 
 
@@ -57,7 +58,7 @@ def test_a_first_turn_says_nothing_of_growth() -> None:
     """Its prompt is where the program begins; its answer is an answer like others."""
     growth = Growth()
     for _ in range(20):
-        growth.turn_finished(None, 40, 3.0)
+        growth.turn_ended(grew(None, 40, 3.0))
     assert growth.turn_tokens(0.5, 999) == 999
     assert growth.tokens_per_s == inf
     assert 40 / BIN <= growth.output_tokens(0.5, 999) <= 40 * BIN
@@ -67,7 +68,7 @@ def test_turns_that_took_no_time_tell_nothing_of_how_fast_programs_grow() -> Non
     """As with a coarse clock: nothing is divided by zero."""
     growth = Growth()
     for _ in range(ENOUGH_TURNS_COUNT):
-        growth.turn_finished(100, 10, 0.0)
+        growth.turn_ended(grew(100, 10, 0.0))
     assert growth.tokens_per_s == inf
 
 
@@ -75,9 +76,9 @@ def test_a_turn_that_made_its_program_smaller_is_no_growth() -> None:
     """A compaction does not make programs shrink in the mean."""
     growth = Growth()
     for _ in range(10):
-        growth.turn_finished(100, 20, 5.0)
-        growth.turn_finished(-5000, 20, 5.0)
-        growth.turn_finished(0, 20, 5.0)
+        growth.turn_ended(grew(100, 20, 5.0))
+        growth.turn_ended(grew(-5000, 20, 5.0))
+        growth.turn_ended(grew(0, 20, 5.0))
     assert growth.tokens_per_s == pytest.approx(20.0)
     assert growth.turn_tokens(0.99, 0) <= 100 * BIN
 
@@ -87,7 +88,7 @@ def test_the_quantiles_of_growth_are_those_of_the_turns(grown: list[int]) -> Non
     """To within a bin: three in four add no more than what `turn_tokens(0.75)` says."""
     growth = Growth()
     for tokens in grown:
-        growth.turn_finished(tokens, tokens, 1.0)
+        growth.turn_ended(grew(tokens, tokens, 1.0))
     exact = sorted(grown)[-(-3 * len(grown) // 4) - 1]
     for learned in (growth.turn_tokens(0.75, 0), growth.output_tokens(0.75, 0)):
         assert min(exact / BIN - 1, 8) <= learned <= max(8, exact * BIN + 1)
@@ -98,10 +99,10 @@ def test_growth_follows_programs_that_change() -> None:
     """After a few thousand turns of another kind the old ones are forgotten."""
     growth = Growth()
     for _ in range(1000):
-        growth.turn_finished(100, 10, 10.0)
+        growth.turn_ended(grew(100, 10, 10.0))
         growth.program_ended(1000, 1)
     for _ in range(5000):
-        growth.turn_finished(1000, 10, 10.0)
+        growth.turn_ended(grew(1000, 10, 10.0))
         growth.program_ended(5000, 1)
     assert growth.tokens_per_s == pytest.approx(100.0, rel=0.02)
     assert growth.whole_tokens == pytest.approx(5000, rel=0.02)
@@ -114,8 +115,8 @@ def test_until_it_is_seen_prefill_is_as_fast_as_guessed() -> None:
     """And turns with few uncached tokens say nothing."""
     speed = PrefillSpeed()
     assert speed.token_s == FIRST_PREFILL_TOKEN_S
-    speed.learn(5.0, 9.0, 100, 50)
-    speed.learn(None, 9.0, 300, 50)
+    speed.turn_ended(prefilled(5.0, 9.0, 100, 50))
+    speed.turn_ended(prefilled(None, 9.0, 300, 50))
     assert speed.token_s == FIRST_PREFILL_TOKEN_S
 
 
@@ -123,7 +124,7 @@ def test_prefill_is_learned_from_streams() -> None:
     """1,000 tokens in a tenth of a second."""
     speed = PrefillSpeed()
     for _ in range(20):
-        speed.learn(0.1, 3.0, 1000, 200)
+        speed.turn_ended(prefilled(0.1, 3.0, 1000, 200))
     assert 1e-4 / PREFILL_BIN <= speed.token_s <= 1e-4 * PREFILL_BIN
 
 
@@ -131,22 +132,22 @@ def test_prefill_is_learned_from_whole_answers() -> None:
     """What a cached prompt's answer takes is taken off: 100 tokens in 2 s, and in 2.1 s after 1,000 new ones."""
     speed = PrefillSpeed()
     for _ in range(20):
-        speed.learn(None, 2.0, 0, 100)
+        speed.turn_ended(prefilled(None, 2.0, 0, 100))
     for _ in range(20):
-        speed.learn(None, 2.3, 1000, 100)
+        speed.turn_ended(prefilled(None, 2.3, 1000, 100))
     # The time of a generated token is known to within a bin of 19 %, so the prefill to within some of 2 s.
     assert 1e-7 < speed.token_s < 2.3e-3
     fine = PrefillSpeed()
     for _ in range(20):
-        fine.learn(None, 2.0, 0, 100)
-        fine.learn(None, 42.0, 400_000, 100)
+        fine.turn_ended(prefilled(None, 2.0, 0, 100))
+        fine.turn_ended(prefilled(None, 42.0, 400_000, 100))
     assert fine.token_s == pytest.approx(1e-4, rel=0.2)
 
 
 def test_a_turn_that_generates_nothing_teaches_no_speed_of_generating() -> None:
     """Nothing is divided by zero."""
     speed = PrefillSpeed()
-    speed.learn(None, 2.0, 0, 0)
+    speed.turn_ended(prefilled(None, 2.0, 0, 0))
     assert speed.token_s == FIRST_PREFILL_TOKEN_S
 
 
@@ -156,7 +157,7 @@ def test_prefill_is_learned_in_spite_of_a_queue() -> None:
     for number in range(600):
         tokens = random.randrange(600, 20_000)
         waited_s = random.uniform(0.0, 100 * tokens * 1e-4) if number % 3 else 0.0
-        speed.learn(tokens * 1e-4 + waited_s, 30.0, tokens, 200)
+        speed.turn_ended(prefilled(tokens * 1e-4 + waited_s, 30.0, tokens, 200))
     assert 1e-4 / PREFILL_BIN <= speed.token_s <= 1e-4 * PREFILL_BIN
 
 
@@ -170,5 +171,5 @@ def test_the_speed_of_prefill_is_never_zero_or_negative(turns: list[tuple[float 
     """Whatever clocks and usages say; a break-even time of 0 would hold nothing at all."""
     speed = PrefillSpeed()
     for first_token_s, duration_s, uncached_tokens, generated_tokens in turns:
-        speed.learn(first_token_s, duration_s, uncached_tokens, generated_tokens)
+        speed.turn_ended(prefilled(first_token_s, duration_s, uncached_tokens, generated_tokens))
         assert speed.token_s > 0

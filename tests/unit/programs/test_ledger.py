@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thunderagent.programs.book.accounts import PREFILL_TO_DECODE_RATIO, Account, Costs, DecayedSum, Ledger
-from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
 
 HALF_LIVES = st.sampled_from([inf, 0.0, 0.25, 1.0, 30.0, 3600.0])
 TERMS = st.tuples(st.integers(0, 200_000), st.floats(0, 100))
@@ -90,16 +90,10 @@ def booked(
     account.set_limit(capacity, 1.0)
     claims(account, reasoning=claimed)
     turn = a_turn(granted_s=granted_s, started_s=started_s)
-    ledger.charge_turn(
-        account,
-        turn,
-        ended_s,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        cached_tokens=cached,
-        known_tokens=known,
-        prefill_token_s=prefill_token_s,
-    )
+    branch = Branch()
+    branch.context_tokens = known
+    told = TurnEnded(turn, branch, ended_s, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+    ledger.charge_turn(account, told, prefill_token_s=prefill_token_s)
     return account.costs
 
 
@@ -193,8 +187,12 @@ def test_the_five_costs_never_sum_to_more_than_there_was(
         now_s += elapsed_s
         if number % 3 == 2:
             ended, claimed = in_flight.pop(0)
-            usage = {"prompt_tokens": 2 * claimed, "output_tokens": acting, "cached_tokens": claimed // 2}
-            ledger.charge_turn(account, ended, now_s, **usage, known_tokens=claimed, prefill_token_s=1e-4)
+            branch, cached = Branch(), claimed // 2
+            branch.context_tokens = claimed
+            told = TurnEnded(
+                ended, branch, now_s, prompt_tokens=2 * claimed, output_tokens=acting, cached_tokens=cached
+            )
+            ledger.charge_turn(account, told, prefill_token_s=1e-4)
             claims(account, reasoning=account.reasoning_tokens - claimed, acting=acting, shared=shared)
     ledger.accrue(account, now_s)
     assert account.costs.spent_token_s <= capacity * now_s * (1 + 1e-9) + 1e-6

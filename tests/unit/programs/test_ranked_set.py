@@ -12,6 +12,8 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), MEMBERS, st.integers(-3, 3) | st.floats(-2, 2)),
         st.tuples(st.just("discard"), MEMBERS, st.just(0)),
+        st.tuples(st.just("discard lowest"), MEMBERS, st.just(0)),
+        st.tuples(st.just("add many"), MEMBERS, st.integers(-3, 3)),
     ),
     max_size=300,
 )
@@ -49,6 +51,18 @@ def test_it_is_a_sorted_list(steps: list[tuple[str, int, float]], looked_at_each
         if name == "add":
             ranked.add(member, rank)
             model.add(member, rank)
+        elif name == "add many":  # none of whom is in
+            members = range(number * 100 + 100, number * 100 + 100 + 5 * member)
+            ranks = [rank + each % 3 for each in members]
+            ranked.add_all(members, ranks)
+            for each, its_rank in zip(members, ranks, strict=True):
+                model.add(each, its_rank)
+        elif name == "discard lowest":
+            lowest = ranked.lowest(member)
+            assert lowest == list(model)[:member]
+            ranked.discard_lowest(len(lowest))
+            for each in lowest:
+                model.discard(each)
         else:
             ranked.discard(member)
             model.discard(member)
@@ -68,7 +82,7 @@ def test_the_lowest_end_before_the_first_that_is_not_wanted(
     """As many as were asked for, and none from the first on whose rank is too high; the set stays as it was."""
     ranked, ranks = RankedSet[int](), dict[int, float]()
     for name, member, rank in steps:
-        if name == "add":
+        if name.startswith("add"):
             ranked.add(member, rank)
             ranks[member] = rank
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import Driver
+from tests.builders import Driver, ended
 from thunderagent.programs.learned.roles import MAX_ROLES_COUNT, RoleOutputs
 
 
@@ -13,12 +13,12 @@ def test_each_role_has_its_mean_and_a_new_one_that_of_all() -> None:
     outputs = RoleOutputs()
     assert outputs.expected_tokens("planner") == 0
     for _ in range(50):
-        outputs.learn("planner", 400)
-        outputs.learn("browser", 100)
+        outputs.turn_ended(ended(role="planner", output=400))
+        outputs.turn_ended(ended(role="browser", output=100))
     assert outputs.expected_tokens("planner") == 400
     assert outputs.expected_tokens("browser") == 100
     assert outputs.expected_tokens("coder") == pytest.approx(250, abs=5)
-    outputs.learn("browser", 1000)
+    outputs.turn_ended(ended(role="browser", output=1000))
     assert 110 < outputs.expected_tokens("browser") < 140
 
 
@@ -26,7 +26,7 @@ def test_roles_that_were_not_heard_of_for_long_are_forgotten() -> None:
     """Ids in place of roles take no memory without end."""
     outputs = RoleOutputs()
     for number in range(MAX_ROLES_COUNT + 5):
-        outputs.learn(f"thread-{number}", 10)
+        outputs.turn_ended(ended(role=f"thread-{number}", output=10))
     assert len(outputs) == MAX_ROLES_COUNT
 
 

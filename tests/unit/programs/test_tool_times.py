@@ -252,3 +252,13 @@ def test_to_ask_for_a_name_does_not_remember_it() -> None:
     times = ToolTimes()
     times.hold_s("t", 1.0)
     assert len(times) == 0
+
+
+@given(st.lists(st.floats(0.0, 10_000.0) | st.sampled_from(EDGES_S), min_size=1, max_size=20), st.integers(1, 200))
+def test_many_are_censored_as_one_by_one(some_s: list[float], times: int) -> None:
+    """Each in its interval; where more come than are remembered, in the order of their times."""
+    together, apart, away_s = ToolTimes(), ToolTimes(), some_s * times
+    together.all_censored("t", away_s)
+    for each_s in sorted(away_s):
+        apart.censored("t", each_s)
+    assert together.export() == apart.export()

@@ -20,14 +20,17 @@ from thunderagent.scale.messages import (
     FromGateway,
     Gone,
     Hello,
+    Left,
     Progress,
     Released,
+    Revoke,
     Running,
     Told,
     Turns,
     encode,
 )
 from thunderagent.scale.scheduler.gateways import EPOCH_JUMP, FORGET_S, Gateways
+from thunderagent.scale.scheduler.tried_again import LOOKS_COUNT
 
 
 class Heard:
@@ -37,11 +40,13 @@ class Heard:
         self.ids = count(1)
         self.tripped_ids: set[str] = set()
         self.seen_of: list[Digest] = []
+        self.asked_ids: list[int] = []
 
     def new_turn_id(self) -> int:
         return next(self.ids)
 
-    def asked(self, turn_id: int, ask: TurnAsk) -> None: ...
+    def asked(self, turn_id: int, ask: TurnAsk) -> None:
+        self.asked_ids.append(turn_id)
 
     def adopted(self, turn_id: int, running: Running) -> None: ...
 
@@ -50,6 +55,8 @@ class Heard:
     def ended(self, turn_id: int, end: TurnEnd) -> None: ...
 
     def left(self, turn_id: int) -> None: ...
+
+    def tried_again(self, turn_id: int) -> None: ...
 
     def released(self, word: Released) -> None: ...
 
@@ -145,7 +152,7 @@ def test_a_replica_that_begins_anew_was_tripped_by_nobody() -> None:
     cell = Cell()
     cell.links("a", 1)
     cell.links("b", 1, "r")
-    cell.gateways.begins_anew(["r"])
+    cell.gateways.trips.begin_anew(["r"])
     cell.says("a", Digest("r", "tripped"))
     assert not cell.tripped_ids
 
@@ -229,3 +236,42 @@ def test_ends_of_programs_are_kept_for_a_scheduler_up_to_a_number(monkeypatch: p
         turns.released(f"p{number}", None, "")
     words = [each for frame in frames_of_a_link(turns) for each in frame.messages if isinstance(each, Released)]
     assert [each.program_id for each in words] == [f"p{number}" for number in range(2, 12)]
+
+
+def attempt(turn_id: int, key: str = "k") -> TurnAsk:
+    return TurnAsk(turn_id=turn_id, program_id="p", attempt_key=key)
+
+
+def test_an_attempt_waits_for_the_end_of_the_one_before_at_another_gateway() -> None:
+    """Which that gateway is told to end; a third one waits for the first, too."""
+    cell = Cell()
+    for gateway_id in ("a", "b", "c"):
+        cell.links(gateway_id, 1)
+    cell.says("a", attempt(10))
+    cell.says("b", attempt(20), attempt(21, "other"))
+    assert cell.heard.asked_ids == [1, 3]
+    assert Revoke(10, "p") in cell.gateways.all["a"].outbox
+    cell.says("c", attempt(30))
+    assert Revoke(20, "p") in cell.gateways.all["b"].outbox
+    cell.says("b", Left(20))
+    assert cell.heard.asked_ids == [1, 3]
+    cell.says("a", Left(10))
+    assert cell.heard.asked_ids == [1, 3, 4]
+    cell.says("a", attempt(11))
+    assert Revoke(30, "p") in cell.gateways.all["c"].outbox
+
+
+def test_a_gateway_that_does_not_end_an_attempt_is_not_waited_for_long() -> None:
+    """It may be of a version that does not know what it was told."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.links("b", 1)
+    cell.says("a", attempt(10))
+    cell.says("b", attempt(20))
+    for _ in range(LOOKS_COUNT - 1):
+        cell.gateways.look()
+    assert cell.heard.asked_ids == [1]
+    cell.gateways.look()
+    assert cell.heard.asked_ids == [1, 2]
+    cell.says("a", Left(10))
+    assert cell.heard.asked_ids == [1, 2]

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 from tests.unit.scale.test_links import Unwatched
 from thunderagent.errors import StoreError
-from thunderagent.learned_state import LearnedState
 from thunderagent.programs.model.events import ProgramOpened, ProgramReleased
 from thunderagent.programs.model.fleet_events import ReplicaUp
 from thunderagent.programs.policies.baselines.cap import Cap
@@ -16,6 +15,7 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
+from thunderagent.runtime.learned_state import LearnedState
 from thunderagent.scale.leader.kept import Kept, decode
 from thunderagent.scale.leader.leading import Leading
 from thunderagent.scale.leader.store import Seen, Store
@@ -248,9 +248,9 @@ async def test_what_operators_said_is_told_to_the_next_leader() -> None:
         await until_leading(member)
         member.opens("p")
         runtime = member.runtime
-        runtime.set_route("group", "g", (("r", 2.0), ("s", 1.0)))
-        runtime.set_route("tenant", "t", (("s", 1.0),))
-        runtime.set_route("tenant", "t", ())
+        runtime.operator.set_route("group", "g", (("r", 2.0), ("s", 1.0)))
+        runtime.operator.set_route("tenant", "t", (("s", 1.0),))
+        runtime.operator.set_route("tenant", "t", ())
         for cause in ("sleep", OBSERVED, CALL, f"{CALL} to one"):
             runtime.suspend_grants(cause, "r")
         runtime.suspend_grants("weight_sync")

@@ -116,6 +116,25 @@ async def test_a_new_scheduler_first_hears_what_runs_though_the_first_gateway_ne
         assert cell.runtime.held_count == 1, "the other program is not counted"
 
 
+async def test_one_process_at_a_time_goes_by_a_gateways_name() -> None:
+    """Who came before hears that its link is over, and takes another: else it would wait for grants for ever."""
+    cell = Cell()
+    cell.up()
+    async with served(cell) as (server, http):
+        first = Peer(await http.ws_connect(server.make_url(messages.PATH)))
+        await first.says(Hello("g", 1, 1), Told(), TurnAsk(turn_id=1, program_id="p"))
+        await first.hears(Hold)
+        second = Peer(await http.ws_connect(server.make_url(messages.PATH)))
+        await second.says(Hello("g", 2, 1), Told(), TurnAsk(turn_id=1, program_id="q"))
+        await second.hears(Hold)
+        async with asyncio.timeout(5):
+            async for _ in first.socket:
+                pass
+        assert cell.links.linked_count == 1
+        cell.passes(RESYNC_S)
+        await second.hears(Lease)
+
+
 async def test_a_turn_that_is_counted_late_is_counted_as_it_runs() -> None:
     """It is not tried where nothing is granted, and what was said of it meanwhile is told then."""
     cell = Cell()

@@ -19,9 +19,10 @@ PATIENCE_S = 30.0
 class Link:
     """A gateway's runtime, and what a scheduler says to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, turns_count: int = 64) -> None:
         self.now_s = 0.0
-        self.runtime = RemoteRuntime(CarriedTurns("g", 1), RemoteSettings(PATIENCE_S), clock=lambda: self.now_s)
+        settings = RemoteSettings(PATIENCE_S, turns_count)
+        self.runtime = RemoteRuntime(CarriedTurns("g", 1), settings, clock=lambda: self.now_s)
         self._number = 0
 
     def begin(self) -> None:
@@ -69,7 +70,7 @@ async def test_no_turn_runs_without_leave_while_there_is_a_link() -> None:
     link.begin()
     link.now_s = PATIENCE_S
     link.runtime.look()
-    assert not link.runtime.fail_open_count
+    assert not link.runtime.alone.granted_count
     link.say(Lead(1), Lease(1, "p", 1, "a", "http://a", None, "fits", 0.0))
     assert (await waiting).granted.reason == "fits"
 
@@ -87,3 +88,29 @@ async def test_a_turn_runs_without_leave_once_a_link_ends_that_nobody_led() -> N
     assert lease.granted.reason == FAIL_OPEN
     lease.finished()
     assert not link.runtime.leases_count
+
+
+async def test_those_who_wait_are_looked_at_only_while_there_is_room() -> None:
+    """Without a scheduler thousands may wait: one that ends lets the next one run, and costs no look at each."""
+    link = Link(turns_count=2)
+    link.lead()
+    link.runtime.unlinked()
+    asks = {n: TurnAsk(turn_id=n, program_id=f"p{n}") for n in range(1, 101)}
+    waiting = [asyncio.create_task(link.runtime.lease(ask)) for ask in asks.values()]
+    await asyncio.sleep(0)
+    asked_count = 0
+    home_of = link.runtime.home_of
+
+    def counted(program_id: str, model: str = "") -> str | None:
+        nonlocal asked_count
+        asked_count += 1
+        return home_of(program_id, model)
+
+    link.now_s = PATIENCE_S
+    granted = list(link.runtime.alone.grants(asks, {}, counted))
+    assert (len(granted), asked_count) == (2, 2)
+    assert not list(link.runtime.alone.grants(asks, {}, counted))
+    assert asked_count == 2
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

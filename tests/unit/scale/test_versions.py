@@ -14,7 +14,7 @@ from thunderagent.scale.messages import FromGateway, FromScheduler, decode, enco
 FRAMES: dict[str, str] = json.loads(Path(__file__).with_name("frames-1.json").read_text())
 """A frame with one message of each kind of version 1, all its fields given, in hexadecimal. Never changed."""
 
-SINCE_1 = {"deposed", "look", "polled", "polls"}
+SINCE_1 = {"deposed", "look", "polled", "polls", "revoke"}
 """Kinds that came later: a version that does not know them drops them."""
 
 

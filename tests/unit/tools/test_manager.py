@@ -484,7 +484,7 @@ async def test_the_feed_tells_each_change() -> None:
             "another template",
         ),
         (b'{"handle": "x", "driver": "nobody"}', RequestError, "driver"),
-        (b'{"handle": "x", "reclaim_url": "http://h"}', RequestError, "goes with"),
+        (b'{"handle": "x", "reclaim_url": "http://h"}', RequestError, "must be given together"),
         (b'[{"template": "plain"}, {"template": "none"}]', NotFoundError, "no template"),
         (b'{"spec": {"image": "i", "memory_bytes": 999}}', SandboxRefusedError, "the cap is 100"),
     ],
@@ -501,10 +501,10 @@ async def test_what_makes_no_sense_is_refused_and_leaves_nothing(
 
 async def test_clients_templates_can_be_refused() -> None:
     async with running(settings=replace(FAST, takes_specs=False)) as world:
-        with pytest.raises(SandboxRefusedError, match="of their own"):
+        with pytest.raises(SandboxRefusedError, match="may not send templates"):
             await world.asks("p", spec={"image": "i", "mounts": [{"target": "/host", "source": "/"}]})
         world.driver.put("anybodys", {}, tell=False)
-        with pytest.raises(SandboxRefusedError, match="of their own"):
+        with pytest.raises(SandboxRefusedError, match="may not send templates"):
             await world.asks("p", handle="anybodys")
         assert await world.asks("p", template="plain")
 

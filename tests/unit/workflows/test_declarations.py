@@ -74,9 +74,9 @@ def test_directives_in_code_go_before_those_of_the_file(stubs_folder: Path) -> N
         ({"class": "os:path", "methods": {}}, "methods"),
         ({"class": "os:path", "methods": {"join": {}}, "stateful": "perhaps"}, "directives.stateful"),
         ({"class": "os:path", "methods": {"join": {}}, "colour": "red"}, "directives.colour"),
-        ({"class": "os:path", "methods": {"join": {}}, "batchable": True, "managed": True}, "no managed state"),
+        ({"class": "os:path", "methods": {"join": {}}, "batchable": True, "managed": True}, "managed state"),
         ({"class": "os:path", "methods": {"join": {}}, "batchable": True, "preemptable": "x"}, "cannot be interrupted"),
-        ({"class": "os:path", "methods": {"join": {}}, "min_instances": 3, "max_instances": 2}, "over max_instances"),
+        ({"class": "os:path", "methods": {"join": {}}, "min_instances": 3, "max_instances": 2}, "than max_instances"),
         ("text", "class and methods"),
     ],
 )

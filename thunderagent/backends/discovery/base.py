@@ -83,7 +83,7 @@ def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
     if parts.scheme not in {"http", "https"} or not has_address or any(sign.isspace() for sign in url):
         raise DiscoveryError(f"{shown!r} is not an http or https URL")
     if parts.query:
-        raise DiscoveryError(f"{shown!r}: a replica's URL has no query")
+        raise DiscoveryError(f"{shown!r}: a replica's URL must have no query")
     if parts.path.endswith("/v1"):
         raise DiscoveryError(f"{shown!r}: name the engine's root, without /v1")
     if fragment:

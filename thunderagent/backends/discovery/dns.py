@@ -45,7 +45,7 @@ class DnsSource:
         Plain HTTP only: no certificate is for an address that a name had a moment ago.
         """
         if not url.startswith(SCHEME):
-            raise DiscoveryError(f"{shown_url(url)!r}: a name is looked up as {SCHEME}NAME:PORT")
+            raise DiscoveryError(f"{shown_url(url)!r}: to look up a name, write {SCHEME}NAME:PORT")
         template = wanted_of(url.removeprefix("dns+"))
         parts = urlsplit(template.url)
         if parts.hostname is None or parts.username is not None or parts.path:

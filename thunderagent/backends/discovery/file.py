@@ -113,7 +113,7 @@ def _list_of(value: Any) -> Any:
     if isinstance(value, list):
         return value
     if not isinstance(value, dict) or set(value) != {"replicas"}:
-        raise DiscoveryError("the file has one name, replicas, with a list")
+        raise DiscoveryError("the file must have one name, replicas, with a list")
     return value["replicas"]
 
 

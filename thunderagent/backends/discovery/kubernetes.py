@@ -200,9 +200,9 @@ class Cluster:
         except TimeoutError as error:
             raise DiscoveryError(f"the Kubernetes API sent nothing within {self._timeout_s:g} s") from error
         except (httpx2.HTTPError, msgspec.DecodeError) as error:
-            raise DiscoveryError(f"the Kubernetes API does not answer as one does: {error!r}") from error
+            raise DiscoveryError(f"the Kubernetes API gave an unexpected answer: {error!r}") from error
         if not isinstance(answer, dict):
-            raise DiscoveryError("the Kubernetes API does not answer as one does: no object")
+            raise DiscoveryError("the Kubernetes API gave an unexpected answer: no object")
         return answer
 
     async def problem(self) -> str:
@@ -235,7 +235,7 @@ class Cluster:
             except TimeoutError as error:
                 raise DiscoveryError(f"the Kubernetes API sent nothing within {self._timeout_s:g} s") from error
             except (httpx2.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-                raise DiscoveryError(f"the Kubernetes API does not answer as one does: {error!r}") from error
+                raise DiscoveryError(f"the Kubernetes API gave an unexpected answer: {error!r}") from error
 
     async def watch(self, selection: PodSelection, version: str) -> AsyncIterator[Json]:
         """Yield the events of one watch until it ends or breaks. Raises `_GoneError` if it is to begin too early."""
@@ -313,5 +313,5 @@ def _refusal(code: int, status: Json, what: str = "list and watch pods") -> Disc
     if code in (404, 409):
         return (NotThereError if code == 404 else ConflictError)(message)
     if code == 403:
-        return DiscoveryError(f"we lack the right to {what}: {message}")
+        return DiscoveryError(f"the proxy lacks the right to {what}: {message}")
     return DiscoveryError(f"the Kubernetes API answered {code}: {message}")

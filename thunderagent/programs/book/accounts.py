@@ -35,7 +35,7 @@ from dataclasses import dataclass, fields
 from math import exp2, inf
 
 from thunderagent.programs.model.places import Kind, Place
-from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.turn import TurnEnded
 
 PREFILL_TO_DECODE_RATIO = 1 / 350
 """Time to prefill a token over time to decode one, where a turn's first byte was not seen apart from its last.
@@ -302,32 +302,23 @@ class Ledger:
         account.waited_s = waited_s
 
     def charge_turn(
-        self,
-        account: Account,
-        turn: Turn,
-        now_s: float,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        cached_tokens: int | None,
-        known_tokens: int,
-        prefill_token_s: float | None = None,
-        loaded_tokens: int = 0,
+        self, account: Account, ended: TurnEnded, *, prefill_token_s: float | None = None, loaded_tokens: int = 0
     ) -> None:
         """Book a turn that ended under decode, prefill, recompute and queued.
 
-        `known_tokens` of the prompt its program had sent or got before. Where the engine does not say what was cached
-        (`cached_tokens` None), the polled hit rate stands in for it. Without the learned `prefill_token_s` what a turn
-        waited in the engine is known from claims only. `loaded_tokens` could be computed while it loaded from a tier.
+        Where the engine does not say what was cached, the polled hit rate stands in for it. Without the learned
+        `prefill_token_s` what a turn waited in the engine is known from claims only. `loaded_tokens` could be computed
+        while it loaded from a tier.
         """
+        turn, now_s, cached_tokens = ended.turn, ended.now_s, ended.cached_tokens
+        prompt_tokens, output_tokens = ended.prompt_tokens, ended.output_tokens
         self.accrue(account, now_s)
         if cached_tokens is None:
             cached_tokens = int(prompt_tokens * account.hit_ratio)
         computed_tokens = max(0, prompt_tokens - cached_tokens) + loaded_tokens
-        recomputed_tokens = min(computed_tokens, max(0, known_tokens - cached_tokens) + loaded_tokens)
-        duration_s = now_s - turn.granted_s
+        recomputed_tokens = min(computed_tokens, max(0, ended.known_tokens - cached_tokens) + loaded_tokens)
+        duration_s, first_token_s = ended.duration_s, ended.first_token_s
         held_s = min(duration_s, account.flight_s - turn.granted_flight_s)
-        first_token_s = turn.first_token_s(now_s)
         if first_token_s is None:
             prefill_weight = computed_tokens * PREFILL_TO_DECODE_RATIO
             prefill_s = held_s * (prefill_weight / (prefill_weight + output_tokens or 1.0))

@@ -182,7 +182,8 @@ class Book:
             if shares is not None:
                 shares.claims(program.tenant, -program.claim_tokens)
         self.active_count -= len(gone)
-        replica.let_in.difference_update(gone)
+        if replica.let_in:
+            replica.let_in.difference_update(gone)
         if self.changed_programs is not None:
             self.changed_programs.update((program.program_id, program) for program in gone)
         self.destined.enter_all(destined, now_s)
@@ -191,17 +192,24 @@ class Book:
         return gone
 
     def resize(self, program: Program) -> None:
-        """Measure what a program claims, and book that; one that has no claim is not ranked anew."""
-        place, now_s = program.place, self.now_s
-        if place.active:
-            self.changes(place.replica)
+        """Measure what a program claims, and book that; one that has no claim is not ranked anew.
+
+        Where it claims as much as before, as a turn that generates what was foreseen, its replica did not change.
+        """
+        place = program.place
         claim_tokens, growth_tokens = program.claim_tokens, program.growth_tokens
         self._measure(program)
         if self.changed_programs is not None:
             self.changed_programs[program.program_id] = program
+        if program.claim_tokens == claim_tokens and program.growth_tokens == growth_tokens:
+            if place.active:
+                place.rank(program)
+            return
+        if place.active:
+            self.changes(place.replica)
         if self._shares is not None and place.claims and program.claim_tokens != claim_tokens:
             self._shares.claims(program.tenant, program.claim_tokens - claim_tokens)
-        place.resize(program, claim_tokens, growth_tokens, now_s)
+        place.resize(program, claim_tokens, growth_tokens, self.now_s)
 
     def enter_anew(self, program: Program) -> None:
         """Put a program at the end of its equals where it stands."""

@@ -30,6 +30,9 @@ class WaitingSet(Protocol):
     def discard(self, program: Program, /) -> None:
         """Take one out if it is in."""
 
+    def pair_ranks(self) -> None:
+        """Have a number come before each rank from now on: 0 before the ranks of all who are in."""
+
     def first(self) -> Program | None:
         """Return who is first."""
 
@@ -51,9 +54,9 @@ class TenantShares(Protocol):
 
 
 class QueuePlace(Place):
-    """A place of programs without a claim that stand in an order."""
+    """A place of programs without a claim that stand in an order: by rank, and by priority before once one has any."""
 
-    __slots__ = ("_rank_of", "order")
+    __slots__ = ("_rank_of", "_some_have_priority", "order")
 
     def __init__(
         self,
@@ -67,13 +70,21 @@ class QueuePlace(Place):
         """Make an empty one."""
         super().__init__(kind, replica_id, admitted=admitted)
         self._rank_of = rank_of
+        self._some_have_priority = False
         self.order = order
+
+    def _order_of(self, program: Program) -> Order:
+        if program.priority and not self._some_have_priority:
+            self._some_have_priority = True
+            self.order.pair_ranks()
+        rank = self._rank_of(program)
+        return (program.priority, rank) if self._some_have_priority else rank
 
     def enter(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Take a program in."""
         self.count += 1
         self.tokens += program.claim_tokens
-        self.order.add(program, (program.priority, self._rank_of(program)))
+        self.order.add(program, self._order_of(program))
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
         """Take a program out that is here."""
@@ -83,7 +94,7 @@ class QueuePlace(Place):
 
     def rank(self, program: Program) -> None:
         """Put a program that is here where its rank says."""
-        self.order.add(program, (program.priority, self._rank_of(program)))
+        self.order.add(program, self._order_of(program))
 
 
 class RestingPlace(QueuePlace):
@@ -99,7 +110,11 @@ class RestingPlace(QueuePlace):
     def enter_all(self, programs: Sequence[Program], now_s: float) -> None:
         """Take several programs in, in their order."""
         super().enter_all(programs, now_s)
-        self._ranked.add_all(programs, [(program.priority, self._rank_of(program)) for program in programs])
+        if self._some_have_priority or sum([program.priority != 0 for program in programs]):
+            for program in programs:
+                self.rank(program)
+        else:
+            self._ranked.add_all(programs, [self._rank_of(program) for program in programs])
 
 
 class PausedQueue:

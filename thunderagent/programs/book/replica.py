@@ -14,6 +14,9 @@ from thunderagent.programs.model.ranked_set import Rank, RankedSet
 
 RankOf = Callable[[Program], Rank]
 
+MOST_AT_ONCE_COUNT = 64
+"""So many are looked up at a time to be paused in one batch."""
+
 
 class ReplicaPlace(Place):
     """A place where programs claim memory of a replica: its account grows and shrinks with it.
@@ -153,31 +156,37 @@ class ActingPlace(ReplicaPlace):
         """Take programs out until at most `most_tokens` are claimed here by others than those that leave; return them.
 
         First are those that are held for too long, the longest first, then by rank, while more than `least_count` are
-        active. What is not summed for each of them is summed once.
+        active. They are looked up many at a time, and what is not summed for each of them is summed once.
         """
         account, decayed, order, expiring = self._account, self._account.decayed, self.order, self.expiring
         pressing_tokens, most_count = self.pressing_tokens(now_s), account.active_count - least_count
-        some_expire, some_expired, faded_tokens = bool(expiring), bool(expiring), 0.0
+        some_share, faded_tokens = bool(prefixes.tree.cuts), 0.0
         gone: list[Program] = []
+        expired = expiring.lowest(most_count, now_s) if expiring else []
         while pressing_tokens > most_tokens and len(gone) < most_count:
-            program = expiring.first() if some_expired else None
-            if program is not None and program.hold_until_s <= now_s:
-                order.discard(program)
-            else:
-                some_expired, program = False, order.pop()
-            if program is None:
+            first, taken_count = expired or order.lowest(MOST_AT_ONCE_COUNT), 0
+            if not first:
                 break
-            if some_expire:
-                expiring.discard(program)
-            gone.append(program)
-            account.demand_tokens -= program.claim_tokens
-            prefixes.leave(program, account)
-            if decayed is None:
-                pressing_tokens = float(account.demand_tokens - account.leaving.tokens)
-            else:
-                weighed_tokens = program.claim_tokens * decayed.weight(now_s - program.acting_since_s)
-                pressing_tokens -= weighed_tokens
-                faded_tokens += weighed_tokens
+            for program in first:
+                if pressing_tokens <= most_tokens or len(gone) >= most_count:
+                    break
+                taken_count += 1
+                gone.append(program)
+                account.demand_tokens -= program.claim_tokens
+                if some_share:
+                    prefixes.leave(program, account)
+                if decayed is None:
+                    pressing_tokens = float(account.demand_tokens - account.leaving.tokens)
+                else:
+                    weighed_tokens = program.claim_tokens * decayed.weight(now_s - program.acting_since_s)
+                    pressing_tokens -= weighed_tokens
+                    faded_tokens += weighed_tokens
+            whole, other = (expiring, order) if expired else (order, expiring)
+            whole.discard_lowest(taken_count)
+            if other:
+                for program in first[:taken_count]:
+                    other.discard(program)
+            expired = []
         if decayed is not None:
             decayed.change(-faded_tokens, -len(gone), now_s)
         if self.hint_tokens:

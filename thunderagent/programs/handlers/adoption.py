@@ -119,7 +119,7 @@ class Adoption:
             is_unadmitted = record.standing == "unadmitted" and core.admission is not None
             book.move(program, book.dismissed if is_unadmitted else resting)
             if not is_idle and program.place.admitted:
-                core.stand(program)  # it may be bound for a certain replica
+                core.stand(program)  # its route may send it to a certain replica
             core.watch_paused(program)
         if replica is not None and record.resident_tokens:
             replica.residency.report(program.generation, record.resident_tokens)

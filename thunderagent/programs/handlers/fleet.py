@@ -91,6 +91,9 @@ class Fleet:
     def _knowledge_loaded(self, event: KnowledgeLoaded) -> None:
         core, book = self._core, self._core.book
         core.knowledge.adopt(event.learned)
+        adopt = getattr(getattr(core.policy, "order", None), "adopt", None)
+        if adopt is not None and event.learned.lengths is not None:
+            adopt(event.learned.lengths)
         changed = [replica for replica in book.replicas.values() if self._take_correction(replica)]
         for replica in changed:
             book.changes(replica)

@@ -15,7 +15,7 @@ from thunderagent.programs.model.events import (
     TurnUnverified,
 )
 from thunderagent.programs.model.policy import Moment
-from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.model.turn import Turn, TurnEnded
 
 
 class Turns:
@@ -78,19 +78,22 @@ class Turns:
         program = turn.program
         branch = program.branches.get(turn.branch_id) if program is not None else None
         if turn.account_id is not None:
-            book.ledger.charge_turn(
-                book.replicas[turn.account_id].account,
+            ended = TurnEnded(
                 turn,
+                branch,
                 book.now_s,
                 prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens,
                 cached_tokens=event.cached_tokens,
-                known_tokens=min(prompt_tokens, branch.context_tokens) if branch is not None else 0,
+            )
+            book.ledger.charge_turn(
+                book.replicas[turn.account_id].account,
+                ended,
                 prefill_token_s=core.knowledge.prefill_speed.learned_token_s,
-                loaded_tokens=core.knowledge.loading_tokens(turn, branch, prompt_tokens, event.cached_tokens),
+                loaded_tokens=core.knowledge.loading_tokens(ended),
             )
             if not turn.unrepresentative:
-                self._learn_from(turn, branch, prompt_tokens, output_tokens, event.cached_tokens)
+                self._learn_from(ended)
         if event.prompt_tokens is not None and turn.prompt_bytes:
             core.knowledge.learn_size(turn, branch, event.prompt_tokens)
         if program is None:
@@ -116,33 +119,19 @@ class Turns:
         core.turn_ends.after_turn(program, turn, "finished", tool_begins=not turn.unrepresentative)
         core.balance(Moment.TURN_ENDED)
 
-    def _learn_from(
-        self, turn: Turn, branch: Branch | None, prompt_tokens: int, output_tokens: int, cached_tokens: int | None
-    ) -> None:
+    def _learn_from(self, ended: TurnEnded) -> None:
         """Learn from a turn in flight that finished, and what of it was lost."""
-        core = self._core
-        tells_cached, has_tier = cached_tokens is not None, turn.account_id in core.knowledge.tiers.by_replica
-        if cached_tokens is None:
-            cached_tokens = max(turn.resident_tokens, turn.kept_tokens)
-        else:
+        core, turn = self._core, ended.turn
+        tells_cached, has_tier = ended.cached_tokens is not None, turn.account_id in core.knowledge.tiers.by_replica
+        if tells_cached:
             core.book.replicas[turn.account_id or ""].tells_cached = True
         if not tells_cached or has_tier:
             if turn.started_s is None:
                 self._engine_began(turn)
         elif core.claim_rules.adapt_capacity:
-            correction = core.knowledge.correction(turn.account_id or "")
-            correction.turn_ended(min(turn.kept_tokens, prompt_tokens), cached_tokens, turn.kept_since_s)
-            correction.computed(prompt_tokens - cached_tokens + output_tokens)
-        if branch is not None:
-            core.knowledge.turn_finished(
-                turn,
-                branch,
-                core.book.now_s,
-                prompt_tokens=prompt_tokens,
-                output_tokens=output_tokens,
-                cached_tokens=cached_tokens,
-                tells_cached=tells_cached,
-            )
+            core.knowledge.correction(turn.account_id or "").turn_ended(ended)
+        if ended.branch is not None:
+            core.knowledge.turn_ended(ended)
 
     def _turn_lost(self, event: TurnFailed | TurnAbandoned) -> None:
         """End a turn from which nothing is learned: held or in flight, failed or left by its client."""

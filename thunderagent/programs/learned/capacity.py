@@ -30,6 +30,7 @@ from math import inf
 from typing import NamedTuple
 
 from thunderagent.programs.model.records.learned import CapacityRecord
+from thunderagent.programs.model.turn import TurnEnded
 
 LOWEST_RATIO = 0.2
 LOWEST_COUNTED_RATIO = 0.5
@@ -215,15 +216,19 @@ class CapacityCorrection:
             expected_tokens, other_tokens = 0, expected_tokens + other_tokens
         self._window.add(_SeenTurn(now_s, granted_s, expected_tokens, other_tokens))
 
-    def turn_ended(self, expected_tokens: int, cached_tokens: int, kept_since_s: float) -> None:
-        """Note what was cached of a turn of a program that had kept its claim since then.
+    def turn_ended(self, ended: TurnEnded) -> None:
+        """Note what was cached of a turn, as the engine said, and what was computed.
 
-        What may have been lost before the last step down is not counted again.
+        There should be what its program had kept since its last turn. What may have been lost before the last step down
+        is not counted again.
         """
         if not self._tells_cached:
             self._tells_cached = True
             self._window.clear()
-        if not expected_tokens or kept_since_s < self._down_s:
+        turn, prompt_tokens, cached_tokens = ended.turn, ended.prompt_tokens, ended.cached_tokens or 0
+        self.computed_tokens += prompt_tokens - cached_tokens + ended.output_tokens
+        expected_tokens = turn.kept_tokens if turn.kept_tokens < prompt_tokens else prompt_tokens
+        if not expected_tokens or turn.kept_since_s < self._down_s:
             return
         self._turn_count += 1
         self._expected_tokens += expected_tokens

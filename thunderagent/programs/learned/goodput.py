@@ -14,9 +14,12 @@ from collections.abc import Iterable
 from thunderagent.programs.learned.growth import TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.model.records.learned import HistogramRecord, PriceRecord
+from thunderagent.programs.model.turn import TurnEnded
 
 ALPHA_RATIOS = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or a program may take to be in time."""
+
+LARGEST_ALPHA_RATIO = max(ALPHA_RATIOS)
 
 IDLE_RATIO = 0.1
 """Turns that shared their engine with fewest others."""
@@ -49,16 +52,24 @@ class Goodput:
         """Seconds to generate a token on an engine with little else to do, as learned; 0 before the first answer."""
         return self._decode_token_s
 
-    def learn(self, first_token_s: float | None, duration_s: float, output_tokens: int) -> None:
-        """Take in how long an answer took; None is a first token that was not seen apart from the end."""
-        if output_tokens < ENOUGH_TOKENS:
-            return
-        generating_s = duration_s - (first_token_s or 0.0)
-        self._decode_s.add(max(0.0, generating_s) / output_tokens)
-        self._since_refresh += 1
-        if self._since_refresh >= REFRESH_COUNT or not self._decode_token_s:
-            self._decode_token_s = self._decode_s.quantile(IDLE_RATIO, 0.0)
-            self._since_refresh = 0
+    def turn_ended(self, ended: TurnEnded, prefill_token_s: float) -> float:
+        """Learn how long an answer takes, judge by how long the turn's client waited in all; return its ideal time."""
+        output_tokens = ended.output_tokens
+        if output_tokens >= ENOUGH_TOKENS:
+            generating_s = ended.duration_s - (ended.first_token_s or 0.0)
+            self._decode_s.add(max(0.0, generating_s) / output_tokens)
+            self._since_refresh += 1
+            if self._since_refresh >= REFRESH_COUNT or not self._decode_token_s:
+                self._decode_token_s = self._decode_s.quantile(IDLE_RATIO, 0.0)
+                self._since_refresh = 0
+        new_tokens = ended.prompt_tokens - ended.known_tokens  # no engine can have these cached
+        if new_tokens > ended.uncached_tokens:
+            new_tokens = ended.uncached_tokens
+        ideal_s = new_tokens * prefill_token_s + output_tokens * self._decode_token_s
+        if self._decode_token_s:
+            self.turn_count += 1
+            _count(self.turns, ended.now_s - ended.turn.waiting_since_s, ideal_s)
+        return ideal_s
 
     def export(self) -> tuple[HistogramRecord, float, int]:
         """Return the times of a token, that of one with little else to do, and how many turns ago it was looked up."""
@@ -70,16 +81,6 @@ class Goodput:
         check_range("turns since", record.decode_refreshed_count, (0, REFRESH_COUNT))
         self._decode_s.adopt(record.decode)
         self._decode_token_s, self._since_refresh = record.decode_token_s, record.decode_refreshed_count
-
-    def ideal_s(self, new_tokens: int, output_tokens: int, prefill_token_s: float) -> float:
-        """Return how long a turn takes alone whose prompt has so many tokens that no engine can have cached."""
-        return new_tokens * prefill_token_s + output_tokens * self._decode_token_s
-
-    def turn_ended(self, took_s: float, ideal_s: float) -> None:
-        """Judge a turn by how long its client waited for it, in all."""
-        if self._decode_token_s:
-            self.turn_count += 1
-            _count(self.turns, took_s, ideal_s)
 
     def program_ended(self, took_s: float, ideal_s: float) -> None:
         """Judge a program by the time from its first turn's arrival to the end of its last."""
@@ -107,5 +108,8 @@ def in_time(ratios: Iterable[float]) -> str:
 
 
 def _count(counts: dict[float, int], took_s: float, ideal_s: float) -> None:
+    if took_s > LARGEST_ALPHA_RATIO * ideal_s:
+        return
     for alpha_ratio in ALPHA_RATIOS:
-        counts[alpha_ratio] += took_s <= alpha_ratio * ideal_s
+        if took_s <= alpha_ratio * ideal_s:
+            counts[alpha_ratio] += 1

@@ -6,6 +6,7 @@ from math import inf
 
 from thunderagent.programs.learned.histogram import MOST_TOKENS, LogHistogram, check_range, geometric_edges
 from thunderagent.programs.model.records.learned import GrowthRecord, HistogramRecord, PriceRecord
+from thunderagent.programs.model.turn import TurnEnded
 
 TOKEN_EDGES = geometric_edges(8.0, 2**0.5, 36)
 """8 tokens to 1.5 million."""
@@ -63,14 +64,16 @@ class Growth:
         self.whole_tokens = inf
         """How much larger a program is than its first prompt, in the mean over its turns; infinite until some ended."""
 
-    def turn_finished(self, grown_tokens: int | None, output_tokens: int, cycle_s: float) -> None:
-        """Take in a finished turn: what it added (None for a first one, which does not tell), and in what time."""
+    def turn_ended(self, ended: TurnEnded) -> None:
+        """Take in what a turn added to its program, and in what time, with the tool before it."""
+        program, grown_tokens = ended.turn.program, ended.grown_tokens
+        cycle_s = ended.duration_s + (program.away_s if program is not None else 0.0)
         if grown_tokens is not None and grown_tokens > 0:
             self._growths.add(grown_tokens)
             self._grown_tokens = self._grown_tokens * FORGETTING_RATIO + grown_tokens
             self._cycle_s = self._cycle_s * FORGETTING_RATIO + cycle_s
             self._say_speed()
-        self._outputs.add(output_tokens)
+        self._outputs.add(ended.output_tokens)
 
     def program_ended(self, larger_tokens: int, turn_count: int) -> None:
         """Take in a program that ended: by how much it was larger than its first prompt, summed over its turns."""
@@ -190,18 +193,16 @@ class PrefillSpeed:
         """Return the times of a token, of prompts that were not cached and of answers to those that were."""
         return self._prefill_s.export(), self._decode_s.export()
 
-    def learn(
-        self, first_token_s: float | None, duration_s: float, uncached_tokens: int, generated_tokens: int
-    ) -> None:
-        """Take in a finished turn; `first_token_s` is None where that was not seen. Cost: O(log bins)."""
-        if uncached_tokens >= MANY_TOKENS:
-            if first_token_s is None:
-                first_token_s = self.first_token_s(duration_s, generated_tokens)
-            self._prefill_s.add(max(0.0, first_token_s) / uncached_tokens)
+    def turn_ended(self, ended: TurnEnded) -> None:
+        """Take in a turn. Cost: O(log bins)."""
+        if ended.uncached_tokens >= MANY_TOKENS:
+            self._prefill_s.add(max(0.0, self.first_token_s(ended)) / ended.uncached_tokens)
             self.learned_token_s = self.token_s = self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)
-        elif uncached_tokens <= FEW_TOKENS and generated_tokens and first_token_s is None:
-            self._decode_s.add(duration_s / generated_tokens)
+        elif ended.uncached_tokens <= FEW_TOKENS and ended.output_tokens and ended.first_token_s is None:
+            self._decode_s.add(ended.duration_s / ended.output_tokens)
 
-    def first_token_s(self, duration_s: float, generated_tokens: int) -> float:
-        """Return about when the first token came of a turn that was not seen to begin to answer."""
-        return duration_s - self._decode_s.quantile(0.5, 0.0) * generated_tokens
+    def first_token_s(self, ended: TurnEnded) -> float:
+        """Return when the first token came of a turn; about, where it was not seen to begin to answer."""
+        if ended.first_token_s is not None:
+            return ended.first_token_s
+        return ended.duration_s - self._decode_s.quantile(0.5, 0.0) * ended.output_tokens

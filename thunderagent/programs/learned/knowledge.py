@@ -18,7 +18,7 @@ from thunderagent.programs.learned.trust import HintRecord, JudgeRecord
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import CapacityRecord, LearnedRecord, PriceRecord
-from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
 
 FIRST_TOKENS_PER_BYTE_RATIO = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage says better."""
@@ -55,6 +55,7 @@ class Knowledge:
     __slots__ = (
         "_corrections",
         "_known_capacities",
+        "_learns_reserve",
         "_output_tokens",
         "_rules",
         "_turn_tokens",
@@ -77,6 +78,7 @@ class Knowledge:
     def __init__(self, rules: ClaimRules | None = None) -> None:
         """Begin with first guesses; `rules` say how claims are measured."""
         self._rules = rules or ClaimRules()
+        self._learns_reserve = self._rules.growth_quantile > 0
         self._turn_tokens = self._output_tokens = self._rules.reserve_tokens
         """What claims hold beside contexts: for a whole turn, and for an answer alone."""
         self.tool_times = ToolTimes()
@@ -174,9 +176,12 @@ class Knowledge:
         self.tiers.adopt(learned.tiers)
 
     def _measure_reserves(self) -> None:
-        """Find out what claims hold beside contexts, if that is learned."""
+        """Find out what claims hold beside contexts, if that is learned.
+
+        After each turn: after every 16, claims would lag behind what turns add, for a fiftieth of the time of an event.
+        """
         growth, rules = self.growth, self._rules
-        if rules.growth_quantile:
+        if self._learns_reserve:
             self._turn_tokens = growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
             self._output_tokens = growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
 
@@ -213,65 +218,32 @@ class Knowledge:
         """
         return self.lost_token_s(replica_id) * capacity_tokens
 
-    def loading_tokens(self, turn: Turn, branch: Branch | None, prompt_tokens: int, cached_tokens: int | None) -> int:
+    def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
-        tiers = self.tiers
-        if not tiers.by_replica:
-            return 0
-        return int(tiers.loading_s(turn, branch, prompt_tokens, cached_tokens) / self.prefill_speed.token_s)
+        return int(self.tiers.loading_s(ended) / self.prefill_speed.token_s) if self.tiers.by_replica else 0
 
     def idle_limit_s(self, tool: str) -> float:
         """Return after how long in a tool a program will most likely not come back any more. Cost: O(intervals)."""
         usual_s = self.tool_times.returned_within_s(tool, LATE_RETURNS_RATIO)
         return max(LEAST_IDLE_LIMIT_S, IDLE_LIMIT_FACTOR * usual_s)
 
-    def turn_finished(
-        self,
-        turn: Turn,
-        branch: Branch,
-        now_s: float,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        cached_tokens: int,
-        tells_cached: bool = True,
-    ) -> None:
-        """Learn from a turn in flight that finished; its branch is as it was before.
-
-        `cached_tokens` is an estimate where the engine does not say it (`tells_cached` False).
-        """
-        program = turn.program
+    def turn_ended(self, ended: TurnEnded) -> None:
+        """Learn from a turn of a live program, on one of its branches."""
+        program, speed = ended.turn.program, self.prefill_speed
         assert program is not None
-        duration_s = now_s - turn.granted_s
         if not program.first_prompt_tokens:
-            program.first_prompt_tokens = prompt_tokens
-        context_tokens = prompt_tokens + output_tokens
-        if context_tokens > program.first_prompt_tokens:
-            program.larger_tokens_total += context_tokens - program.first_prompt_tokens
-        grown_tokens = context_tokens - branch.context_tokens if branch.context_tokens else None
-        self.growth.turn_finished(grown_tokens, output_tokens, duration_s + program.away_s)
+            program.first_prompt_tokens = ended.prompt_tokens
+        larger_tokens = ended.prompt_tokens + ended.output_tokens - program.first_prompt_tokens
+        if larger_tokens > 0:
+            program.larger_tokens_total += larger_tokens
+        self.growth.turn_ended(ended)
         self._measure_reserves()
-        self.role_outputs.learn(turn.role, output_tokens)
-        uncached_tokens = prompt_tokens - cached_tokens if prompt_tokens > cached_tokens else 0
-        first_token_s = turn.first_token_s(now_s)
-        speed = self.prefill_speed
-        if not self.tiers.by_replica or not self.tiers.turn_finished(
-            turn,
-            branch,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens if tells_cached else None,
-            answered_s=speed.first_token_s(duration_s, output_tokens) if first_token_s is None else first_token_s,
-            prefill_token_s=speed.token_s,
-        ):
-            speed.learn(first_token_s, duration_s, uncached_tokens, output_tokens)
-        self.goodput.learn(first_token_s, duration_s, output_tokens)
-        new_tokens = prompt_tokens - branch.context_tokens if prompt_tokens > branch.context_tokens else 0
-        if new_tokens > uncached_tokens:
-            new_tokens = uncached_tokens
-        ideal_s = self.goodput.ideal_s(new_tokens, output_tokens, self.prefill_speed.token_s)
-        self.goodput.turn_ended(now_s - turn.waiting_since_s, ideal_s)
-        program.ideal_s_total += ideal_s
-        program.last_ended_s = now_s
+        self.role_outputs.turn_ended(ended)
+        some_tiers = bool(self.tiers.by_replica)
+        if not some_tiers or not self.tiers.turn_ended(ended, speed.first_token_s(ended), speed.token_s):
+            speed.turn_ended(ended)
+        program.ideal_s_total += self.goodput.turn_ended(ended, speed.token_s)
+        program.last_ended_s = ended.now_s
 
     def tool_began(self, program: Program) -> None:
         """Note that a program is at a tool from now on."""
@@ -297,19 +269,25 @@ class Knowledge:
         program.tool_runs = False
         self.tools_running_count -= 1
 
+    def tool_censored(self, program: Program, now_s: float) -> None:
+        """Learn that a program, whose claim is taken, is not back yet."""
+        if program.tool_runs and program.censored_after_s is None:
+            program.censored_after_s = away_s = now_s - program.acting_since_s
+            self.tool_times.censored(program.tool, away_s)
+
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
-        """Learn that programs, whose claims are taken, are not back yet."""
+        """Learn the same of many."""
         by_tool: dict[str, list[float]] = {}
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
                 program.censored_after_s = away_s = now_s - program.acting_since_s
                 by_tool.setdefault(program.tool, []).append(away_s)
         for tool, of_tool_s in by_tool.items():
-            self.tool_times.censored(tool, *of_tool_s)
+            self.tool_times.all_censored(tool, of_tool_s)
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn from a program that ended."""
-        self.tools_censored((program,), now_s)
+        self.tool_censored(program, now_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:
@@ -322,7 +300,7 @@ class Knowledge:
         """Measure what a program claims: its context, what its next turn adds, and apart its further growth."""
         reserve_tokens = self._turn_tokens
         turns = program.in_flight or program.held
-        if turns and self._rules.growth_quantile:
+        if turns and self._learns_reserve:
             generated_tokens = 0
             for turn in turns.values():
                 if turn.output_tokens > generated_tokens:

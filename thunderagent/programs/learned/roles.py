@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from thunderagent.programs.learned.histogram import MOST_TOKENS, SLACK, check_range
+from thunderagent.programs.model.turn import TurnEnded
 
 MAX_ROLES_COUNT = 1024
 """Clients may name every turn's role anew: of the roles, the one longest not heard of is forgotten first."""
@@ -27,13 +28,16 @@ class RoleOutputs:
     def __len__(self) -> int:
         return len(self._of_role)
 
-    def learn(self, role: str, output_tokens: int) -> None:
-        """Take in a finished turn. Cost: O(1)."""
-        self._all = _with(self._all, output_tokens)
-        self._of_role[role] = _with(self._of_role.get(role, (0.0, 0.0)), output_tokens)
-        self._of_role.move_to_end(role)
-        if len(self._of_role) > MAX_ROLES_COUNT:
-            self._of_role.popitem(last=False)
+    def turn_ended(self, ended: TurnEnded) -> None:
+        """Take in a turn. Cost: O(1)."""
+        of_role, role, output_tokens = self._of_role, ended.turn.role, ended.output_tokens
+        weight, tokens = self._all
+        self._all = weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens
+        weight, tokens = of_role.get(role, (0.0, 0.0))
+        of_role[role] = weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens
+        of_role.move_to_end(role)
+        if len(of_role) > MAX_ROLES_COUNT:
+            of_role.popitem(last=False)
 
     def export(self) -> tuple[tuple[float, float], tuple[tuple[str, float, float], ...]]:
         """Return weight and tokens of all turns, and of each role."""
@@ -52,8 +56,3 @@ class RoleOutputs:
         """Return what a turn of that role is expected to generate: 0 before any turn was seen."""
         weight, tokens = self._of_role.get(role, self._all)
         return round(tokens / weight) if weight else 0
-
-
-def _with(sums: tuple[float, float], output_tokens: int) -> tuple[float, float]:
-    weight, tokens = sums
-    return weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens

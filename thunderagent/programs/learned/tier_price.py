@@ -25,7 +25,7 @@ from math import inf
 from thunderagent.programs.learned.growth import FEW_TOKENS, MANY_TOKENS, TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.model.records.learned import TierRecord
-from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.model.turn import TurnEnded
 
 LOW_RATIO = 0.25
 """Turns that waited least for others."""
@@ -122,37 +122,30 @@ class TierPrices:
         price = self.by_replica.get(replica_id or "")
         return prefill_token_s if price is None else price.lost_token_s(prefill_token_s)
 
-    def loading_s(self, turn: Turn, branch: Branch | None, prompt_tokens: int, cached_tokens: int | None) -> float:
-        """Return how long what came from the tier took a turn that ended; an estimate if nobody said how much."""
-        price = self.by_replica.get(turn.account_id or "")
-        if price is None or branch is None or price.restore_token_s == inf:
+    def loading_s(self, ended: TurnEnded) -> float:
+        """Return how long what came from the tier took a turn; an estimate if nobody said how much."""
+        price = self.by_replica.get(ended.turn.account_id or "")
+        if price is None or ended.branch is None or price.restore_token_s == inf:
             return 0.0
-        return price.restore_token_s * _loaded_tokens(price, turn, branch, prompt_tokens, cached_tokens)
+        return price.restore_token_s * _loaded_tokens(price, ended)
 
-    def turn_finished(
-        self,
-        turn: Turn,
-        branch: Branch,
-        *,
-        prompt_tokens: int,
-        cached_tokens: int | None,
-        answered_s: float,
-        prefill_token_s: float,
-    ) -> bool:
-        """Learn from a turn whose first token came `answered_s` after its grant, and whose branch is as before it.
+    def turn_ended(self, ended: TurnEnded, answered_s: float, prefill_token_s: float) -> bool:
+        """Learn from a turn with a branch, whose first token came `answered_s` after its grant.
 
         Say whether it loaded, or may have: then its time is none of prefill alone.
         """
-        was_here, branch.served_by = branch.served_by == turn.account_id, turn.account_id
-        price = self.by_replica.get(turn.account_id or "")
+        branch, replica_id = ended.branch, ended.turn.account_id
+        assert branch is not None
+        was_here, branch.served_by = branch.served_by == replica_id, replica_id
+        price = self.by_replica.get(replica_id or "")
         if price is None:
             return False
-        missing_tokens, _ = _split(turn, branch, prompt_tokens)
-        if cached_tokens is None or not was_here or missing_tokens < MANY_TOKENS:
+        missing_tokens, _ = _split(ended)
+        if ended.cached_tokens is None or not was_here or missing_tokens < MANY_TOKENS:
             return missing_tokens >= FEW_TOKENS
-        loaded_tokens = _loaded_tokens(price, turn, branch, prompt_tokens, cached_tokens)
+        loaded_tokens = _loaded_tokens(price, ended)
         price.found(missing_tokens, loaded_tokens)
-        price.loaded(answered_s - (prompt_tokens - cached_tokens) * prefill_token_s, loaded_tokens)
+        price.loaded(answered_s - (ended.prompt_tokens - ended.cached_tokens) * prefill_token_s, loaded_tokens)
         return True
 
     def export(self) -> tuple[TierRecord, ...]:
@@ -169,15 +162,15 @@ class TierPrices:
                 self._known[record.replica_id] = record
 
 
-def _split(turn: Turn, branch: Branch, prompt_tokens: int) -> tuple[int, int]:
+def _split(ended: TurnEnded) -> tuple[int, int]:
     """Return how much of a turn's context its replica's pool had lost, and how much it should have had still."""
-    pool_tokens = max(turn.resident_tokens, turn.kept_tokens)
-    return max(0, min(prompt_tokens, branch.context_tokens) - pool_tokens), pool_tokens
+    pool_tokens = max(ended.turn.resident_tokens, ended.turn.kept_tokens)
+    return max(0, ended.known_tokens - pool_tokens), pool_tokens
 
 
-def _loaded_tokens(price: TierPrice, turn: Turn, branch: Branch, prompt_tokens: int, cached_tokens: int | None) -> int:
+def _loaded_tokens(price: TierPrice, ended: TurnEnded) -> int:
     """Return how much of a turn came from the tier; an estimate if nobody said what was cached."""
-    missing_tokens, pool_tokens = _split(turn, branch, prompt_tokens)
-    if cached_tokens is None:
+    missing_tokens, pool_tokens = _split(ended)
+    if ended.cached_tokens is None:
         return int(price.found_ratio * missing_tokens)
-    return max(0, min(missing_tokens, cached_tokens - pool_tokens))
+    return max(0, min(missing_tokens, ended.cached_tokens - pool_tokens))

@@ -21,10 +21,10 @@ For tools whose hazard falls with time, as most do, G is the hazard itself.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
@@ -82,16 +82,16 @@ class _LifeTable:
             self.count /= 2
             self.refresh_at_count = 0.0
 
-    def add_away(self, interval_ids: Sequence[int]) -> None:
-        """Count who left otherwise, each in its interval."""
-        if self.count + len(interval_ids) > REMEMBERED_COUNT:
-            for interval_id in interval_ids:
-                self.add(self.away, interval_id)
+    def add_away(self, counts: Sequence[int]) -> None:
+        """Count who left otherwise, so many in each interval."""
+        count = sum(counts)
+        if self.count + count > REMEMBERED_COUNT:
+            for interval_id, of_interval in enumerate(counts):
+                for _ in range(of_interval):
+                    self.add(self.away, interval_id)
             return
-        away = self.away
-        for interval_id in interval_ids:
-            away[interval_id] += 1.0
-        self.count += len(interval_ids)
+        self.away = [before + more for before, more in zip(self.away, counts, strict=True)]
+        self.count += count
 
     def export(self, name: str) -> ToolRecord:
         """Return what it holds, and the rates that are used until they are refreshed."""
@@ -163,11 +163,19 @@ class ToolTimes:
         everything.add(everything.returned, interval_id)
         table.add(table.returned, interval_id)
 
-    def censored(self, name: str, *away_s: float) -> None:
-        """Learn that programs were not back after so long, when their memory was given away or they ended."""
-        interval_ids = [bisect_right(EDGES_S, each_s) for each_s in away_s]
-        self._all.add_away(interval_ids)
-        self._table(name).add_away(interval_ids)
+    def censored(self, name: str, away_s: float) -> None:
+        """Learn that a program was not back after so long, when its memory was given away or it ended."""
+        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
+        everything.add(everything.away, interval_id)
+        table.add(table.away, interval_id)
+
+    def all_censored(self, name: str, away_s: Sequence[float]) -> None:
+        """Learn the same of many."""
+        ordered = sorted(away_s)
+        below = [0, *[bisect_left(ordered, edge_s) for edge_s in EDGES_S], len(ordered)]
+        counts = [upto - before for before, upto in pairwise(below)]
+        self._all.add_away(counts)
+        self._table(name).add_away(counts)
 
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
         """Learn that a program that was paused came back in the end: `censored` was not the last of it."""

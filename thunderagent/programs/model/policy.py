@@ -136,7 +136,11 @@ class Admission(Protocol):
 
 
 class Order(Protocol):
-    """Who is restored first when there is room."""
+    """Who is restored first when there is room.
+
+    One that learns how long programs are may have `export() -> LengthsRecord` and `adopt(lengths)`: it is kept with all
+    else that is learned.
+    """
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from thunderagent.programs.model.advice.hints import Hint
 from thunderagent.programs.model.advice.routes import Route
@@ -15,6 +16,9 @@ from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 
 STORY_ENTRIES = 48
 """How many of its last happenings a program remembers."""
+
+STORY_FIELDS_COUNT = 6
+"""Of a `StoryEntry`."""
 
 LOST_TURNS_COUNT = 64
 """How many turns without an answer a program remembers, for the one who tries again."""
@@ -65,6 +69,7 @@ class Program:
     """
 
     __slots__ = (
+        "_story",
         "acting_since_s",
         "away_s",
         "branches",
@@ -107,7 +112,6 @@ class Program:
         "route",
         "routed_to",
         "served_by",
-        "story_entries",
         "tenant",
         "tool",
         "tool_named",
@@ -192,7 +196,8 @@ class Program:
         """What its finished turns would have taken alone, and its tools as long as they took."""
         self.last_ended_s: float | None = None
         """When its last turn finished; None as long as none did."""
-        self.story_entries: deque[tuple[float, str, str, str | None, int, float | None]] = deque(maxlen=STORY_ENTRIES)
+        self._story: deque[float | str | None] = deque(maxlen=STORY_ENTRIES * STORY_FIELDS_COUNT)
+        """The fields of its last happenings, one after the other: no object for each that a collector looks at."""
 
     def __repr__(self) -> str:
         return (
@@ -263,11 +268,12 @@ class Program:
 
     def note(self, now_s: float, what: str, why: str, replica_id: str | None, began_s: float | None = None) -> None:
         """Remember a happening, and when that began if it took time."""
-        self.story_entries.append((now_s, what, why, replica_id, self.claim_tokens, began_s))
+        self._story.extend((now_s, what, why, replica_id, self.claim_tokens, began_s))
 
     def story(self) -> list[StoryEntry]:
         """Return what happened to it, oldest first; only the last `STORY_ENTRIES` are kept."""
-        return [StoryEntry(*entry) for entry in self.story_entries]
+        fields: list[Any] = list(self._story)
+        return [StoryEntry(*fields[at : at + STORY_FIELDS_COUNT]) for at in range(0, len(fields), STORY_FIELDS_COUNT)]
 
     def estimate_prompt_tokens(self, turn: Turn, tokens_per_byte_ratio: float) -> int:
         """Estimate a prompt: text by its branch's last usage, or the main branch's, or the given ratio; and media."""
@@ -293,14 +299,12 @@ class Program:
         output_tokens = 0
         if len(self.branches) == 1:
             context_tokens = self.branches[MAIN_BRANCH].context_tokens
-            for turn in self.in_flight.values():
-                output_tokens += turn.output_tokens
-                if turn.prompt_tokens > context_tokens:
-                    context_tokens = turn.prompt_tokens
-            for turn in self.held.values():
-                output_tokens += turn.output_tokens
-                if turn.prompt_tokens > context_tokens:
-                    context_tokens = turn.prompt_tokens
+            for turns in (self.in_flight, self.held):
+                if turns:
+                    for turn in turns.values():
+                        output_tokens += turn.output_tokens
+                        if turn.prompt_tokens > context_tokens:
+                            context_tokens = turn.prompt_tokens
             return context_tokens + output_tokens
         longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
         for turn in (*self.in_flight.values(), *self.held.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -22,16 +23,16 @@ FEW_RATIO = 1 / 4
 """Entries that are put into the heap one by one: of more than so many for each that is there it is made anew."""
 
 FRONT_COUNT = 16
-"""So many are put in order at a time, when somebody looks; there are never more than four times as many by that."""
+"""So many are put in order at a time, when somebody looks; there are never more than four times as many by `add`."""
 
 
 class RankedSet(Generic[T]):
     """Members in ascending order of rank; equal ranks in order of entry.
 
-    The lowest stand in front, in order: who looks mostly finds them there, and costs O(1). All others are ranked no
-    lower than the last of these. Of them `add` and `discard` cost O(1), for an entry is put into the heap only when the
-    front is empty: many are gone by then. That costs O(log members) for each, amortised: one that was discarded or
-    ranked anew stays in the heap until it reaches the top or the dead outnumber the living.
+    The lowest stand in front, in order, and of a small set all: who looks mostly finds them there, and costs O(1). All
+    others are ranked no lower than the last of these. Of them `add` and `discard` cost O(1), for an entry is put into
+    the heap only when the front is empty: many are gone by then. That costs O(log members) for each, amortised: one
+    that was discarded or ranked anew stays in the heap until it reaches the top or the dead outnumber the living.
     """
 
     __slots__ = ("_entry_of", "_front", "_heap", "_is_sorted", "_new", "_next_entry_id")
@@ -68,7 +69,7 @@ class RankedSet(Generic[T]):
         entry: Entry = (rank, self._next_entry_id, member)
         self._next_entry_id += 1
         entry_of[member] = entry
-        if front and rank < front[-1][0]:
+        if (front and rank < front[-1][0]) or not (self._heap or self._new):
             insort(front, entry)
             if len(front) > 4 * FRONT_COUNT:
                 self._new += front[FRONT_COUNT:]
@@ -83,12 +84,23 @@ class RankedSet(Generic[T]):
         """Put members in that are not in yet, in their order, each with its rank. Cost: a few calls."""
         first_id, self._next_entry_id = self._next_entry_id, self._next_entry_id + len(members)
         entries: list[Entry] = list(zip(ranks, range(first_id, self._next_entry_id), members, strict=True))
+        if not self._entry_of:
+            self._entry_of.update(zip(members, entries, strict=True))
+            entries.sort(key=itemgetter(0))  # of equal ranks they are in order, and ranks alone compare quickly
+            self._heap, self._is_sorted = entries, True
+            self._new.clear()
+            return
         self._entry_of.update(zip(members, entries, strict=True))
         self._new += self._front
         self._new += entries
         self._front.clear()
         if len(self._new) > len(self._entry_of) + COMPACT_ABOVE:
             self._make_heap()
+
+    def pair_ranks(self) -> None:
+        """Have a number come before each rank from now on: 0 before the ranks of all who are in."""
+        self._entry_of = {member: ((0, entry[0]), entry[1], member) for member, entry in self._entry_of.items()}
+        self._make_heap()
 
     def _make_heap(self) -> None:
         """Make the heap anew, of the living alone, and of those in front."""
@@ -131,16 +143,12 @@ class RankedSet(Generic[T]):
             if member in entry_of:
                 del entry_of[member]
 
-    def pop(self) -> T | None:
-        """Take out and return the member with the lowest rank, or None."""
+    def discard_lowest(self, count: int) -> None:
+        """Take those out that `lowest` returned first, so many."""
         front, entry_of = self._front, self._entry_of
-        if not front and entry_of:
-            self._order(FRONT_COUNT)
-        if not front:
-            return None
-        member: T = front.pop(0)[2]
-        del entry_of[member]
-        return member
+        for entry in front[:count]:
+            del entry_of[entry[2]]
+        del front[:count]
 
     def first(self) -> T | None:
         """Return the member with the lowest rank, or None."""
@@ -154,16 +162,20 @@ class RankedSet(Generic[T]):
 
     def lowest(self, count: int, highest: Order | None = None) -> list[T]:
         """Return the `count` members with the lowest ranks, in order; with `highest` none of a higher rank."""
-        front, all_count = self._front, len(self._entry_of)
-        if not all_count or (highest is not None and front and front[0][0] > highest):
-            return []
-        if count > all_count:
-            count = all_count
-        while len(front) < count and not (front and highest is not None and front[-1][0] > highest):
-            self._order(max(FRONT_COUNT, count) if highest is None else len(front) + FRONT_COUNT)
+        front = self._front
+        if not front:
+            if not self._entry_of:
+                return []
+            self._order(FRONT_COUNT)
         if highest is None:
+            if len(front) < count:
+                self._order(count)
             return [entry[2] for entry in front[:count]]
         found: list[T] = []
+        if front[0][0] > highest:
+            return found
+        while len(front) < count and len(front) < len(self._entry_of) and front[-1][0] <= highest:
+            self._order(len(front) + FRONT_COUNT)
         for entry in front:
             if len(found) == count or entry[0] > highest:
                 break

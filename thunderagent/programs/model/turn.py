@@ -119,6 +119,56 @@ class Turn:
         return f"<Turn {self.turn_id} {where}, {self.prompt_tokens} prompt tokens>"
 
 
+class TurnEnded:
+    """What a turn in flight told that finished: the ledger, and all that learn of turns, hear this one record.
+
+    Its program and its branch, None where it has none any more, are as they were before.
+    """
+
+    __slots__ = (
+        "branch",
+        "cached_tokens",
+        "duration_s",
+        "first_token_s",
+        "grown_tokens",
+        "known_tokens",
+        "now_s",
+        "output_tokens",
+        "prompt_tokens",
+        "turn",
+        "uncached_tokens",
+    )
+
+    def __init__(
+        self,
+        turn: Turn,
+        branch: Branch | None,
+        now_s: float,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int | None,
+    ) -> None:
+        """Take in its usage; `cached_tokens` is None where the engine does not say it."""
+        self.turn = turn
+        self.branch = branch
+        self.now_s = now_s
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.cached_tokens = cached_tokens
+        self.duration_s = now_s - turn.granted_s
+        self.first_token_s = turn.first_token_s(now_s)
+        """From its grant; None where that was not seen apart from its end."""
+        context_tokens = branch.context_tokens if branch is not None else 0
+        self.known_tokens = context_tokens if context_tokens < prompt_tokens else prompt_tokens
+        """Of the prompt, what its branch had sent or got before."""
+        self.grown_tokens = prompt_tokens + output_tokens - context_tokens if context_tokens else None
+        """What it added to its branch; None for a first one."""
+        found_tokens = max(turn.resident_tokens, turn.kept_tokens) if cached_tokens is None else cached_tokens
+        self.uncached_tokens = prompt_tokens - found_tokens if prompt_tokens > found_tokens else 0
+        """Of the prompt, what was computed: an estimate where the engine does not say it."""
+
+
 class Branch:
     """One context chain inside a program."""
 

@@ -1,4 +1,4 @@
-"""`breakeven`: hold memory through a tool as long as that is cheaper than to compute it again; oldest program first.
+"""`breakeven`: hold memory through a tool as long as that is cheaper than to compute it again; least area first.
 
 Theory of operation
 ===================
@@ -14,11 +14,12 @@ in that time (`tool_times.py`). After that it is *expired*: its claim is taken a
 the room, and not before. What a client says of its next turn takes the place of that guess, for the break-even time at
 most, and for at most `hint_ratio` of a replica (`verbs/hints.py`).
 
-**Admission by age.** Whoever was there first is restored first, on every event that frees room. That bounds waiting
-without a timer: nobody waits for more than what those before it take. If the first does not fit anywhere, newcomers and
-the `pass_count` behind it may pass; but once the first has waited for `wait_ratio` of the median time that programs
-take in all, the replica with most room takes nobody else in until it fits. A program that a route binds to one replica
-may be passed there for as long; then that replica takes nobody else in.
+**Admission by area.** Whoever will be through for least memory times turns is restored first, on every event that
+frees room (`parts/least_area.py`, or another `order`); who has waited for too long comes before all, which bounds
+waiting. If the first does not fit anywhere, newcomers and the `pass_count` behind it may pass; but once the first has
+waited for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in
+until it fits. A program that a route binds to one replica may be passed there for as long; then that replica takes
+nobody else in.
 
 **Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
 but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
@@ -44,10 +45,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.policy import HINT_RATIO, ClaimRules, Moment, Placement
+from thunderagent.programs.model.policy import HINT_RATIO, ClaimRules, Moment, Observe, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.letting_in import LettingIn
+from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
 Place = Callable[[View, ProgramView, Sequence[ReplicaView]], Placement]
@@ -85,11 +87,11 @@ class BreakEven:
     adapt_capacity: bool = True
     """Correct the capacity by cache losses. `false`: trust what the engine says."""
     pass_count: int = 4
-    """How many programs behind the oldest may pass it where it does not fit. Raise it if sizes differ much and memory
-    stays `unused`. `0`: strictly oldest first.
+    """How many programs behind the first may pass it where it does not fit. Raise it if sizes differ much and memory
+    stays `unused`. `0`: strictly in order.
     """
     wait_ratio: float = 0.5
-    """How long the oldest waits before a replica is reserved for it, in median residences. Lower it if large programs
+    """How long the first waits before a replica is reserved for it, in median residences. Lower it if large programs
     wait long; raise it if `unused` grows when one comes. `inf`: never; `0`: at once.
     """
     hint_ratio: float = HINT_RATIO
@@ -102,7 +104,10 @@ class BreakEven:
     hold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
     hold_threshold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
     pause_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
+    order: LeastArea = field(init=False, repr=False, compare=False)
+    """Who is let in first, where no other part is chosen; it learns, so a policy belongs to one scheduler."""
     restore_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
+    observe: Observe = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
     stays_home: ClassVar[bool] = True
@@ -125,8 +130,11 @@ class BreakEven:
             pass_count=self.pass_count,
             wait_ratio=self.wait_ratio,
         )
-        for name in ("place", "balance", "hold_s", "hold_threshold_s", "pause_rank", "restore_rank"):
+        for name in ("place", "balance", "hold_s", "hold_threshold_s", "pause_rank"):
             object.__setattr__(self, name, getattr(rules, name))
+        object.__setattr__(self, "order", LeastArea())
+        for name in ("restore_rank", "observe"):
+            object.__setattr__(self, name, getattr(self.order, name))
 
     @property
     def claim_rules(self) -> ClaimRules:

@@ -56,6 +56,12 @@ def observers_of(*parts: object) -> Sequence[Observe]:
     return tuple(part.observe for part in observing)  # type: ignore[attr-defined]
 
 
+def _hears_for_its_order_alone(base: Policy) -> bool:
+    """Say whether what a policy observes is for its own order, which hears nothing once another is in its place."""
+    order, observe = getattr(base, "order", None), getattr(base, "observe", None)
+    return observe is not None and observe == getattr(order, "observe", None)
+
+
 class ControlChain:
     """Several global policies: each is asked in its own period, in the order in which they are named.
 
@@ -87,6 +93,7 @@ class Composed:
     ) -> None:
         """Ask `base` what no part is for."""
         self.base = base
+        self.order: Order | None = order or getattr(base, "order", None)
         self.admission: Admission | None = admission or getattr(base, "admission", None)
         self.priority: EnginePriority | None = priority or getattr(base, "priority", None)
         self.global_policy: GlobalPolicy | ControlChain | None = global_policy or getattr(base, "global_policy", None)
@@ -104,7 +111,10 @@ class Composed:
         self.stays_home: bool = getattr(base, "stays_home", False)
         self.hold_threshold_s = getattr(base, "hold_threshold_s", None)
         self.hint_ratio: float = getattr(base, "hint_ratio", HINT_RATIO)
-        self._observers = observers_of(base, *(part for part in given.values() if part is not None))
+        self._observers = observers_of(
+            *(() if order is not None and _hears_for_its_order_alone(base) else (base,)),
+            *(part for part in given.values() if part is not None),
+        )
         if self._observers:
             self.observe = self._observe
 

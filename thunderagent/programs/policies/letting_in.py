@@ -70,10 +70,6 @@ class LettingIn:
         """Rank the youngest first, and the last of a group last."""
         return inf if program.is_last_of_group else -program.opened_s
 
-    def restore_rank(self, program: ProgramView) -> float:
-        """Rank the oldest first."""
-        return program.opened_s
-
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica while it is active, else one with room, if it is its turn."""
         home = view.replica(program.replica_id)
@@ -99,7 +95,7 @@ class LettingIn:
     # --- letting in -------------------------------------------------------------------------------------------------
 
     def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
-        """Let in those who wait, the oldest first, until it does not fit; then a few that do."""
+        """Let in those who wait, in the order of the queue, until the first does not fit; then a few that do."""
         while (head := view.first_waiting()) is not None:
             replica, reason = self._find_beside(view, head, replicas, view.replica(head.replica_id), None, True)
             if replica is None:
@@ -109,7 +105,7 @@ class LettingIn:
             self._let_pass(view, head, replicas)
 
     def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
-        """Let those in who may pass the head of the queue: some of the oldest.
+        """Let those in who may pass the head of the queue: a few behind it.
 
         Mostly no room is enough for anybody, which is found out first.
         """
@@ -289,13 +285,15 @@ class LettingIn:
     def _relieve(self, view: View, replica: ReplicaView) -> None:
         """Pause, then mark, until all claims but the marked ones are under the high watermark; take marks back."""
         account = replica.account
-        limit_tokens = self.high_ratio * account.limit_tokens
-        if account.demand_tokens - account.marked_tokens > limit_tokens:
+        limit_tokens, marked_tokens = self.high_ratio * account.limit_tokens, account.marked_tokens
+        if account.demand_tokens - marked_tokens > limit_tokens:
             view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, 1)
             while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
                 program = view.first_to_mark(replica)
                 if program is None or not view.propose_mark(program, Reason.THRASHING):
                     break
+        elif not marked_tokens:
+            return
         while account.marked_tokens and (marked := view.last_marked(replica)) is not None:
             if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
                 break

@@ -13,8 +13,10 @@ one tenant that opens too many forgets its own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
+from math import inf
+from operator import itemgetter
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.model.decisions import Reason
@@ -34,10 +36,10 @@ class Limits:
         "_first_limit_s",
         "_halted_s",
         "_halted_since_s",
+        "_heard_count",
         "_idle_limit_s",
         "_most_idle_limit_s",
         "_no_replica_since_s",
-        "_quiet",
         "_quiet_of",
         "_settings",
         "_watched",
@@ -57,8 +59,9 @@ class Limits:
         self._book = book
         self._settings = settings
         self._idle_limit_s = idle_limit_s
-        self._quiet: OrderedDict[Program, None] = OrderedDict()
-        self._quiet_of: dict[str, OrderedDict[Program, None]] = {}
+        self._quiet_of: dict[str, OrderedDict[Program, int]] = {}
+        """By tenant, who was heard of longest ago first, with a number by which that goes for all of them together."""
+        self._heard_count = 0
         self._watched: RankedSet[Program] = RankedSet()
         """Who has something to lose at the idle limit, by when to look."""
         self._counts: dict[str, int] = {}
@@ -99,15 +102,15 @@ class Limits:
         of_tenant = self._quiet_of.get(program.tenant)
         if of_tenant is None:
             of_tenant = self._quiet_of[program.tenant] = OrderedDict()
-        for quiet in (self._quiet, of_tenant):
-            quiet[program] = None
-            quiet.move_to_end(program)
+        self._heard_count += 1
+        of_tenant[program] = self._heard_count
+        of_tenant.move_to_end(program)
 
     def turn_came(self, program: Program) -> None:
         """Note that a turn of the program is with us again."""
-        if program in self._quiet:
-            del self._quiet[program]
-            del self._quiet_of[program.tenant][program]
+        quiet = self._quiet_of.get(program.tenant)
+        if quiet is not None and program in quiet:
+            del quiet[program]
         self._watched.discard(program)
 
     def watch(self, program: Program) -> None:
@@ -115,7 +118,11 @@ class Limits:
         program.idle_at_s = program.limits_since_s + self._first_limit_s
         self._watched.add(program, program.idle_at_s)
 
-    def look_away(self, *programs: Program) -> None:
+    def look_away(self, program: Program) -> None:
+        """Forget that the idle limit is for this one."""
+        self._watched.discard(program)
+
+    def look_away_from_all(self, programs: Sequence[Program]) -> None:
         """Forget that the idle limit is for these."""
         self._watched.discard_all(programs)
 
@@ -139,13 +146,13 @@ class Limits:
 
     def name_tenant(self, program: Program, tenant: str) -> None:
         """Let a program be a tenant's of which nobody had said whose it is."""
-        is_quiet = program in self._quiet
+        is_quiet = program in self._quiet_of.get(program.tenant, ())
         self.ended(program)
         program.tenant = tenant
         self.opened(program)
         if is_quiet:
-            self._quiet[program] = None
-            self._quiet_of.setdefault(tenant, OrderedDict())[program] = None
+            self._heard_count += 1
+            self._quiet_of.setdefault(tenant, OrderedDict())[program] = self._heard_count
 
     def count_of(self, tenant: str) -> int:
         """Return how many programs a tenant has."""
@@ -199,11 +206,12 @@ class Limits:
         """Take claims whose time is over, forget programs, and reject turns that no replica was there for."""
         book = self._book
         if self._halted_since_s is None:
-            self._enforce_idle_limit(verbs)
+            quiet_since_s = min((program.limits_since_s for program in self._longest_quiet()), default=inf)
+            if self.clock_s > quiet_since_s + self._first_limit_s:  # else nobody's is over
+                self._enforce_idle_limit(verbs)
             before_s = self.clock_s - self._settings.forget_limit_s
-            for program in list(takewhile(lambda program: program.limits_since_s < before_s, self._quiet)):
-                if not self._is_suspended(program):
-                    verbs.end(program, Reason.FORGOTTEN)
+            if quiet_since_s < before_s:
+                self._forget_quiet(verbs, before_s)
         since_s = self._no_replica_since_s
         if since_s is None and not book.open_replicas:
             self._no_replica_since_s = book.now_s
@@ -213,11 +221,23 @@ class Limits:
                 if turn.arrived_s <= book.now_s - self._settings.no_replica_limit_s:
                     verbs.reject(turn, Reason.NO_REPLICA)
 
+    def _longest_quiet(self) -> Iterator[Program]:
+        """Yield of each tenant who was heard of longest ago."""
+        return (next(iter(quiet)) for quiet in self._quiet_of.values() if quiet)
+
+    def _forget_quiet(self, verbs: Verbs, before_s: float) -> None:
+        """End programs that were heard of before that, but where nothing is granted now."""
+        over = [
+            (number, program)
+            for quiet in self._quiet_of.values()
+            for program, number in takewhile(lambda each: each[0].limits_since_s < before_s, quiet.items())
+        ]
+        for _, program in sorted(over, key=itemgetter(0)):
+            if not self._is_suspended(program):
+                verbs.end(program, Reason.FORGOTTEN)
+
     def _enforce_idle_limit(self, verbs: Verbs) -> None:
         clock_s, watched = self.clock_s, self._watched
-        quiet = next(iter(self._quiet), None)  # for longest: if it may be, so may all others
-        if quiet is None or clock_s <= quiet.limits_since_s + self._first_limit_s:
-            return
         while (program := watched.first()) is not None and clock_s > program.idle_at_s:
             if self._is_suspended(program):
                 watched.discard(program)  # until grants go on there

@@ -75,15 +75,15 @@ class Routes:
 
     def serve(self, program: Program, served_by: Route | None) -> bool:
         """Have a program, one of whose turns came, go where that is served; False if it cannot, as it stands."""
-        bound = program.served_by
+        before = program.served_by
         if program.in_flight or program.held:
             if served_by is None:
                 return True
-            if bound not in (None, served_by) or (program.in_flight and not served_by.names(program.replica_id or "")):
+            if before not in (None, served_by) or (program.in_flight and not served_by.names(program.replica_id or "")):
                 return False
-        if bound is not served_by:
-            if bound is not None:
-                del bound.programs[program]
+        if before is not served_by:
+            if before is not None:
+                del before.programs[program]
             if served_by is not None:
                 served_by.programs[program] = None
             program.served_by = served_by

@@ -37,7 +37,6 @@ from thunderagent.programs.rules.verbs import Verbs
 REMEMBERED_COUNT = 10_000
 """So many tenants are remembered that left and had more than others: those first that had least more are forgotten."""
 
-
 _FIELDS = (
     "claim_tokens",
     "contended_s",
@@ -159,7 +158,7 @@ class Tenants:
         self._granting_ids = frozenset(replica_ids)
         for waiting in self._waiting:
             if self._may_be_served(waiting) and waiting not in before:
-                for name in waiting.tenant_names():
+                for name in waiting.by_tenant:
                     self._raise_to_least(self._tenants[name])
 
     def waiting_set(self, replica_id: str | None) -> FairSet:
@@ -259,7 +258,7 @@ class FairSet:
         """Begin empty."""
         self.replica_id = replica_id
         self._tenants = tenants
-        self._by_tenant: dict[str, RankedSet[Program]] = {}
+        self.by_tenant: dict[str, RankedSet[Program]] = {}
         self._tenant_of: dict[Program, str] = {}
         self._order: RankedSet[str] = RankedSet()
         self._rank_of: dict[str, tuple[float, int]] = {}
@@ -273,7 +272,7 @@ class FairSet:
 
     def __iter__(self) -> Iterator[Program]:
         """Yield one of each tenant in turn, as they would go if all were equally large. O(programs log programs)."""
-        queues = [iter(self._by_tenant[name]) for name in self._first_tenants(len(self._by_tenant))]
+        queues = [iter(self.by_tenant[name]) for name in self._first_tenants(len(self.by_tenant))]
         while queues:
             left = []
             for queue in queues:
@@ -282,10 +281,6 @@ class FairSet:
                     yield program
                     left.append(queue)
             queues = left
-
-    def tenant_names(self) -> Iterable[str]:
-        """Return whose programs are in."""
-        return self._by_tenant
 
     def least_token_s(self) -> float:
         """Return the lowest level of those in here; it is not empty."""
@@ -299,19 +294,24 @@ class FairSet:
             self._tenant_of[program] = program.tenant
             self._tenants.waits(program.tenant, 1)
         name = self._tenant_of[program]
-        if name not in self._by_tenant:
-            self._by_tenant[name] = RankedSet()
+        if name not in self.by_tenant:
+            self.by_tenant[name] = RankedSet()
             self._rank_tenant(name, (self._tenants.level_token_s(name), next(self._numbers)))
-        self._by_tenant[name].add(program, rank)
+        self.by_tenant[name].add(program, rank)
+
+    def pair_ranks(self) -> None:
+        """Have a number come before each rank from now on: 0 before the ranks of all who are in."""
+        for members in self.by_tenant.values():
+            members.pair_ranks()
 
     def discard(self, program: Program) -> None:
         """Take `program` out if it is in."""
         name = self._tenant_of.pop(program, None)
         if name is not None:
-            members = self._by_tenant[name]
+            members = self.by_tenant[name]
             members.discard(program)
             if not members:
-                del self._by_tenant[name], self._rank_of[name]
+                del self.by_tenant[name], self._rank_of[name]
                 self._order.discard(name)
             self._tenants.waits(name, -1)
             if not self._tenant_of:
@@ -320,13 +320,13 @@ class FairSet:
     def first(self) -> Program | None:
         """Return the first program of the tenant that had least, or None."""
         names = self._first_tenants(1)
-        return self._by_tenant[names[0]].first() if names else None
+        return self.by_tenant[names[0]].first() if names else None
 
     def lowest(self, count: int) -> list[Program]:
         """Return the first `count`, one of each tenant in turn. Cost: O(count · tenants among them · log programs)."""
         names = self._first_tenants(count)
         most_of_one = count - len(names) + 1  # each of the others has one at least
-        queues = [self._by_tenant[name].lowest(most_of_one) for name in names]
+        queues = [self.by_tenant[name].lowest(most_of_one) for name in names]
         longest = max(map(len, queues), default=0)
         in_turn = [queue[place] for place in range(longest) for queue in queues if place < len(queue)]
         return in_turn[:count]

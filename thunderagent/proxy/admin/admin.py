@@ -170,7 +170,7 @@ class Admin:
         ]
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Say that the process answers, and whether what is hot in it is compiled."""
+        """Say that the process answers, and whether it is a compiled build."""
         cell = self._cell() if self._cell is not None else None
         role, epoch = ("alone", None) if cell is None else (cell.role, cell.epoch)
         build: Literal["compiled", "interpreted"] = "compiled" if build_kind() == "compiled" else "interpreted"
@@ -247,7 +247,7 @@ class Admin:
             raise
 
     async def program(self, request: web.Request) -> web.Response:
-        """Tell one program's state, why it waits, and its story, in the `pool` that is asked for, of several."""
+        """Tell one program's state, why it waits, and its story; of several pools, in that `pool`."""
         self._own_or_all()
         program_id, pool = request.match_info["program_id"], request.query.get("pool")
         lives = self._runtime.pools.incarnations(program_id)
@@ -266,14 +266,14 @@ class Admin:
             released = released and self._runtime.release(program_id, wanted.generation, outcome)
             return report_response(ReleasedReport(program_id=wanted.program_id, released=released))
         if wanted.generation is not None:
-            raise RequestError("a generation goes with one program_id")
+            raise RequestError("a generation needs exactly one program_id")
         if wanted.outcome is not None:
-            raise RequestError("an outcome goes with one program_id")
+            raise RequestError("an outcome needs exactly one program_id")
         program_ids = wanted.program_ids or []
         if wanted.all:
             check_admin()
             if request.get(MUST_NAME):
-                raise NotFoundError("every program at once is released on the admin port; name programs here")
+                raise NotFoundError("only the admin port can release all programs; name programs here")
             program_ids = list(self._runtime.programs)
         elif not program_ids:
             raise RequestError('name what to release: {"program_id": "..."}, {"program_ids": [...]} or {"all": true}')
@@ -302,7 +302,7 @@ class Admin:
         return self._release_one(request, request.match_info["program_id"])
 
     async def finish_session(self, request: web.Request) -> web.Response:
-        """End one program, in the words of SkyRL and the vLLM router."""
+        """End one program, as SkyRL and the vLLM router do."""
         return self._release_one(request, request.query.get("session_id", ""))
 
     async def replicas(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
@@ -311,7 +311,7 @@ class Admin:
         return report_response(ReplicasReport(policy=self._runtime.scheduler.policy.name, replicas=reports))
 
     async def queue(self, request: web.Request) -> web.Response:
-        """List who waits, in the order in which they would be restored."""
+        """List waiting programs, in the order in which they would be restored."""
         return report_response(queue_report(self._runtime, _whole_number(request, "limit", 100, most=MAX_PAGE)))
 
     async def tools(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature

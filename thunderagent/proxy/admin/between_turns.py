@@ -74,7 +74,7 @@ class BetweenTurns:
         ]
 
     async def tool_start(self, request: web.Request) -> web.Response:
-        """Take in that a program's tool begins now: sharper than the end of the turn that called it."""
+        """Report that a program's tool begins now, which is more exact than the end of the turn that called it."""
         program_id = check_program_id(request.match_info["program_id"])
         body = await request.read()
         tool = read_model(ToolRequest, body).tool if body.strip() else ""
@@ -82,17 +82,17 @@ class BetweenTurns:
         return report_response(ToolReport(program_id=program_id, known=known))
 
     async def tool_end(self, request: web.Request) -> web.Response:
-        """Take in that a program's tool is through. Idempotent; an unknown program is no error."""
+        """Report that a program's tool has ended. Idempotent; an unknown program is no error."""
         program_id = check_program_id(request.match_info["program_id"])
         known = self._tenancy.has(program_id) and self._runtime.tool_ended(program_id)
         return report_response(ToolReport(program_id=program_id, known=known))
 
     async def hint(self, request: web.Request) -> web.Response:
-        """Take in when a program's next turn comes, as far as its client knows. An unknown program is no error."""
+        """Tell when a program's next turn comes. An unknown program is no error."""
         program_id = check_program_id(request.match_info["program_id"])
         said = read_model(HintRequest, await request.read())
         if said.next_turn_in_s is None and said.keep is None:
-            raise RequestError("a hint says next_turn_in_s, or keep")
+            raise RequestError("a hint needs next_turn_in_s or keep")
         hint = TurnHint(said.next_turn_in_s, said.confidence, said.keep or "")
         known = self._tenancy.has(program_id) and self._runtime.hint(program_id, hint, said.branch)
         return report_response(HintReport(program_id=program_id, known=known))

@@ -37,9 +37,9 @@ class ConfigurationHandlers:
         return [web.post("/config/reload", self.reload)]
 
     async def reload(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Read the configuration again, as on SIGHUP, and say what changed. One that is wrong changes nothing."""
+        """Reload the configuration, as on SIGHUP, and say what changed. An invalid one changes nothing."""
         if self._reloads is None:
-            raise RequestError("this proxy was started without a configuration that could be read again")
+            raise RequestError("this proxy was started without a configuration that can be reloaded")
         try:
             return report_response(ReloadReport.model_validate(await self._reloads.reload()))
         except ConfigurationError as error:

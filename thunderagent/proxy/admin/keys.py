@@ -91,12 +91,12 @@ class KeyHandlers:
         ]
 
     async def keys(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """List the keys: names, expiry and limits, and never what would let anybody in."""
+        """List the keys: names, expiry and limits, never secrets."""
         filed = {key.name for key in self._keyring.filed}
         return report_response(KeysReport(keys=[self._report(key, key.name in filed) for key in self._keyring.keys]))
 
     async def add(self, request: web.Request) -> web.Response:
-        """Make a key, which lets in from now on. It is shown this once."""
+        """Make a key, valid at once. It is shown only in this answer."""
         wanted = read_model(KeyRequest, await request.read())
         limits = KeyLimitsEntry(**{name: getattr(wanted, name) for name in KeyLimitsEntry.model_fields})
         file = self._writable()
@@ -105,7 +105,7 @@ class KeyHandlers:
         return report_response(NewKeyReport(name=wanted.name, key=key))
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Revoke a key: it lets nobody in from now on. What was begun with it goes on."""
+        """Revoke a key, at once. Turns that began with it go on."""
         name = request.match_info["name"]
         if self._keyring.named(name) is None:
             raise NotFoundError(f"there is no key {name!r}")

@@ -88,7 +88,7 @@ class Live:
         self.feed.close()
 
     async def summary(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Tell the figures that one looks at first."""
+        """Tell the key figures."""
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
         schedulers = self._runtime.pools.schedulers

@@ -131,7 +131,7 @@ OPERATIONS: tuple[Operation, ...] = (
             "tenant": {**TEXT, "description": "those of this tenant"},
             "sort": {
                 "enum": [sign + name for sign in ("", "-") for name in SORTS],
-                "description": "- is from the last",
+                "description": "- reverses the order",
             },
             "offset": OFFSET,
             "limit": LIMIT,
@@ -149,7 +149,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         "/programs/{program_id}",
         (ProgramStoryReport,),
-        query={"pool": {**TEXT, "description": "in which of its pools, where there are several"}},
+        query={"pool": {**TEXT, "description": "the pool, if it is in several"}},
     ),
     Operation("DELETE", "/programs/{program_id}", (ReleasedReport,)),
     Operation(
@@ -225,7 +225,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         "/concurrency",
         (ConcurrencyReport,),
-        query={"model": {**TEXT, "description": "of which model, where there are several pools"}},
+        query={"model": {**TEXT, "description": "the model, if there are several pools"}},
     ),
     Operation("POST", "/leases", (LeaseReport,), body=(LeaseRequest,)),
     Operation("POST", "/leases/{lease_id}/progress", (LeaseHeldReport,), body=(ProgressReport,)),

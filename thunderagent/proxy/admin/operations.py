@@ -198,7 +198,7 @@ class Operations:
         ]
 
     async def report(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Tell the routes there are, the global policy, and who starts and ends replicas."""
+        """Tell the routes, the global policy, and what starts and ends replicas."""
         targets: dict[tuple[str, str], dict[str, float]] = {}
         for scheduler in self._runtime.pools.schedulers:
             for scope, name, route in scheduler.core.routing.routes:
@@ -208,22 +208,22 @@ class Operations:
         return report_response(OperationsReport(policy=policy, routes=routes, provision=self._provision_report()))
 
     async def route(self, request: web.Request) -> web.Response:
-        """Send programs to replicas: those that wait now, the others with their next turn."""
+        """Route programs to replicas: those that wait at once, the others with their next turn."""
         wanted = read_model(RouteRequest, await request.read())
         scope, name = wanted.scopes()[0]
-        self._runtime.set_route(scope, name, wanted.targets())
+        self._runtime.operator.set_route(scope, name, wanted.targets())
         return report_response(RouteReport(scope=scope, name=name, replicas=dict(wanted.targets())))
 
     async def set_priority(self, request: web.Request) -> web.Response:
-        """Give a program a priority, before what the policy says."""
+        """Give a program a priority, which precedes the policy's order."""
         wanted = read_model(PriorityRequest, await request.read())
-        self._runtime.set_priority(wanted.program_id, wanted.priority, wanted.replica_id)
+        self._runtime.operator.set_priority(wanted.program_id, wanted.priority, wanted.replica_id)
         return report_response(PriorityReport(**wanted.model_dump()))
 
     async def migrate(self, request: web.Request) -> web.Response:
-        """Move a program to a replica, room or not."""
+        """Move a program to a replica, even without room."""
         wanted = read_model(MigrateRequest, await request.read())
-        self._runtime.migrate(wanted.program_id, wanted.replica_id)
+        self._runtime.operator.migrate(wanted.program_id, wanted.replica_id)
         moved = any(
             program.status == "active" and program.replica_id == wanted.replica_id
             for program in self._runtime.pools.incarnations(wanted.program_id)
@@ -234,13 +234,13 @@ class Operations:
         """End a program at once, or a replica once it is drained."""
         wanted = read_model(KillRequest, await request.read())
         if wanted.program_id is not None:
-            self._runtime.kill(wanted.program_id)
+            self._runtime.operator.kill(wanted.program_id)
             return report_response(KilledReport(program_id=wanted.program_id))
         replica_id = wanted.replica_id or ""
         if self._provisioner is not None:
             self._provisioner.check_end(replica_id)
         engine_ends = self._provisioner is not None and self._provisioner.owns(replica_id)
-        self._runtime.kill_replica(replica_id)
+        self._runtime.operator.kill_replica(replica_id)
         response = report_response(KilledReport(replica_id=replica_id, engine_ends=engine_ends))
         response.set_status(202)
         return response
@@ -249,7 +249,7 @@ class Operations:
         """Start one more replica; it gets turns once it answers."""
         if self._provisioner is not None:
             self._provisioner.check_start()
-        self._runtime.provision()
+        self._runtime.operator.provision()
         response = report_response(self._provision_report() or NOBODY)
         response.set_status(202)
         return response

@@ -80,7 +80,7 @@ class ReplicaHandlers:
         return self._report(replica_ids, status=201 if is_new else 200)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Give a replica nothing new. Idempotent."""
+        """Give a replica no new turns. Idempotent."""
         self._discovery.drain(request.match_info["replica_id"])
         return self._report([request.match_info["replica_id"]])
 
@@ -90,7 +90,7 @@ class ReplicaHandlers:
         return self._report([request.match_info["replica_id"]])
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Remove a replica: 202 and it drains first; 200 and it is gone, with what is in flight there, if forced."""
+        """Remove a replica: 202, and it drains first; if forced 200, and it is gone with its turns in flight."""
         replica_id = request.match_info["replica_id"]
         if _is_true(request, "force"):
             await self._discovery.remove_now(replica_id)

@@ -220,8 +220,8 @@ def program_page(
     now_s = runtime.now_s()
     programs = chain.from_iterable(scheduler.programs.values() for scheduler in runtime.pools.schedulers)
     chosen = wanted.choose(programs)
-    if sort:
-        key = SORTS[sort]
+    if sort or runtime.pools.several:  # each pool has its own, in the order in which they were opened
+        key = SORTS[sort or "opened"]
         chosen.sort(key=lambda program: key(program, now_s), reverse=descending)
     end = offset + limit
     return ProgramPage(

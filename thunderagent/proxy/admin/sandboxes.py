@@ -208,7 +208,7 @@ class SandboxHandlers:
         return self._given
 
     async def list_all(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """List every sandbox, and drivers whose engine does not answer."""
+        """List all sandboxes, and drivers that do not answer."""
         sandboxes = self._sandboxes
         said = {"sandboxes": sandboxes.all(), "engine_errors": sandboxes.engine_errors}
         return report_response(SandboxesReport.model_validate(said))
@@ -229,14 +229,14 @@ class SandboxHandlers:
         return _of_program(program_id, made, status=202)
 
     async def reclaim(self, request: web.Request) -> web.Response:
-        """Take a program off one of its sandboxes. Idempotent."""
+        """Remove one of a program's sandboxes. Idempotent."""
         program_id, sandbox_id = request.match_info["program_id"], request.match_info["sandbox_id"]
         sandboxes = self._sandboxes
         reclaimed = self._tenancy.has(program_id) and sandboxes.reclaim(program_id, sandbox_id)
         return report_response(ReclaimedReport(sandbox_id=sandbox_id, reclaimed=reclaimed))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Stream a report for each change, those that there are first; of one program with `?program_id=`."""
+        """Stream a report for each sandbox there is, then one for each change; of one program with `?program_id=`."""
         sandboxes = self._sandboxes
         program_id = request.query.get("program_id")
         if program_id == "":

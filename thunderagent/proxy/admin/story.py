@@ -277,7 +277,7 @@ def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count
     room = min(rooms, key=_order_of_need)
     first = ""
     if ahead_count:
-        first = f"{ahead_count:,} {'program is' if ahead_count == 1 else 'programs are'} let in first; then "
+        first = f"{ahead_count:,} {'program goes' if ahead_count == 1 else 'programs go'} first; then "
     return first + _what_is_missing(room, program, is_first=not ahead_count)
 
 
@@ -289,16 +289,17 @@ def _order_of_need(room: RoomReport) -> tuple[bool, int, int]:
 def _what_is_missing(room: RoomReport, program: Program, *, is_first: bool) -> str:
     where = room.replica_id
     if room.resident_tokens:
-        where += f", where {room.resident_tokens:,} tokens of its {'history' if program.turn_count else 'prompt'} lie"
+        where += (
+            f", where {room.resident_tokens:,} tokens of its {'history' if program.turn_count else 'prompt'} are cached"
+        )
     if room.missing_tokens:
         return f"{room.missing_tokens:,} tokens must become free on {where}"
     if not is_first:
-        return f"it fits on {where} as far as those leave room"
+        return f"it fits on {where}, if enough room is left"
     may_grow = room.free_tokens is not None and room.growth_tokens and not program.turn_count
-    growth = f", as programs may grow there by {room.growth_tokens:,} tokens," if may_grow else ""
-    return (
-        f"the policy must let it in: it fits on {where}, but the policy keeps room free{growth} or limits who is active"
-    )
+    growth = f" (programs there may grow by {room.growth_tokens:,} tokens)" if may_grow else ""
+    keeps = f"the policy keeps room free{growth} or limits active programs"
+    return f"the policy must let it in: it fits on {where}, but {keeps}"
 
 
 def _holding(program: Program, now_s: float) -> HoldingReport | None:

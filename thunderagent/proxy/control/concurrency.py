@@ -32,7 +32,7 @@ class ConcurrencySignal:
         return [web.get("/concurrency", self.tell)]
 
     async def tell(self, request: web.Request) -> web.Response:
-        """Tell how many programs are of use now, of those of a `model` where several are served, and why."""
+        """Tell how many programs are useful at a time, and what limits them; of several models, for that `model`."""
         pools = self._runtime.pools
         pool = self._runtime.served.pool_for(request.query.get("model", "")) if pools.several else pools.all[0]
         now = concurrency(pool.scheduler)

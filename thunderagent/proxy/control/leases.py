@@ -30,8 +30,7 @@ from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id
-from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin
-from thunderagent.proxy.wire.stall import write_eof
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin, write_eof
 
 log = structlog.get_logger("thunderagent.leases")
 
@@ -212,7 +211,7 @@ class Leases:
         return min(tokens, max(0, capacity_tokens - beside_tokens))
 
     async def progress(self, request: web.Request) -> web.Response:
-        """Take a sign of life; the first one says that the first token came."""
+        """Report progress of a lease; the first report says that the first token came."""
         lease_id = request.match_info["lease_id"]
         body = await request.read()
         report = read_model(ProgressReport, body) if body else ProgressReport()
@@ -227,7 +226,7 @@ class Leases:
         return report_response(LeaseHeldReport(lease_id=lease_id, held=held is not None))
 
     async def end(self, request: web.Request) -> web.Response:
-        """End a lease. Idempotent: one that is not known, or no longer, is no error."""
+        """End a lease. Idempotent: an unknown or ended lease is no error."""
         lease_id = request.match_info["lease_id"]
         body = await request.read()
         said = read_model(LeaseEnd, body) if body else LeaseEnd()

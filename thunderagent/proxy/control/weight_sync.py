@@ -60,7 +60,7 @@ class WeightSync:
         return [web.post("/weight_sync/begin", self.begin), web.post("/weight_sync/end", self.end)]
 
     async def begin(self, request: web.Request) -> web.Response:
-        """Stop grants. Saying it again changes nothing but that the limit begins anew."""
+        """Stop grants. Idempotent, but each call restarts the limit."""
         wanted = await _read(request)
         began = self._watchdog is None
         self.close()
@@ -71,7 +71,7 @@ class WeightSync:
         return report_response(WeightSyncBegunReport(suspended=True, began=began, limit_s=self._limit_s))
 
     async def end(self, request: web.Request) -> web.Response:
-        """Let grants go on. Saying it again, or without a beginning, changes nothing."""
+        """Resume grants. Idempotent, also without a beginning."""
         wanted = await _read(request)
         ended = self._watchdog is not None
         if ended:

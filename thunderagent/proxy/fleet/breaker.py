@@ -129,7 +129,7 @@ class Breakers:
                 return None
             if not probe.cancelled() and not probe.result():
                 raise ReplicaTrippedError(
-                    f"replica {replica_id} failed the turn that it was tried with; this one was not sent",
+                    f"replica {replica_id} failed its trial turn; this one was not sent",
                     replica_id=replica_id,
                 )
         return None

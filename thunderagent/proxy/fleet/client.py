@@ -186,6 +186,10 @@ class ReplicaClient:
         """Read the whole body of an answer. Raises like `next_chunk`."""
         return await (answer.read() if answer.is_whole else _received(replica_id, answer.read()))
 
+    async def whole_within(self, replica_id: str, answer: Answer, max_bytes: int) -> bool:
+        """Wait for the whole body of an answer; False as soon as it is larger than that. Raises like `next_chunk`."""
+        return await _received(replica_id, answer.whole_within(max_bytes))
+
     async def next_chunk(self, replica_id: str, answer: Answer) -> bytes:
         """Return the next bytes of an answer's body, whatever has come; empty at its end.
 
@@ -215,10 +219,12 @@ async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
     try:
         return await reading
     except SilentError:
-        raise ReplicaTimeoutError(f"replica {replica_id} fell silent in its answer", replica_id=replica_id) from None
+        raise ReplicaTimeoutError(
+            f"replica {replica_id} stopped sending in the middle of its answer", replica_id=replica_id
+        ) from None
     except TotalError:
         raise TotalTimeoutError(
-            f"replica {replica_id} took longer for its answer than is allowed", replica_id=replica_id
+            f"replica {replica_id} took longer for its answer than allowed", replica_id=replica_id
         ) from None
     except ClosedError as error:
         raise ReplicaClosedEarlyError(

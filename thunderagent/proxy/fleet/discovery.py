@@ -160,7 +160,9 @@ class Discovery:
         """Undo `drain`. Raises `NotFoundError`, and `ReplicaLeavingError` if it drains because it leaves."""
         self._known(replica_id)
         if replica_id in self._left:
-            raise ReplicaLeavingError(f"replica {replica_id} leaves, because no source names it; add it again")
+            raise ReplicaLeavingError(
+                f"replica {replica_id} is leaving, because no source names it any more; add it again"
+            )
         self._drained_ids.discard(replica_id)
         self._reconcile()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.programs.model.fleet_events import EncodesPolled, TierPolled
+from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled
 from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of, tier_since_of
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
@@ -41,7 +41,10 @@ class Polls:
         load = reading.kv_used_ratio, reading.waiting_count
         news = (news and capacity_tokens is not None) or load != (before.kv_used_ratio, before.waiting_count)
         if since.query_tokens or since.preemption_count or news or began_anew:
-            self._runtime.replica_polled(replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
+            now_s = self._runtime.now_s()
+            self._runtime.dispatch(
+                ReplicaPolled(now_s, replica_id, capacity_tokens, *since, *load, age_s=reading.age_s)
+            )
         if tier is not None:
             self._runtime.dispatch(TierPolled(self._runtime.now_s(), replica_id, *tier))
         encodes_count = reading.pending_encode_count
@@ -59,7 +62,7 @@ class Polls:
             log.warning(
                 "capacity_unknown",
                 replica_id=replica_id,
-                effect="every program is let in there; set --capacity-tokens if the engine cannot say it",
+                effect="no turn is held for memory there; set --capacity-tokens if the engine does not report it",
             )
         known.why_down = ""
         known.is_up = True

@@ -67,7 +67,9 @@ class EnginePriorities:
         learned = self._learned.get(replica_id)
         if learned is not None and learned.polarity:
             learned.polarity = 0
-            log.warning("priorities_not_supported", replica_id=replica_id, effect="its turns are sent without")
+            log.warning(
+                "priorities_not_supported", replica_id=replica_id, effect="its turns are sent without a priority"
+            )
 
     async def run(self, client: ReplicaClient) -> None:
         """Ask engines until cancelled."""
@@ -82,7 +84,9 @@ class EnginePriorities:
                 continue
             polarity = self._learned.setdefault(replica_id, _Learned(0)).polarity = priorities.read_polarity(info)
             if not polarity:
-                log.warning("priorities_not_supported", replica_id=replica_id, effect="its turns are sent without")
+                log.warning(
+                    "priorities_not_supported", replica_id=replica_id, effect="its turns are sent without a priority"
+                )
 
     async def _ask(self, client: ReplicaClient, replica_id: str, url: str, path: str) -> bytes | None:
         try:

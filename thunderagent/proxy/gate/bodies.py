@@ -1,14 +1,18 @@
-"""Bodies of our own API: of requests, read into a model or refused with what is wrong, and of answers, from one."""
+"""Bodies: as they come, counted; of our own API, read into a model, or refused with what is wrong; and made of one."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
 from aiohttp import web
+from multidict import CIMultiDictProxy
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from thunderagent.errors import RequestError
+from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, ExpectationError, RequestError
 from thunderagent.faults import faults_of
+from thunderagent.proxy.gate.held import KeptBody
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -31,3 +35,57 @@ def report_response(report: BaseModel, *, status: int = 200, without_unset: bool
     """Return the answer that a report is; `without_unset` leaves out what was not said and has a default."""
     body = report.model_dump_json(exclude_unset=without_unset).encode()
     return web.Response(status=status, body=body, content_type="application/json")
+
+
+class Visitor(Protocol):
+    """What is judged of a request, whichever server read it."""
+
+    @property
+    def method(self) -> str:
+        """The method."""
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The headers."""
+
+    @property
+    def host(self) -> str:
+        """What it calls us."""
+
+    @property
+    def remote(self) -> str | None:
+        """The address that it came from."""
+
+
+async def come(
+    next_piece: Callable[[], Awaitable[bytes]],
+    headers: CIMultiDictProxy[str],
+    length_bytes: int,
+    kept: KeptBody,
+    limit_s: float,
+    max_bytes: int,
+    invite: Callable[[], None] | None,
+) -> bytes:
+    """Have a body come, with an invitation if its client waits for one.
+
+    It is counted as it comes: who only announces a large one takes nothing from others.
+    """
+    if length_bytes > max_bytes:
+        raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")
+    pieces, size_bytes = [], 0
+    kept.check(length_bytes)
+    if "Expect" in headers and invite is not None:
+        if headers["Expect"].lower() != "100-continue":
+            raise ExpectationError("this server knows no Expect but 100-continue")
+        invite()
+    try:
+        async with asyncio.timeout(limit_s):
+            while piece := await next_piece():
+                pieces.append(piece)
+                size_bytes += len(piece)
+                if size_bytes > max_bytes:
+                    raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
+                kept.grow(len(piece))
+    except TimeoutError as error:
+        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from error
+    return b"".join(pieces)

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDictProxy
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
     BodyTooLargeError,
     NotFoundError,
-    OriginRefusedError,
 )
 from thunderagent.proxy.gate.access import (
     OF_OWN_TENANT,
@@ -31,32 +29,25 @@ from thunderagent.proxy.gate.access import (
     engine_access,
     use_of,
 )
-from thunderagent.proxy.gate.coming import Visitor, come
+from thunderagent.proxy.gate.bodies import Visitor, come
+from thunderagent.proxy.gate.browsers import Hosts, Origins, comes_from_a_browser
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
-from thunderagent.proxy.gate.hosts import Hosts, comes_from_a_browser
-from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Keyring, check_key
+from thunderagent.proxy.gate.keys import NO_LIMITS, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
 from thunderagent.proxy.wire.http11.asked import CONTINUE, Asked
-from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER, take_request_id
+from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_OPEN_BODY_BYTES = 64 * 1024
 """Of a request that needs no key: it takes nothing of what others may keep."""
 
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-PREFLIGHT_AGE_S = 600
-
 
 NEEDS = web.RequestKey("needs", Access)
 """What a request needs, once the guard has said so."""
-
-EXPOSED_HEADERS = (
-    f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, Retry-After, WWW-Authenticate"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +91,8 @@ class Guard:
         which knows its own logins: a request with no more than a login is let through to that.
         """
         self._settings = settings
+        self.origins = Origins(settings.cors_origins)
+        """Whose pages may call."""
         self._held = held
         self._keyring = keyring
         self._logins = logins
@@ -123,13 +116,8 @@ class Guard:
 
     def attach(self, app: web.Application) -> None:
         """Have answers say who may read them, if anybody may but their own origin."""
-        if self.marks_cors:
-            app.on_response_prepare.append(self._mark_cors)
-
-    @property
-    def marks_cors(self) -> bool:
-        """Whether pages of other origins may read answers."""
-        return bool(self._settings.cors_origins)
+        if self.origins:
+            app.on_response_prepare.append(self.origins.prepare)
 
     def before(self, handler: Handler, method: str, route_path: str) -> Handler:
         """Wrap the handler of a route; errors are raised to whoever wraps it again."""
@@ -148,11 +136,11 @@ class Guard:
                 self._hosts.check(request.headers)
             has_only_login = forwards and self._has_only_login(request.headers)
             if needs is Access.ADMIN:
-                self._check_site(request)
+                self.origins.check_site(request)
             if "Origin" in request.headers:
-                if self._is_preflight(request):
-                    return self._preflight(request)
-                self._check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
+                if self.origins.is_preflight(request):
+                    return self.origins.preflight(request)
+                self.origins.check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
             if checks_keys_or_rate:
                 is_turn = may_be_turn and self._quotas is not None and _is_turn(request)
                 for_admin = needs is Access.ADMIN
@@ -184,9 +172,9 @@ class Guard:
         if self._hosts is not None and self._is_judged_by_name(headers, is_operators=for_admin):
             self._hosts.check(headers)
         if for_admin:
-            self._check_site(asked)
+            self.origins.check_site(asked)
         if (for_admin or asked.head.upgrades) and "Origin" in headers:
-            self._check_page(asked)
+            self.origins.check_page(asked)
         if self._checks_keys_or_rate or not asked.is_whole:
             return self._let_come(asked, for_admin=for_admin)
         self._take_whole(asked)
@@ -229,7 +217,7 @@ class Guard:
             return access
         needs = engine_access(target, request.method, self._forward_unknown)
         if needs is None:
-            raise NotFoundError("this path is not one of those that are forwarded to engines")
+            raise NotFoundError("this path is not forwarded to engines")
         return needs
 
     def _access_of(self, method: str, route_path: str) -> Access:
@@ -276,86 +264,9 @@ class Guard:
             return False
         return not self._keyring or self._keyring.key_of(headers) is None
 
-    # --- browsers ------------------------------------------------------------------------------------------------
-
-    def _is_allowed(self, origin: str) -> bool:
-        return origin in self._settings.cors_origins or "*" in self._settings.cors_origins
-
-    def _is_preflight(self, request: web.Request) -> bool:
-        return (
-            request.method == "OPTIONS"
-            and bool(self._settings.cors_origins)
-            and "Access-Control-Request-Method" in request.headers
-        )
-
-    def _preflight(self, request: web.Request) -> web.Response:
-        """Answer a browser that asks whether a page may send a request; it asks without a key."""
-        if not self._is_allowed(request.headers["Origin"]):
-            raise OriginRefusedError("pages of this origin may not call the proxy; cors_origins says which may")
-        wanted = request.headers.get("Access-Control-Request-Headers", f"Authorization, Content-Type, {KEY_HEADER}")
-        headers = {
-            "Access-Control-Allow-Methods": request.headers["Access-Control-Request-Method"],
-            "Access-Control-Allow-Headers": wanted,
-            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
-        }
-        return web.Response(status=204, headers=headers)
-
-    def _check_origin(self, request: Visitor, *, asks_engine: bool) -> None:
-        """Refuse what a page of another origin makes its reader's browser do to our own API.
-
-        Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
-        to an engine is the engine's to judge, unless it controls the engine.
-        """
-        if request.method not in SAFE_METHODS and not asks_engine:
-            self._check_page(request)
-
-    def _check_page(self, request: Visitor) -> None:
-        """Refuse what a page of another origin asks for, whatever it is."""
-        origin = request.headers["Origin"]
-        if _host_and_port(origin) != request.host and not self._is_allowed(origin):
-            raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
-
-    def _check_site(self, request: Visitor) -> None:
-        """Refuse what another site's page has its reader's browser ask of an operator's route, in whatever way.
-
-        A picture or a link is a GET without an origin, and some engines take a GET for a command.
-        """
-        if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
-            origin = request.headers.get("Origin")
-            if origin is None or not self._is_allowed(origin):
-                raise OriginRefusedError("a page of another site may not ask for that; cors_origins says which may")
-
-    async def _mark_cors(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say in an answer of aiohttp's which origin may read it, and how."""
-        self.mark_cors(request, response.headers, is_ours=self._is_preflight(request))
-
-    def mark_cors(self, request: Visitor, headers: CIMultiDict[str], *, is_ours: bool = False) -> None:
-        """Say in an answer which origin may read it, and how, if any but its own may.
-
-        What an engine says of that holds no longer, unless the answer `is_ours`.
-        """
-        if not self.marks_cors:
-            return
-        if not is_ours:
-            for name in {name for name in headers if name.lower().startswith("access-control-")}:
-                headers.popall(name, None)
-        headers.add("Vary", "Origin")
-        origin = request.headers.get("Origin")
-        if origin is not None and self._is_allowed(origin):
-            headers["Access-Control-Allow-Origin"] = origin
-            headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
-
 
 def _is_turn(request: web.Request) -> bool:
     return use_of(target_of(request), request.method) in (Use.TURN, Use.GENERATE)
-
-
-def _host_and_port(origin: str) -> str | None:
-    """Return whom an origin names; None for one that nobody could be."""
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
 
 
 def _invite(request: web.Request) -> None:

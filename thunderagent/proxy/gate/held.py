@@ -206,11 +206,11 @@ class HeldTurns:
 
     def _error(self, bound: Bound, why: str) -> TooManyHeldError:
         self._refused.labels(bound).inc()
-        return TooManyHeldError(f"{why}, and no more may be; nothing was forwarded")
+        return TooManyHeldError(f"{why}, which is the limit; nothing was forwarded")
 
     def _owner_error(self, bound: str, why: str) -> KeyHeldLimitError:
         self._refused.labels(bound).inc()
-        return KeyHeldLimitError(f"{why}, and no more may be; nothing was forwarded")
+        return KeyHeldLimitError(f"{why}, which is the limit; nothing was forwarded")
 
 
 def _owners(key: Key | None) -> tuple[tuple[str, str], ...]:

@@ -92,7 +92,7 @@ class Login:
         return [web.post("/dashboard/login", self.handle)]
 
     async def handle(self, request: web.Request) -> web.Response:
-        """Trade an admin key for a cookie, which lasts until the browser is closed, and 12 hours at most."""
+        """Exchange an admin key for a cookie, which lasts until the browser is closed, at most 12 hours."""
         key = self._keyring.find(read_model(LoginRequest, await request.read()).key)
         check_key(key, self._keyring, for_admin=True)
         response = report_response(LoginReport(logged_in=True))

@@ -11,7 +11,7 @@ from multidict import CIMultiDict, istr
 from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
 
-_KEY_HEADER, _REQUEST_ID_HEADER = istr(KEY_HEADER), istr(REQUEST_ID_HEADER)
+_KEY_HEADER = istr(KEY_HEADER)
 
 
 class TraceContext(Protocol):
@@ -48,8 +48,8 @@ class Outgoing:
     def mend(self, headers: CIMultiDict[str]) -> None:
         """Mend the headers of a request."""
         request_id = REQUEST_ID.get()
-        if request_id and headers.get(_REQUEST_ID_HEADER) != request_id:
-            headers[_REQUEST_ID_HEADER] = request_id
+        if request_id and headers.get(REQUEST_ID_HEADER) != request_id:
+            headers[REQUEST_ID_HEADER] = request_id
         if self._keyring is not None:
             self._keyring.take_out(headers)
         elif _KEY_HEADER in headers:

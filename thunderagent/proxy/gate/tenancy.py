@@ -104,6 +104,6 @@ class Tenancy:
         Raises `OtherTenantError` if it is another tenant's, `KeyProgramsLimitError` if its key has too many.
         """
         if not self.may_touch(program_id):
-            raise OtherTenantError(f"program {program_id!r} is another tenant's; take another id")
+            raise OtherTenantError(f"program {program_id!r} belongs to another tenant; use another id")
         if self._quotas is not None and program_id is not None:
             self._quotas.open_program(program_id)

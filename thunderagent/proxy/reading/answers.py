@@ -23,6 +23,9 @@ from thunderagent.proxy.reading.tool_calls import Calls, may_call
 MAX_EVENT_BYTES = 16 * 2**20
 """A stream that shows no end of an event for so long is relayed without looking for one any more."""
 
+MAX_PLAIN_BYTES = 64 * 2**20
+"""A packed answer that holds more is not read."""
+
 _decode_calls = msgspec.json.Decoder(Calls).decode
 
 MAX_KEPT_CHARS = 4 * 2**20
@@ -76,10 +79,10 @@ def _tool_of(plain: bytes) -> str:
 
 
 def decoded(body: bytes, content_encoding: str | None) -> bytes | None:
-    """Return a body without its content encoding; None for an encoding other than gzip and deflate, or a broken one."""
+    """Return a body without its content encoding; None if that is another than gzip and deflate, or cannot be read."""
     if content_encoding is None:
         return body
-    decompress = decompressor(content_encoding)
+    decompress = decompressor(content_encoding, MAX_PLAIN_BYTES)
     if decompress is None:
         return None
     try:
@@ -88,13 +91,25 @@ def decoded(body: bytes, content_encoding: str | None) -> bytes | None:
         return None
 
 
-def decompressor(content_encoding: str | None) -> Callable[[bytes], bytes] | None:
-    """Return a function that decodes a body piece by piece; None for an encoding that is not known."""
+def decompressor(content_encoding: str | None, max_bytes: int) -> Callable[[bytes], bytes] | None:
+    """Return a function that decodes a body piece by piece; None for an encoding that is not known.
+
+    It raises `zlib.error` for a piece that is broken, or of which more than `max_bytes` would come: a megabyte of zeros
+    is a kilobyte.
+    """
     encoding = (content_encoding or "identity").strip().lower()
     if encoding == "identity":
         return lambda piece: piece
     if encoding in {"gzip", "x-gzip", "deflate"}:
-        return zlib.decompressobj(wbits=zlib.MAX_WBITS | 32).decompress
+        packed = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+
+        def decompress(piece: bytes) -> bytes:
+            plain = packed.decompress(piece, max_bytes)
+            if packed.unconsumed_tail:
+                raise zlib.error(f"a piece holds more than {max_bytes} bytes")
+            return plain
+
+        return decompress
     return None
 
 
@@ -139,7 +154,7 @@ class StreamUsage:
         """
         self._listener = listener
         self._reader = reader or ChoicesReader()
-        self._decompress = decompressor(content_encoding)
+        self._decompress = decompressor(content_encoding, MAX_EVENT_BYTES)
         self._take_out = take_out and (content_encoding or "identity") == "identity"
         self._carry = b""
         self._last_choice = b""

@@ -187,7 +187,7 @@ def _read_large(body: bytes) -> BodyFields:
     return fields
 
 
-def begins_with(value: bytes, first: bytes) -> bool:
+def begins_with(value: bytes | memoryview, first: bytes) -> bool:
     """Say whether a value, as it was sent, begins with this byte."""
     return bytes(memoryview(value)[:1]) == first
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
@@ -94,6 +94,22 @@ class Words(NamedTuple):
 NO_WORDS = Words()
 
 
+def heard_in(
+    headers: CIMultiDictProxy[str], more_headers: Sequence[str] = (), notes: dict[str, Any] | None = None
+) -> tuple[Said, str]:
+    """Return the headers that say something of a turn, and which of them names the program; see the next two.
+
+    `notes` are those of the head, where it was read before, always with the same `more_headers`.
+    """
+    known: tuple[Said, str] | None = None if notes is None else notes.get("heard")
+    if known is None:
+        said = said_in(headers, more_headers)
+        known = said, program_header_of(said, more_headers)
+        if notes is not None:
+            notes["heard"] = known
+    return known
+
+
 def said_in(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> Said:
     """Return the headers that say something of a turn, and `more_headers` if they are there. Cost: one pass."""
     spelt = _SPELT if not more_headers else {name.lower(): name for name in more_headers} | _SPELT
@@ -158,7 +174,7 @@ def _check_id(value: object, what: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
-        raise InvalidProgramIdError(f"a {what} is a text that is not empty")
+        raise InvalidProgramIdError(f"a {what} must be text that is not empty")
     try:
         size_bytes = len(value.encode())
     except UnicodeEncodeError:  # bytes of a header that are not UTF-8
@@ -166,7 +182,7 @@ def _check_id(value: object, what: str) -> str:
     if size_bytes > MAX_PROGRAM_ID_BYTES:
         raise InvalidProgramIdError(f"a {what} has at most {MAX_PROGRAM_ID_BYTES} bytes")
     if _CONTROL.search(value):
-        raise InvalidProgramIdError(f"a {what} holds no control characters")
+        raise InvalidProgramIdError(f"a {what} must not contain control characters")
     return value
 
 

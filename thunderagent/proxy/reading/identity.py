@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -37,10 +37,9 @@ from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.header_words import (
     Said,
     check_program_id,
+    heard_in,
     outcome_of,
-    program_header_of,
     program_in,
-    said_in,
     words_in,
 )
 from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage, set_value
@@ -138,8 +137,11 @@ def identify(
     body: bytes,
     rules: IdentityRules = NO_RULES,
     dialect: Dialect = _OPENAI,
+    notes: dict[str, Any] | None = None,
 ) -> TurnRequest | None:
     """Find whose turn a request is; None if its body is not a JSON object, which the engine shall judge.
+
+    `notes` are those of its head, where headers were read before.
 
     Cost: one pass over the body that builds only the fields above and goes around large lists of token ids, one that
     hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
@@ -149,8 +151,7 @@ def identify(
     fields = read_fields(text)
     if fields is None:
         return None
-    said = said_in(headers, rules.program_headers)
-    header = program_header_of(said, rules.program_headers)
+    said, header = heard_in(headers, rules.program_headers, notes)
     program_id, source = _program_of(path_id, headers, said, header, fields, rules)
     words = words_in(said, header, program_id)
     streams = fields.stream is True
@@ -202,8 +203,7 @@ def identify_side_call(
     """
     outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
     fields = read_fields(outline.text) if body else None
-    said = said_in(headers, rules.program_headers)
-    header = program_header_of(said, rules.program_headers)
+    said, header = heard_in(headers, rules.program_headers)
     program_id, source = _program_of(path_id, headers, said, header, fields or BodyFields(), rules)
     if fields is not None:
         text = _without_ours(outline.text, fields, rules)

@@ -7,7 +7,7 @@ is, and what two prompts share is known to at least two thirds. What lies betwee
 they were sent.
 """
 
-# interpreted: what msgspec calls bytes is none to a compiled function
+# compiled: it is asked of each turn
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ _TEXT_CUTS_BYTES = tuple(
 )
 _TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
+Piece = bytes | memoryview
+"""Also what msgspec calls bytes, which is none to a compiled function."""
+
 _known: dict[tuple[bytes, int, int], _Hash] = {}
 """Digests by those before them, and by the size and the hash of the piece between."""
 _sha1 = partial(hashlib.sha1, usedforsecurity=False)
@@ -66,7 +69,7 @@ def prefix_of(
     if fields.messages or fields.input:
         return _cuts_of_messages(fields, has_media=has_media)
     token_ids = fields.input_ids or fields.prompt_token_ids or fields.token_ids
-    text: bytes = fields.prompt or fields.text or token_ids
+    text: Piece = fields.prompt or fields.text or token_ids
     if outline is not None and outline.is_placeholder(text):
         text = outline.token_ids
     return _cuts_of_text(fields, text) if len(text) >= MIN_TEXT_BYTES else ()
@@ -89,7 +92,9 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
         size_bytes += len(messages[start]) if is_one else sum(map(len, messages[start:end]))
         if size_bytes > MAX_HASHED_BYTES:
             break
-        piece = messages[start] if is_one else b"".join(messages[start:end])
+        piece: Piece = messages[start]
+        if not is_one:
+            piece = b"".join(messages[start:end])
         digest = _followed(digest, piece)
         if has_media:
             media_bytes += media_of(bytes(piece)).size_bytes
@@ -105,7 +110,7 @@ def _messages(fields: PromptFields) -> Sequence[Raw]:
     return [system, *items] if system else items
 
 
-def _cuts_of_text(fields: PromptFields, text: bytes) -> tuple[PrefixCut, ...]:
+def _cuts_of_text(fields: PromptFields, text: Piece) -> tuple[PrefixCut, ...]:
     """Cut a text, or a list of token ids as it is written, at certain bytes; several prompts in one are left alone."""
     if not begins_with(text, b'"') and not _is_list_of_numbers(text):
         return ()
@@ -126,7 +131,7 @@ def _begun(fields: PromptFields, kind: bytes) -> _Hash:
     return _sha1(b"\0".join((kind, fields.model, fields.cache_salt, b"")))
 
 
-def _followed(digest: _Hash, piece: bytes | memoryview) -> _Hash:
+def _followed(digest: _Hash, piece: Piece) -> _Hash:
     """Return the digest of what was hashed so far and a piece behind it.
 
     A program sends again what it sent before, so most large pieces were hashed after the same already. Which these are
@@ -150,7 +155,7 @@ def _number(digest: _Hash) -> int:
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
-def _is_list_of_numbers(value: bytes) -> bool:
+def _is_list_of_numbers(value: Piece) -> bool:
     return bytes(memoryview(value)[:16]).removeprefix(b"[").lstrip()[:1].isdigit()
 
 

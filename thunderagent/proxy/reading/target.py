@@ -108,7 +108,7 @@ class Target:
 def _path_of_url(raw: str, host: str) -> str:
     match = _ABSOLUTE.fullmatch(raw)
     if match is None:
-        raise RequestError("the target of a request is a path that begins with /")
+        raise RequestError("the target of a request must be a path that begins with /")
     if not host or match["host"].lower() != host.lower():
         raise RequestError("the target of a request is a path; this one is a URL of another host than the header Host")
     rest = match["rest"]
@@ -119,15 +119,17 @@ def _parse(raw: str) -> Target:
     if not raw.isascii():
         raw = quote(raw.encode("utf-8", "surrogateescape"), safe=_ASCII + "\x00\t\n\r ")
     if _UNFIT.search(raw):
-        raise RequestError("the target of a request holds no #, space or control character; write them as %23, %20, …")
+        raise RequestError(
+            "the target of a request must not contain #, space or control characters; write them as %23, %20, …"
+        )
     path, mark, query = raw.partition("?")
     path = "/" + path.lstrip("/")
     if "%" in path:
         path = _ESCAPED_PLAIN.sub(lambda match: unquote(match[0]), path)
         if _ESCAPED_CONTROL.search(path):
-            raise RequestError("the path of a request holds no control characters, escaped ones neither")
+            raise RequestError("the path of a request must not contain control characters, not even escaped ones")
     if any(part.partition(";")[0] in _DOTS for part in path.split("/")):
-        raise RequestError("the path of a request holds no . and .. segments; write where they lead to")
+        raise RequestError("the path of a request must not contain . or .. segments")
     program_id, prefix, engine_path = _split(path)
     engine_path = _SLASHES.sub("/", engine_path)
     parts = _SEPARATORS.split(unquote(engine_path).lower())

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from multidict import CIMultiDictProxy
 
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -23,21 +25,26 @@ def read_turn(
     What is not a JSON object, or is on an API that we do not speak, is nobody's; so is what goes to a replica that its
     client chose.
     """
-    turn, prompt = read_request(exchange.target, exchange.headers, exchange.body, rules, tenancy)
+    turn, prompt = read_request(exchange.target, exchange.headers, exchange.body, rules, tenancy, exchange.notes)
     if chosen_id is not None:
         return turn._replace(program_id=None, source="anonymous", is_final=False, told_id=""), None
     return turn, prompt
 
 
 def read_request(
-    target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules, tenancy: Tenancy | None
+    target: Target,
+    headers: CIMultiDictProxy[str],
+    body: bytes,
+    rules: IdentityRules,
+    tenancy: Tenancy | None,
+    notes: dict[str, Any] | None = None,
 ) -> tuple[TurnRequest, Prompt | None]:
-    """Return whose turn a head and a body are; see `read_turn`."""
+    """Return whose turn a head, of which there may be `notes`, and a body are; see `read_turn`."""
     body = in_utf8(body)
     if tenancy is not None:
         rules = tenancy.rules(rules)
     dialect = TURN_DIALECTS.get(target.spelt)
-    turn = identify(target.program_id, headers, body, rules, dialect) if dialect is not None else None
+    turn = identify(target.program_id, headers, body, rules, dialect, notes) if dialect is not None else None
     if dialect is None or turn is None:
         turn = _unread(target, headers, body, rules)
         if tenancy is not None:

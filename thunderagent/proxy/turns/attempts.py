@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.turns.patience import Patience
@@ -38,6 +39,8 @@ REMEMBER_S = 120.0
 
 REMEMBER_COUNT = 10_000
 HASHED_BYTES = 2**20
+TOLD_BYTES = 2**12
+"""Of a body, its end: what another gateway knows it by, beside its size and its client's key."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +118,14 @@ class Attempts:
         if ended is not None and now_s - ended[1] <= REMEMBER_S:
             attempt.since_s, _, attempt.supersedes_id = ended
 
+    def revoke(self, program_id: str, turn_id: int) -> None:
+        """Cancel an attempt, because the next one at the same turn came to another gateway."""
+        for attempt in self._live.get(program_id, ()):
+            if attempt.turn_id == turn_id and not attempt.superseded:
+                attempt.superseded = True
+                if attempt.task is not None:
+                    attempt.task.cancel()
+
     def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
         """Let go of an attempt; one that got no answer may come again."""
         key = attempt.key
@@ -133,6 +144,15 @@ class Attempts:
         self._ended.move_to_end(place)
         while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
             self._ended.popitem(last=False)
+
+
+def told_key(attempt: Attempt) -> str:
+    """Return what other gateways know all attempts at a program's turn by; empty where its client gave no key."""
+    turn, key = attempt.turn, attempt.patience.idempotency_key
+    if not key or turn.program_id is None:
+        return ""
+    what = "\0".join((turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
+    return blake2b(turn.body[-TOLD_BYTES:], key=blake2b(what.encode()).digest(), digest_size=16).hexdigest()
 
 
 def _key_of(attempt: Attempt) -> str | None:

@@ -25,6 +25,7 @@ from time import monotonic
 from typing import Protocol
 
 import structlog
+from msgspec.structs import replace
 from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaError, RequestError, ThunderAgentError, TurnAbortedError, TurnSupersededError
@@ -44,7 +45,7 @@ from thunderagent.proxy.reading.inference import Inference, Prompt
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
 from thunderagent.proxy.turns.aborts import abort_answer
 from thunderagent.proxy.turns.arrival import read_turn
-from thunderagent.proxy.turns.attempts import Attempt, Attempts
+from thunderagent.proxy.turns.attempts import Attempt, Attempts, told_key
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.turns.patience import patience_of
@@ -84,6 +85,8 @@ class TurnSettings:
     """A websocket is ended after so long."""
     names_programs: bool = False
     """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
+    tells_attempts: bool = False
+    """Tell the scheduler by which key attempts at one turn may be known: the next one may come to another gateway."""
 
 
 class Preparer(Protocol):
@@ -130,6 +133,10 @@ class Turns:
         self._write = line_writer(log)
         self._loop: asyncio.AbstractEventLoop | None = None
         """Kept, because to ask for it costs a system call."""
+
+    def revoke(self, program_id: str, turn_id: int) -> None:
+        """End a turn here, whose next attempt came to another gateway."""
+        self._attempts.revoke(program_id, turn_id)
 
     async def answer(self, exchange: Exchange, chosen_id: str | None = None) -> None:
         """Answer one turn; on the replica `chosen_id`, which its client chose, it is nobody's, whatever it says.
@@ -204,7 +211,7 @@ class Turns:
     def _attempt(self, exchange: Exchange, record: Record) -> Attempt:
         turn, target = record.turn, record.target
         try:
-            patience = patience_of(exchange.headers, self._settings.patience_s)
+            patience = patience_of(exchange.headers, self._settings.patience_s, exchange.notes)
         except RequestError as error:
             tell_with_error(error, identity_headers(turn.program_id, turn.source))
             raise
@@ -270,6 +277,8 @@ class Turns:
         asked_s, lease = monotonic(), None
         home_id = self._leases.home_of(record.turn.told_id, record.model) if record.turn.told_id else None
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
+        if self._settings.tells_attempts and (key := told_key(attempt)):
+            ask = replace(ask, attempt_key=key)
         waiting = self._leases.lease(ask, self._held.turn(exchange.kept, record.held_bytes))
         try:
             if record.held_stream is None:
@@ -353,6 +362,6 @@ class Turns:
 
 
 def _superseded(record: Record) -> TurnSupersededError:
-    error = TurnSupersededError("the same turn was tried again; that attempt goes on")
+    error = TurnSupersededError("the client retried this turn; the retry goes on")
     tell_with_error(error, record.headers())
     return error

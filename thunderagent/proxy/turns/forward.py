@@ -64,7 +64,7 @@ class Forwarding:
 
     def headers_of(self, exchange: Exchange, record: Record) -> CIMultiDict[str]:
         """Return the headers that a turn goes to an engine with."""
-        headers = forwarded_request_headers(exchange.headers)
+        headers = forwarded_request_headers(exchange.headers, exchange.notes)
         if exchange.channel is not None:
             headers["Connection"], headers["Upgrade"] = "Upgrade", exchange.headers["Upgrade"]
         if self._names_programs and record.turn.program_id is not None:

@@ -60,7 +60,7 @@ class Models:
         refusals = [answer for answer in answers if answer is not None and answer.status >= 400]
         if refusals and len({answer.status if answer is not None else 0 for answer in answers}) == 1:
             return web.Response(status=refusals[0].status, headers=refusals[0].headers, body=refusals[0].body)
-        raise NoReplicaError("no replica that is up says which models it serves")
+        raise NoReplicaError("no replica that is up lists its models")
 
     async def _ask(self, replica_id: str, headers: CIMultiDict[str]) -> _Answer | None:
         """Return what a replica answers; None if it does not."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from multidict import istr
 
@@ -46,8 +46,22 @@ class Patience(NamedTuple):
     hint: TurnHint | None = None
 
 
-def patience_of(headers: Mapping[str, str], default_s: float | None = None) -> Patience:
-    """Read it; `default_s` is of clients that do not say it. Raises `RequestError` for a wrong header of ours."""
+def patience_of(
+    headers: Mapping[str, str], default_s: float | None = None, notes: dict[str, Any] | None = None
+) -> Patience:
+    """Read it; `default_s` is of clients that do not say it. `notes` are those of the head, where it was read before.
+
+    Raises `RequestError` for a wrong header of ours.
+    """
+    known: Patience | None = None if notes is None else notes.get("patience")
+    if known is None:
+        known = _patience_of(headers, default_s)
+        if notes is not None:
+            notes["patience"] = known
+    return known
+
+
+def _patience_of(headers: Mapping[str, str], default_s: float | None) -> Patience:
     patience_s, counts_bytes = default_s, False
     if PATIENCE_HEADER in headers:
         patience_s = _seconds(headers[PATIENCE_HEADER])

@@ -9,6 +9,7 @@ answer before that is booked: what it sends then is read later, and begun after 
 from __future__ import annotations
 
 import asyncio
+import sys
 from functools import partial
 from time import monotonic
 
@@ -26,13 +27,16 @@ from thunderagent.proxy.reading.tool_calls import StreamToolCalls
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
-from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
-from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
+from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wait, done
+from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back, relayed_headers
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 from thunderagent.proxy.wire.websockets import Websockets
 
 CONTENT_ENCODING = istr("Content-Encoding")
+
+MOST_WHOLE_BYTES = 64 * 2**20
+"""A larger answer is not kept until it is whole, and not read."""
 
 PROGRESS_PERIOD_S = 1.0
 """The scheduler hears at most so often how far a stream has come."""
@@ -65,13 +69,16 @@ class Relay:
             await self._converse(exchange, exchange.channel, record, lease, upstream)
             return
         streams = upstream.content_type == "text/event-stream"
-        headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
+        headers = relayed_headers(upstream.headers, upstream.notes)
         lead_back(headers, granted.url, granted.replica_id, record.target)
         headers.update(record.headers())
         if streams and not (exchange.begun and upstream.status >= 400):
             await self._stream(exchange, record, lease, upstream, headers)
             return
-        body = upstream.whole() if upstream.is_whole else await self._read(lease, upstream)
+        if not upstream.is_whole and not await self._read(exchange, lease, upstream):
+            await self._pass_on(exchange, record, lease, upstream, headers)
+            return
+        body = upstream.whole()
         if len(body) > LARGE_BODY_BYTES:
             await asyncio.to_thread(self._look_into, record, lease, upstream, body)
         if record.held_stream is not None and exchange.begun:
@@ -81,7 +88,7 @@ class Relay:
         try:
             wait = exchange.answer(upstream.status, upstream.reason, headers, body)
             if len(body) <= LARGE_BODY_BYTES:
-                await asyncio.sleep(0)  # it goes out first; a next turn that comes now is begun after this
+                await OTHERS_FIRST  # it goes out first; a next turn that comes now is begun after this
         finally:
             if len(body) <= LARGE_BODY_BYTES:
                 self._look_into(record, lease, upstream, body)
@@ -89,13 +96,30 @@ class Relay:
         if wait is not None:
             await wait
 
-    async def _read(self, lease: OpenLease, upstream: Answer) -> bytes:
-        """Read an answer to its end."""
+    async def _read(self, exchange: Exchange, lease: OpenLease, upstream: Answer) -> bool:
+        """Read an answer to its end; say whether it is whole, as one that is told as an event must be."""
+        max_bytes = sys.maxsize if exchange.begun else MOST_WHOLE_BYTES
         try:
-            return await self._client.read(lease.granted.replica_id, upstream)
+            return await self._client.whole_within(lease.granted.replica_id, upstream, max_bytes)
         except ReplicaError as error:
             self._forwarding.failed(lease, error)
             raise
+
+    async def _pass_on(
+        self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
+    ) -> None:
+        """Relay an answer that is too large to be kept, as it comes."""
+        lease.started()
+        await done(exchange.begin(upstream.status, upstream.reason, headers))
+        try:
+            await self._client.pipe(lease.granted.replica_id, upstream, exchange.write)
+        except ReplicaError as error:
+            record.outcome = "failed"
+            self._forwarding.failed(lease, error)
+            exchange.cut()
+            return
+        self._end_lease(record, lease)
+        await done(exchange.end())
 
     def _look_into(self, record: Record, lease: OpenLease, upstream: Answer, body: bytes) -> None:
         """Read the usage of a whole answer, and which tool it calls; and what it says if that is wanted."""

@@ -30,7 +30,7 @@ from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.identity import IdentityRules, SideCallRequest, identify_side_call
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.wire.aiohttp_request import begin, target_of
+from thunderagent.proxy.wire.aiohttp_request import begin, target_of, write, write_eof
 from thunderagent.proxy.wire.headers import (
     forwarded_request_headers,
     forwarded_response_headers,
@@ -39,7 +39,6 @@ from thunderagent.proxy.wire.headers import (
     tell_with_error,
 )
 from thunderagent.proxy.wire.http11.answers import Answer
-from thunderagent.proxy.wire.stall import write, write_eof
 
 log = structlog.get_logger("thunderagent.side_calls")
 

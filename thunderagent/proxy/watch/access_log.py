@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import structlog
 from aiohttp import web
 
-from thunderagent.proxy.gate.coming import Visitor
+from thunderagent.proxy.gate.bodies import Visitor
 from thunderagent.proxy.gate.guard import Handler
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.wire.aiohttp_request import told_path

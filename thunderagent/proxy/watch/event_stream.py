@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from thunderagent.proxy.wire.aiohttp_request import begin
-from thunderagent.proxy.wire.stall import write, write_eof
+from thunderagent.proxy.wire.aiohttp_request import begin, write, write_eof
 
 HEARTBEAT_S = 15.0
 """A comment is sent on a silent stream so often, so that nobody between takes it for dead."""

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin
+from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin, write, write_eof
 from thunderagent.proxy.wire.exchange import KeptBody, Wait
-from thunderagent.proxy.wire.stall import write, write_eof
 
 
 class AiohttpExchange:
     """A request whose body was read, and its answer. Whoever handles the request returns `response` to aiohttp."""
 
-    __slots__ = ("_request", "_response", "begun", "body", "kept", "target")
+    __slots__ = ("_request", "_response", "begun", "body", "kept", "notes", "target")
 
     def __init__(self, request: web.Request, target: Target, body: bytes) -> None:
         """Ask for `target`, which may be another than the request's own."""
         self._request = request
         self._response: web.StreamResponse | None = None
         self.begun = False
+        self.notes: dict[str, Any] = {}
         self.target = target
         self.body = body
         self.kept: KeptBody | None = request.get(KEPT_BODY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -17,7 +18,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
+from thunderagent.errors import RequestError
 from thunderagent.proxy.wire.aiohttp_request import keep_target, routed
+from thunderagent.proxy.wire.errors import plain_answer
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower, Lent
 from thunderagent.proxy.wire.http11.limits import Sweep
@@ -132,6 +135,21 @@ class _Borrower(RequestHandler):
         if isinstance(self.transport, Lent):
             self.transport.answered(keeps_alive=bool(response.keep_alive) and not has_left)
         return response, has_left
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Tell of what aiohttp does not read in the words of our API, and not in its own, which repeat what came."""
+        response = super().handle_error(request, status, exc, message)
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR and isinstance(response, web.Response):
+            told = plain_answer(status, RequestError.code, "the request, or the URL in it, is not HTTP", None)
+            response.headers.update(told.headers)
+            response.body = told.body
+        return response
 
 
 class _LogHandler(logging.Handler):

@@ -1,7 +1,7 @@
 """The way of a turn that our own server read: judged, run, and told of what went wrong.
 
-For aiohttp's requests wrappers of handlers do the same (`proxy/app.py`). What is judged, and what an error looks like,
-is said in one place for both.
+For aiohttp's requests wrappers of handlers do the same (`proxy/routing.py`). What is judged, and what an error looks
+like, is said in one place for both.
 """
 
 # compiled: each turn passes here

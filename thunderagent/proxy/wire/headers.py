@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from multidict import CIMultiDict, CIMultiDictProxy, istr
@@ -45,14 +46,28 @@ FAIL_OPEN_HEADER = "X-ThunderAgent-Fail-Open"
 _PORTS = {"http": 80, "https": 443}
 
 
-def forwarded_request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return the end-to-end headers of a request, in their order and spelling."""
-    return _without(headers, _REQUEST_DROPPED)
+def forwarded_request_headers(headers: CIMultiDictProxy[str], notes: dict[str, Any] | None = None) -> CIMultiDict[str]:
+    """Return the end-to-end headers of a request, in their order and spelling; `notes` are those of its head."""
+    known: CIMultiDict[str] | None = None if notes is None else notes.get("forwarded")
+    if known is None:
+        known = _without(headers, _REQUEST_DROPPED)
+        if notes is None:
+            return known
+        notes["forwarded"] = known
+    return CIMultiDict(known)
 
 
 def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: bool) -> CIMultiDict[str]:
     """Return the end-to-end headers of an answer; Content-Length only if the body's bytes stay as they are."""
     return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {istr("content-length")})
+
+
+def relayed_headers(headers: CIMultiDictProxy[str], notes: dict[str, Any]) -> CIMultiDict[str]:
+    """Return the end-to-end headers of an answer without its length; `notes` are those of its head."""
+    known: CIMultiDict[str] | None = notes.get("forwarded")
+    if known is None:
+        known = notes["forwarded"] = forwarded_response_headers(headers, keep_length=False)
+    return CIMultiDict(known)
 
 
 def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from ssl import SSLContext
 from typing import Literal
 
@@ -16,36 +17,29 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from thunderagent.compilation import build_kind
 from thunderagent.errors import SchedulerUnreachableError
 from thunderagent.proxy.admin.admin import EXPOSITION_TYPE, HealthReport, NotReadyReport, ReadyReport
-from thunderagent.proxy.app import (
-    FRONT,
-    LOOP_LAG,
-    MADE_ANSWERS_COUNT,
-    TurnHandlers,
-    add_routes,
-    by_inner_path,
-    front_of,
-)
+from thunderagent.proxy.app import FRONT, LOOP_LAG, MADE_ANSWERS_COUNT
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, Use
 from thunderagent.proxy.gate.bodies import report_response
-from thunderagent.proxy.gate.guard import SAFE_METHODS, Guard, GuardSettings
+from thunderagent.proxy.gate.browsers import SAFE_METHODS
+from thunderagent.proxy.gate.guard import Guard, GuardSettings
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.routing import TurnHandlers, add_routes, by_inner_path, front_of
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.metrics import carried, exposition
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
-from thunderagent.proxy.wire.aiohttp_request import target_of
+from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S, target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
-from thunderagent.proxy.wire.stall import STALL_LIMIT_S
 from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.scale import messages
 from thunderagent.scale.gateway.remote import RemoteRuntime
@@ -77,7 +71,9 @@ def build_gateway_app(
     held = HeldTurns(turn_settings.held, registry)
     tenancy = Tenancy(runtime, from_key=False, client_priority=turn_settings.client_priority)
     made = MadeAnswers(MADE_ANSWERS_COUNT)
-    flow = Turns(runtime, client, replicas, runtime, metrics, turn_settings, tenancy, held, made, websockets)
+    told = replace(turn_settings, tells_attempts=True)
+    flow = Turns(runtime, client, replicas, runtime, metrics, told, tenancy, held, made, websockets)
+    runtime.on_revoke = flow.revoke
     turns = TurnHandlers(flow)
     retries_count, identity = turn_settings.retries.retries_count, turn_settings.identity
     side_calls = SideCalls(
@@ -190,7 +186,7 @@ class GatewayHandlers:
         why = ""
         if runtime.leaving or runtime.closing:
             why = "shutting down"
-        elif not runtime.turns.is_led and not runtime.fails_open:
+        elif not runtime.turns.is_led and not runtime.alone.is_on:
             why = "there is no link to a scheduler"
         elif not up_count:
             why = "no replica is up"
@@ -240,7 +236,7 @@ class GatewayCollector:
         yield CounterMetricFamily(
             "thunderagent_fail_open_turns",
             "Turns that ran without a scheduler's lease: alert on any.",
-            runtime.fail_open_count,
+            runtime.alone.granted_count,
         )
 
 

@@ -13,6 +13,7 @@ nothing is kept back for being sent again while there is no link: the rows are t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from typing import TypeVar
 
 from msgspec import Struct
@@ -96,6 +97,9 @@ class CarriedTurns:
         self._leader_id = 0
         self._released: dict[str, Released] = {}
         self._outbox: list[Message] = []
+        self._told: Iterator[Message] = iter(())
+        """What is to be told before that, at the beginning of a link."""
+        self._next_told: Message | None = None
         self._number = self._heard = 0
         self._ended_count = 0
 
@@ -111,7 +115,7 @@ class CarriedTurns:
         self._say(ask)
 
     def left(self, turn_id: int) -> None:
-        """Forget a turn that has no lease: nobody waits for it any more."""
+        """Forget a turn that has no lease: no program waits for it any more."""
         if self.rows.pop(turn_id, None) is not None:
             self._say(Left(turn_id))
 
@@ -185,22 +189,26 @@ class CarriedTurns:
         self.link_number += 1
         self._number = self._heard = 0
         hello = Hello(self.gateway_id, self.boot_id, self.link_number, self.epoch, self._leader_id, polls=self.polls)
-        self._outbox = [hello, *self._all_turns(now_s), *self._released.values(), Told(tuple(tripped_ids))]
+        self._told, self._next_told = self._all_turns(now_s), hello
+        self._outbox = [*self._released.values(), Told(tuple(tripped_ids))]
 
     def unlinked(self) -> None:
         """End a link; what was not sent is told at the beginning of the next."""
         self.is_linked = self.is_led = False
-        self._outbox = []
+        self._outbox, self._told, self._next_told = [], iter(()), None
 
     def _all_turns(self, now_s: float) -> Iterator[Message]:
+        """Say which turns there are now; each is made into a message when its turn to be sent comes."""
         rows = self.rows.values()
-        ended = (_running(row) for row in rows if row.end is not None)
-        running = (_running(row) for row in rows if row.lease is not None and row.end is None)
-        held = (_aged(row, now_s) for row in rows if row.lease is None)
-        yield from (Turns(running=chunk) for chunk in _chunks(ended))
-        yield from (Turns(running=chunk) for chunk in _chunks(running))
-        yield from (Turns(held=chunk) for chunk in _chunks(held))
-        yield from (Turns(cards=chunk) for chunk in _chunks(self.cards.values()))
+        ended = [row for row in rows if row.end is not None]
+        running = [row for row in rows if row.lease is not None and row.end is None]
+        held = [row for row in rows if row.lease is None]
+        return chain(
+            (Turns(running=chunk) for chunk in _chunks(map(_running, ended))),
+            (Turns(running=chunk) for chunk in _chunks(map(_running, running))),
+            (Turns(held=chunk) for chunk in _chunks(_aged(row, now_s) for row in held)),
+            (Turns(cards=chunk) for chunk in _chunks(list(self.cards.values()))),
+        )
 
     def _say(self, message: FromGateway) -> None:
         if self.is_linked:
@@ -209,15 +217,19 @@ class CarriedTurns:
     @property
     def has_news(self) -> bool:
         """Whether there is something to send."""
-        return bool(self._outbox)
+        return self._next_told is not None or bool(self._outbox)
 
     def frame(self) -> Frame:
         """Return what is to be sent now; there is more as long as there `has_news`.
 
-        Turns that are told again end a frame, so that no frame is too large, however much there is to tell.
+        Turns that are told again have frames of their own, so that no frame is too large, however much there is to
+        tell. What happens meanwhile is said after all that.
         """
-        count = next((n for n, each in enumerate(self._outbox, 1) if n == FRAME_COUNT or type(each) is Turns), None)
-        messages, self._outbox = self._outbox[:count], [] if count is None else self._outbox[count:]
+        if self._next_told is not None:
+            messages = [self._next_told]
+            self._next_told = next(self._told, None)
+        else:
+            messages, self._outbox = self._outbox[:FRAME_COUNT], self._outbox[FRAME_COUNT:]
         self._number += 1
         return Frame(self._number, self._heard, self.epoch, messages)
 

@@ -6,9 +6,7 @@ Theory of operation
 has the replicas as they were pushed last. What it is asked it answers by what it carried itself; what happens to
 replicas and programs elsewhere it tells its observers as the events that the core would have heard.
 
-Turns that wait while there is no scheduler go on waiting. Once there has been none for `patience_s` they *fail open*:
-each runs on the replica where its program was last, or one that follows from its name, as long as fewer than
-`fail_open_turns_count` run there from here. When a scheduler is back it is told of them, as of all that runs.
+Turns that wait while there is no scheduler go on waiting, until they *fail open* (`failing_open.py`).
 
 The socket is `dialling.py`'s.
 """
@@ -26,8 +24,9 @@ from time import monotonic
 import structlog
 
 from thunderagent.errors import ShuttingDownError
-from thunderagent.leases import FAIL_OPEN, UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd
 from thunderagent.scale.gateway.carried import CarriedTurns
+from thunderagent.scale.gateway.failing_open import FailingOpen
 from thunderagent.scale.gateway.fleet import RemoteFleet
 from thunderagent.scale.gateway.known import KnownProgram, KnownPrograms
 from thunderagent.scale.gateway.refusals import error_of
@@ -43,6 +42,7 @@ from thunderagent.scale.messages import (
     PollShare,
     Refusal,
     Replicas,
+    Revoke,
 )
 
 log = structlog.get_logger("thunderagent.scale")
@@ -84,6 +84,8 @@ class RemoteRuntime:
         self.now_s = clock
         self.on_polls: Callable[[PollShare | Look | None], None] = lambda _word: None
         """Hears what this gateway is to poll; None: nothing, for there is no link."""
+        self.on_revoke: Callable[[str, int], None] = lambda _program_id, _turn_id: None
+        """Hears of a program's turn that is to end here, because it was tried again elsewhere."""
         self.polls_count: Callable[[], int] = lambda: 0
         """Returns how many engines are polled from here."""
         self.all_told = asyncio.Event()
@@ -95,7 +97,6 @@ class RemoteRuntime:
         """Turns by how they ended."""
         self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
         """Of finished turns, as far as engines said their usage."""
-        self.fail_open_count = 0
         self.leases_count = 0
         self.closing = self.leaving = False
         self._turn_ids = count(1)
@@ -106,9 +107,15 @@ class RemoteRuntime:
         self._known = KnownPrograms()
         self._counts: Counter[str] = Counter()
         """Turns in flight from here, by replica."""
-        self._coming: Counter[str] = Counter()
-        """Those that fail open, until whoever waits for them goes on."""
-        self._alone_since_s: float | None = clock()
+        self.alone = FailingOpen(
+            turns,
+            self.fleet,
+            self._known,
+            patience_s=settings.patience_s,
+            turns_count=settings.fail_open_turns_count,
+            clock=clock,
+        )
+        """What is granted here while there is no scheduler."""
         self._no_lease_left = asyncio.Event()
         self._no_lease_left.set()
 
@@ -119,12 +126,6 @@ class RemoteRuntime:
     def held_count(self) -> int:
         """Turns that wait for a lease."""
         return len(self._waiters)
-
-    @property
-    def fails_open(self) -> bool:
-        """Whether there has been no scheduler for so long that turns run without."""
-        since_s = self._alone_since_s
-        return since_s is not None and self.now_s() - since_s >= self.settings.patience_s
 
     def new_turn_id(self) -> int:
         """Return an id that no turn of this gateway had before."""
@@ -165,7 +166,7 @@ class RemoteRuntime:
         self._held[ask.turn_id] = ask
         try:
             with while_held:
-                self._fail_open()
+                self.look()
                 while row.lease is None:
                     await self._answer(ask.turn_id)
                     self._check_refusal(ask.turn_id)
@@ -183,8 +184,7 @@ class RemoteRuntime:
         self.outcome_counts["abandoned" if isinstance(error, asyncio.CancelledError) else "rejected"] += 1
         row = self.turns.rows.get(turn_id)
         if row is not None and row.lease is not None:
-            if row.lease.reason == FAIL_OPEN:
-                self._coming[row.lease.replica_id] -= 1
+            self.alone.came(row.lease)
             self.turns.ended(TurnEnd(turn_id, row.ask.program_id, row.lease.generation, "abandoned"))
         else:
             self.turns.left(turn_id)
@@ -193,42 +193,15 @@ class RemoteRuntime:
     def _begins(self, ask: TurnAsk, lease: Lease) -> None:
         self.leases_count += 1
         self._no_lease_left.clear()
-        if lease.reason == FAIL_OPEN:
-            self._coming[lease.replica_id] -= 1
+        self.alone.came(lease)
         self._counts[lease.replica_id] += 1
         if ask.program_id is not None:
             self._known.note(ask.program_id, KnownProgram(lease.replica_id, ask.tenant, lease.generation))
 
-    # --- without a scheduler
-
     def look(self) -> None:
         """Let turns run without a scheduler, if there has been none for long; call it now and then."""
-        self._fail_open()
-
-    def _fail_open(self) -> None:
-        if not self._held or self.turns.is_linked or not self.fails_open:
-            return  # a scheduler that has a link was told that they are held
-        for turn_id, ask in list(self._held.items()):
-            row = self.turns.rows.get(turn_id)
-            if row is None or row.lease is not None:
-                continue
-            replica_id = self.fleet.where(ask, self.home_of(ask.program_id or ""), self._has_room)
-            if replica_id is None:
-                continue
-            state = self.replicas.states[replica_id]
-            known = self._known.get(ask.program_id)
-            generation = known.generation if known is not None else 0
-            held_s = self.now_s() - row.asked_s
-            lease = Lease(turn_id, ask.program_id, generation, replica_id, state.url, None, FAIL_OPEN, held_s)
-            self.turns.granted_here(turn_id, lease)
-            self.fail_open_count += 1
-            self._coming[replica_id] += 1
-            self._tell(turn_id, lease)
-
-    def _has_room(self, replica_id: str) -> bool:
-        """Say whether one more turn may run there without leave."""
-        there_count = self._counts[replica_id] + self._coming[replica_id]
-        return there_count < self.settings.fail_open_turns_count
+        for lease in self.alone.grants(self._held, self._counts, self.home_of):
+            self._tell(lease.turn_id, lease)
 
     # --- links
 
@@ -241,15 +214,14 @@ class RemoteRuntime:
 
     def unlinked(self) -> None:
         """End a link: whoever waits for an answer is held."""
-        if self._alone_since_s is None:
-            self._alone_since_s = self.now_s()
+        self.alone.alone()
         self.turns.unlinked()
         self.on_polls(None)
         self.all_told.set()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_result(None)
-        self._fail_open()
+        self.look()
 
     def take(self, frame: Frame) -> None:
         """Take in what came by the link. Raises `BadFrameError`."""
@@ -273,11 +245,12 @@ class RemoteRuntime:
                 elif waiter is not None:  # it hears just now that it is held
                     self._refusals[message.turn_id] = message
             case Lead():
-                if self._alone_since_s is not None:
-                    log.info("scheduler_leads", epoch=self.turns.epoch, alone_s=self.now_s() - self._alone_since_s)
-                self._alone_since_s = None
+                if (alone_s := self.alone.led()) is not None:
+                    log.info("scheduler_leads", epoch=self.turns.epoch, alone_s=alone_s)
             case Replicas():
                 self.fleet.take(message)
+            case Revoke():
+                self.on_revoke(message.program_id, message.turn_id)
             case Gone():
                 self._program_gone(message.program_id)
             case PollShare() | Look():
@@ -387,7 +360,7 @@ class RemoteRuntime:
         self.news.set()
         if not self.leases_count:
             self._no_lease_left.set()
-        self._fail_open()
+        self.look()
 
     async def close(self) -> None:
         """Ask for nothing more, refuse who waits, let turns in flight end up to the grace period."""

@@ -150,7 +150,7 @@ def decode(data: bytes) -> Entry:
         raw = _decode_raw(data)
         return Entry(raw.epoch, raw.now_s, known_of(raw.records, _decode_record, _KINDS))
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadFrameError(f"what was written is no entry: {error}") from error
+        raise BadFrameError(f"an entry is invalid: {error}") from error
 
 
 def program_of(fields: Sequence[Any]) -> ProgramRecord:
@@ -240,7 +240,8 @@ class Kept:
             self._told, self._told_gateway_ids = set(), set()
             return
         if self._told is not None:
-            self._programs = {key: each for key, each in self._programs.items() if key in self._told}
+            for key in self._programs.keys() - self._told:
+                del self._programs[key]
             self.gateways = {key: each for key, each in self.gateways.items() if key in self._told_gateway_ids}
         self._told = None
 

@@ -128,7 +128,7 @@ class KubernetesStore:
             return 0
         epoch = max(self._lease_epoch, self._epoch, least_epoch) + 1
         if epoch > MAX_TRANSITIONS:
-            raise StoreError(f"a Lease has no room for epoch {epoch}: take it away, and the store's keys")
+            raise StoreError(f"a Lease cannot hold epoch {epoch}: delete it, and the store's keys")
         asked_s = self._now_s()
         if not await self._write(owner, epoch, acquireTime=_now()):
             return 0
@@ -239,7 +239,7 @@ class KubernetesStore:
                 max(self._lock_s + SPARE_S, min(MAX_LEASE_S, float(spec.get("leaseDurationSeconds") or 0))),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{self._name} is no Lease as a scheduler writes it: {error!r}") from error
+            raise StoreError(f"{self._name} is not a Lease that a scheduler wrote: {error!r}") from error
         if self._lease is None or lease.version != self._lease.version:
             self._since_s = self._now_s()
         self._lease = lease

@@ -195,4 +195,4 @@ async def _errors() -> AsyncIterator[None]:
             with heeds_cancellation():
                 yield
     except (RedisError, OSError, TimeoutError) as error:
-        raise StoreError(f"the store does not do as told: {error or type(error).__name__}") from error
+        raise StoreError(f"the store refused a command: {error or type(error).__name__}") from error

@@ -32,9 +32,9 @@ def seen_of(
     try:
         name, number = owner.decode() if owner is not None else None, int(epoch or 0)
     except ValueError as error:
-        raise StoreError("the lock or the epoch in the store is none of a scheduler's") from error
+        raise StoreError("the lock or the epoch in the store was not written by a scheduler") from error
     if not 0 <= number < MAX_EPOCH:
-        raise StoreError(f"the epoch in the store is none of a scheduler's: {number}")
+        raise StoreError(f"the epoch in the store was not written by a scheduler: {number}")
     return Seen(name, number, [(where.decode(), fields.get(b"e", b"")) for where, fields in entries], has_more)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from thunderagent.errors import StoreError
-from thunderagent.learned_state import LearnedState, encode_state
 from thunderagent.programs.handlers.adoption import record_of
 from thunderagent.programs.model.decisions import SetRoute
 from thunderagent.programs.model.events import Event
@@ -17,6 +16,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.pool import Pool
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.runtime import Runtime
+from thunderagent.runtime.learned_state import LearnedState, encode_state
 from thunderagent.scale.leader.journal import Journal
 from thunderagent.scale.leader.kept import At, Counted, Ended, Learned, Linked, Lost, Operated, Record, Sums
 from thunderagent.scale.leader.store import Store

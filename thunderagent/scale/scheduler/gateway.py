@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, TurnAsk, TurnEnd
-from thunderagent.scale.messages import Card, Digest, Message, Progress, Released, Running
+from thunderagent.scale.messages import Card, Digest, Frame, Message, Ok, Progress, Released, Running
 
 LOST_IDS_COUNT = 1000
 """So many turns without an answer are remembered of a gateway, for the attempt that takes the place of one."""
@@ -31,6 +32,9 @@ class Grants(Protocol):
 
     def left(self, turn_id: int) -> None:
         """Take in that nobody waits for a turn any more."""
+
+    def tried_again(self, turn_id: int) -> None:
+        """Take in that a turn will end because its client tried it again."""
 
     def released(self, word: Released) -> None:
         """Take in that a program ended."""
@@ -83,6 +87,49 @@ class Gateway:
         self.tripped_ids: set[str] = set()
         """Replicas that fail it turn after turn."""
         self._lost_ids: dict[int, int] = {}
+
+    # --- its link
+
+    def linked(self, link_number: int) -> None:
+        """Begin a link. Raises `BadFrameError` if there is a later one already."""
+        if link_number <= self.link_number:
+            raise BadFrameError(f"{self} has a later link than {link_number}")
+        self.link_number, self.is_linked, self.is_told = link_number, True, False
+        self.lost_since_s = None
+        self.number, self.heard = 0, 0
+        self.told_ids = set()
+        self.outbox, self.uncounted_ids = [], []
+
+    def hears(self, frame: Frame) -> bool:
+        """Say whether a frame that came is news. Raises `BadFrameError` if one is missing."""
+        if frame.number <= self.heard:
+            return False
+        if frame.number != self.heard + 1:
+            raise BadFrameError(f"frame {frame.number} of {self} came after frame {self.heard}")
+        self.heard = frame.number
+        if self.is_told and self.counted:
+            for turn_id in [each for each, number in self.counted.items() if 0 < number <= frame.heard]:
+                del self.counted[turn_id]
+        return True
+
+    def all_told(self) -> None:
+        """Hear that it told all that it has; forget of its ends those that it knows to be counted."""
+        self.counted = {each: number for each, number in self.counted.items() if each in self.told_ids}
+        self.told_ids = set()
+        self.is_told = True
+
+    def frame(self, epoch: int) -> Frame:
+        """Return what is to be sent to it now."""
+        messages, self.outbox = self.outbox, []
+        self.number += 1
+        if self.uncounted_ids:
+            messages.append(Ok(tuple(self.uncounted_ids)))
+            for turn_id in self.uncounted_ids:
+                self.counted[turn_id] = self.number
+            self.uncounted_ids = []
+        return Frame(self.number, self.heard, epoch, messages)
+
+    # --- its turns
 
     def own_id(self, turn_id: int) -> int | None:
         """Return the scheduler's number of a turn, also of one that ended a while ago without an answer."""

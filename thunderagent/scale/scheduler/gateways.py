@@ -40,16 +40,18 @@ from thunderagent.scale.messages import (
     Lead,
     Left,
     Message,
-    Ok,
     Polled,
     Progress,
     Refusal,
     Released,
+    Revoke,
     Running,
     Told,
     Turns,
 )
 from thunderagent.scale.scheduler.gateway import Gateway, GatewayTurn, Grants
+from thunderagent.scale.scheduler.tried_again import TriedAgain
+from thunderagent.scale.scheduler.trips import Trips
 
 GENERATION_BITS = 32
 """Gateways are told the epoch above so many bits of a generation: what another scheduler counted is another."""
@@ -81,6 +83,8 @@ class Gateways:
         """Hears of a higher epoch than this; None: this scheduler takes its epoch from its gateways."""
         self.on_polled: Callable[[Gateway, Polled], None] = lambda _gateway, _word: None
         """Hears what a gateway found at a replica that it polls."""
+        self._tried_again = TriedAgain()
+        self.trips = Trips(self.all, grants.tripped)
         self._grants = grants
         self._on_news = on_news
         self._served: dict[str, set[str]] = {}
@@ -111,13 +115,7 @@ class Gateways:
             gateway = None
         if gateway is None:
             gateway = self.all[hello.gateway_id] = Gateway(hello.gateway_id, hello.boot_id)
-        if hello.link_number <= gateway.link_number:
-            raise BadFrameError(f"{gateway} has a later link than {hello.link_number}")
-        gateway.link_number, gateway.is_linked, gateway.is_told = hello.link_number, True, False
-        gateway.lost_since_s = None
-        gateway.number, gateway.heard = 0, 0
-        gateway.told_ids = set()
-        gateway.outbox, gateway.uncounted_ids = [], []
+        gateway.linked(hello.link_number)
         if is_higher:
             self.leads_in(hello.highest_epoch + 1)
         else:
@@ -150,7 +148,7 @@ class Gateways:
         """End a link; the gateway's turns stay until it is lost. One that has a later link is not concerned."""
         if gateway.link_number == link_number:
             gateway.is_linked, gateway.lost_since_s = False, now_s
-            self._trip({replica_id for each in self.all.values() for replica_id in each.tripped_ids})
+            self.trips.went()
 
     def lose_silent(self, now_s: float, limit_s: float) -> list[Gateway]:
         """Take the turns of gateways for over that have had no link for `limit_s`; return which."""
@@ -168,35 +166,17 @@ class Gateways:
         """Take all turns of a gateway for over; should it come again, it tells them."""
         for turn_id in list(gateway.turns):
             self._over(gateway, turn_id)
-        self._has_tripped(gateway, ())
-
-    def begins_anew(self, replica_ids: Iterable[str]) -> None:
-        """Forget who took replicas for tripped: they went down or came up, and did not fail since."""
-        for gateway in self.all.values():
-            gateway.tripped_ids.difference_update(replica_ids)
-
-    def _has_tripped(self, gateway: Gateway, replica_ids: Iterable[str]) -> None:
-        """Have these be the replicas that a gateway takes for tripped."""
-        before, gateway.tripped_ids = gateway.tripped_ids, set(replica_ids)
-        self._trip(before | gateway.tripped_ids)
+        self.trips.are(gateway, ())
 
     def _saw(self, gateway: Gateway, digest: Digest | Polled) -> None:
         if isinstance(digest, Polled):
             self.on_polled(gateway, digest)
         elif digest.seen == "tripped":
-            self._has_tripped(gateway, gateway.tripped_ids | {digest.replica_id})
+            self.trips.are(gateway, gateway.tripped_ids | {digest.replica_id})
         elif digest.seen == "tried":
-            self._has_tripped(gateway, gateway.tripped_ids - {digest.replica_id})
+            self.trips.are(gateway, gateway.tripped_ids - {digest.replica_id})
         else:
             self._grants.seen(digest)
-
-    def _trip(self, replica_ids: Iterable[str]) -> None:
-        """Say of replicas that two gateways take them for tripped, or the only one; or that none does any more."""
-        enough_count = min(2, max(1, sum(each.is_linked for each in self.all.values())))
-        for replica_id in sorted(replica_ids):
-            count = sum(replica_id in each.tripped_ids for each in self.all.values())
-            if not count or count >= enough_count:
-                self._grants.tripped(replica_id, tripped=bool(count))
 
     def _over(self, gateway: Gateway, turn_id: int) -> None:
         """End a turn of which its gateway will say nothing more; what others get for it may have ended it by now."""
@@ -207,20 +187,14 @@ class Gateways:
         self._drop(gateway, turn_id)
         gateway.lost(turn_id, own_id)
         if lease is None:
-            self._grants.left(own_id)
+            self._left(own_id)
         else:
             self._grants.ended(own_id, TurnEnd(own_id, lease.program_id, lease.generation, "abandoned"))
+        self._is_over(own_id)
 
     def frame(self, gateway: Gateway) -> Frame:
         """Return what is to be sent to a gateway now."""
-        messages, gateway.outbox = gateway.outbox, []
-        gateway.number += 1
-        if gateway.uncounted_ids:
-            messages.append(Ok(tuple(gateway.uncounted_ids)))
-            for turn_id in gateway.uncounted_ids:
-                gateway.counted[turn_id] = gateway.number
-            gateway.uncounted_ids = []
-        return Frame(gateway.number, gateway.heard, self.epoch, messages)
+        return gateway.frame(self.epoch)
 
     def say(self, gateway: Gateway, message: Message) -> None:
         """Tell a gateway something, if it has a link."""
@@ -240,16 +214,9 @@ class Gateways:
 
         Raises `BadFrameError` if a frame is missing, or a message is not a gateway's.
         """
-        if frame.number <= gateway.heard:
-            return
-        if frame.number != gateway.heard + 1:
-            raise BadFrameError(f"frame {frame.number} of {gateway} came after frame {gateway.heard}")
-        gateway.heard = frame.number
-        if gateway.is_told and gateway.counted:
-            for turn_id in [each for each, number in gateway.counted.items() if 0 < number <= frame.heard]:
-                del gateway.counted[turn_id]
-        for message in frame.messages:
-            self._take(gateway, message)
+        if gateway.hears(frame):
+            for message in frame.messages:
+                self._take(gateway, message)
 
     def _take(self, gateway: Gateway, message: Message) -> None:
         match message:
@@ -273,11 +240,11 @@ class Gateways:
                 self._told(gateway, message)
             case Told():
                 self._all_told(gateway)
-                self._has_tripped(gateway, message.tripped_ids)
+                self.trips.are(gateway, message.tripped_ids)
             case Hello():
                 pass  # the first message of the link, which is heard before
             case _:
-                raise BadFrameError(f"{gateway} says what only schedulers say: {type(message).__name__}")
+                raise BadFrameError(f"{gateway} sent a message that only schedulers send: {type(message).__name__}")
 
     def _new(self, gateway: Gateway, turn_id: int) -> GatewayTurn:
         turn = gateway.turns[turn_id] = GatewayTurn(self._grants.new_turn_id())
@@ -292,9 +259,41 @@ class Gateways:
         if known is None:
             earlier_id = None if ask.supersedes_id is None else gateway.own_id(ask.supersedes_id)
             own_id = self._new(gateway, ask.turn_id).own_id
-            self._grants.asked(own_id, replace(ask, turn_id=own_id, supersedes_id=earlier_id))
+            asked = replace(ask, turn_id=own_id, supersedes_id=earlier_id)
+            elsewhere_id = self._tried_again.comes(asked)
+            if elsewhere_id is None or not self._revokes(elsewhere_id, asked, gateway):
+                self._grants.asked(own_id, asked)
         elif known.lease is not None:  # its grant was lost with the link
             self.say(gateway, known.lease)
+
+    def _revokes(self, earlier_id: int, ask: TurnAsk, gateway: Gateway) -> bool:
+        """Have another gateway end an earlier attempt, and `ask` wait for that; False if no other one has it."""
+        of = self._by_own_id.get(earlier_id)
+        if of is None or of[0] is gateway or not of[0].is_linked:
+            return False
+        self._tried_again.waits(ask, earlier_id)
+        self._grants.tried_again(earlier_id)
+        self.say(of[0], Revoke(of[1], ask.program_id or ""))
+        self.held(ask.turn_id)
+        return True
+
+    def _left(self, own_id: int) -> None:
+        if not self._tried_again.left(own_id):
+            self._grants.left(own_id)
+
+    def _is_over(self, own_id: int) -> None:
+        """Ask for what waited until a turn is over; call it once whoever grants knows that."""
+        for ask in self._tried_again.over(own_id):
+            self._goes_on(replace(ask, supersedes_id=own_id))
+
+    def _goes_on(self, ask: TurnAsk) -> None:
+        if ask.turn_id in self._by_own_id:
+            self._grants.asked(ask.turn_id, ask)
+
+    def look(self) -> None:
+        """Look for turns that wait for an earlier attempt which does not end; call it now and then."""
+        for ask in self._tried_again.late():
+            self._goes_on(ask)
 
     def _ended(self, gateway: Gateway, end: TurnEnd, running: Running | None = None) -> None:
         """Count how a turn ended, once, and acknowledge it."""
@@ -309,9 +308,10 @@ class Gateways:
             if end.outcome != "finished":
                 gateway.lost(turn_id, own_id)
             if lease is None:  # it ran by no leave that was heard of
-                self._grants.left(own_id)
+                self._left(own_id)
             else:
                 self._grants.ended(own_id, end)
+            self._is_over(own_id)
         gateway.counted[turn_id] = 0
         if self.on_counted is not None:
             self.on_counted(gateway, turn_id)
@@ -334,6 +334,7 @@ class Gateways:
         if known is not None:
             self._over(gateway, turn_id)
         turn = self._new(gateway, turn_id)
+        self._tried_again.comes(replace(running.ask, turn_id=turn.own_id))
         turn.lease = lease
         self.adopted_count += 1
         self._serves(gateway, lease)
@@ -355,12 +356,10 @@ class Gateways:
             self._grants.card(card)
 
     def _all_told(self, gateway: Gateway) -> None:
-        """End what the gateway no longer has, and forget of its ends those that it knows to be counted."""
+        """End what the gateway no longer has."""
         for turn_id in [each for each in gateway.turns if each not in gateway.told_ids]:
             self._over(gateway, turn_id)
-        gateway.counted = {each: number for each, number in gateway.counted.items() if each in gateway.told_ids}
-        gateway.told_ids = set()
-        gateway.is_told = True
+        gateway.all_told()
 
     # --- what is decided; nothing happens for turns that are over
 
@@ -404,6 +403,7 @@ class Gateways:
             gateway, turn_id = of
             self._drop(gateway, turn_id)
             self.say(gateway, Refusal(turn_id, code, message, retry_after_s))
+            self._is_over(own_id)
 
     def is_known(self, own_id: int) -> bool:
         """Say whether a turn is held or runs."""

@@ -139,6 +139,10 @@ class Granting:
         if task is not None:
             task.cancel()
 
+    def tried_again(self, turn_id: int) -> None:
+        """Have it counted as one whose place the next attempt took."""
+        self._runtime.tried_again(turn_id)
+
     def released(self, word: Released) -> None:
         """End a program."""
         self._runtime.release(word.program_id, word.generation, word.outcome)

@@ -156,6 +156,7 @@ class Links:
         for gateway in self.gateways.lose_silent(now_s, self._gateway_lost_s):
             log.warning("gateway_lost", gateway_id=gateway.gateway_id)
             self._writes_lost(gateway)
+        self.gateways.look()
         self.granting.count_late()
         if not self.granting.is_open and self._since_s is not None and now_s - self._since_s >= RESYNC_S:
             all_told = all(link.gateway.is_told for link in self._links.values())
@@ -216,7 +217,7 @@ class Links:
         try:
             self._take(gateway, frame)
             async for message in socket:
-                if message.type is not WSMsgType.BINARY or link.number != gateway.link_number:
+                if message.type is not WSMsgType.BINARY or self._links.get(gateway.gateway_id) is not link:
                     break
                 frame, dropped_count = messages.decode(message.data)
                 self.dropped_count += dropped_count
@@ -240,13 +241,13 @@ class Links:
         if isinstance(hello, Deposed):
             self.gateways.deposed(hello.epoch)
         if not isinstance(hello, Hello):
-            raise BadFrameError("a link begins with a hello")
+            raise BadFrameError("a link must begin with a hello")
         gateway = self.gateways.linked(hello)
         link = _Link(socket, gateway)
         before = self._links.get(gateway.gateway_id)
         self._links[gateway.gateway_id] = link
         if before is not None:
-            before.sender.cancel()
+            before.replaced()
         log.info("gateway_linked", gateway_id=gateway.gateway_id, epoch=self.gateways.epoch, version=hello.version)
         if self._since_s is None:
             self._since_s = self._runtime.now_s()
@@ -269,7 +270,8 @@ class Links:
         self.gateways.unlinked(gateway, link.number, self._runtime.now_s())
         if not gateway.is_linked and self.polls is not None:
             self.polls.went(gateway)
-        if not gateway.is_linked and not gateway.turns:
+        is_known = self.gateways.all.get(gateway.gateway_id) is gateway  # not another process of its name
+        if is_known and not gateway.is_linked and not gateway.turns:
             self._writes_lost(gateway)
         if self._links.get(gateway.gateway_id) is link:
             del self._links[gateway.gateway_id]
@@ -336,3 +338,9 @@ class _Link:
         self.news = asyncio.Event()
         self.news.set()
         self.sender: asyncio.Task[None]
+        self._closing: asyncio.Task[bool] | None = None
+
+    def replaced(self) -> None:
+        """End it: its gateway has a later one, or another process goes by its gateway's name."""
+        self.sender.cancel()
+        self._closing = asyncio.create_task(self.socket.close())

@@ -36,7 +36,7 @@ class ReplicaNews:
     def _pushed(self, states: Sequence[ReplicaState], removed_ids: Sequence[str]) -> None:
         """Tell all gateways what changed of the replicas."""
         stayed_ids = {each.replica_id for each in states if each.is_up and self._was_up(each.replica_id)}
-        self._gateways.begins_anew([*({each.replica_id for each in states} - stayed_ids), *removed_ids])
+        self._gateways.trips.begin_anew([*({each.replica_id for each in states} - stayed_ids), *removed_ids])
         remote = [self._remote(state) for state in states]
         changed = tuple(each for each in remote if self._told.get(each.state.replica_id) != each)
         self._told.update((each.state.replica_id, each) for each in changed)

@@ -66,9 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default="passthrough,sticky,cap-best,thunderagent",
         metavar="P,P",
-        help="who is compared, each NAME or NAME:SETTING=VALUE:... (default: %(default)s)",
+        help="policies to compare, each NAME or NAME:SETTING=VALUE:... (default: %(default)s)",
     )
-    add("--baseline", default="", metavar="P", help="whose turns/min the ratios are to (default: the first policy)")
+    add(
+        "--baseline",
+        default="",
+        metavar="P",
+        help="policy that ratios of turns/min refer to (default: the first policy)",
+    )
     add(
         "--programs",
         type=_whole_numbers,

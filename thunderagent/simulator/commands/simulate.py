@@ -77,7 +77,7 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-format",
         default="recorded",
         choices=sorted(FORMATS),
-        help="whose file it is; recorded: what `thunderagent record` writes (default: %(default)s)",
+        help="format of the file; recorded: what `thunderagent record` writes (default: %(default)s)",
     )
     add(
         "--loop",
@@ -110,7 +110,7 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="M",
-        help="time at the begin that does not count (default: %(default)g)",
+        help="time at the start that does not count (default: %(default)g)",
     )
     add("--tool-cpus", type=int, metavar="N", help="tools that run at a time (default: no limit)")
     add(

@@ -120,8 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduling-policy",
         default="fcfs",
         choices=get_args(SchedulingPolicy),
-        help="who runs first and is preempted last: fcfs goes by arrival; priority by a request's `priority`, lower "
-        "first, which fcfs refuses (default: %(default)s)",
+        help="which request runs first and is preempted last: fcfs goes by arrival; priority by a request's "
+        "`priority`, lower first, which fcfs refuses (default: %(default)s)",
     )
     add(
         "--speed",

@@ -96,7 +96,7 @@ class EngineConfig:
         return self.capacity_tokens if self.max_model_len is None else self.max_model_len
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineRequest:
     """Ask for an output: the caller already knows what the engine is going to say, the engine says when.
 
@@ -126,7 +126,7 @@ class Admission:
     is_readmission: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FinishedRequest:
     """Report a finished request.
 
@@ -143,7 +143,7 @@ class FinishedRequest:
     finished_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """Report one iteration, which began at the `now_s` of the call and takes `duration_s`.
 
@@ -159,7 +159,7 @@ class StepResult:
     preempted: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """Show an engine's gauges and its counters since its start, counted as vLLM counts them.
 

@@ -22,18 +22,26 @@ which has one smallest root X (a quadratic). Holding a context costs H, dropping
 - **L1**: clairvoyant hold-or-drop. Each gap is known beforehand; a context is held if its gap is shorter than a
   threshold, else dropped and recomputed. The best threshold of all is searched: both costs grow with the context, so
   the break-even gap is nearly the same for every program.
-- **L2**: a closed loop of N programs: none is faster than alone on an idle replica, so X <= N · turns / time alone.
+- **L2**: a closed loop of N programs: none is faster than alone on an idle replica, so X <= N · turns / time alone. And
+  they are in each other's way: a turn of n iterations at least (first token with the last one of its prefill) takes
+  n·a/(1 - X·g) of them as long as they are in the mean, and then its tool z seconds, so that of N programs
+
+      X·n·a/(1 - X·g) + X·z <= N
+
+  with the least g. It is the inequality above, with programs in place of tokens; X of one replica, N those on it. That
+  no iteration is idle is the best case: of fewer ones each does more.
 - **L3**: tools: with K processors and the mean tool time t, X <= K/t.
 
 Where the engines have a tier behind their pools, a context that was dropped may come back from there: dropping costs
 what is less, its recomputation or its restoring, as if the tier held everything.
 
-All are upper bounds, in turns a second of the whole system. L0, L2 and L3 hold for every schedule on the engine model,
-but for what is left out on purpose, all of which can only lower the truth: blocks of 16 tokens, the sequence limit,
-prefixes computed once. L1 holds gaps in the order of their length, which is the best order where holding and
-recomputing both grow with the context alone; where attention or unequal prefixes count for much, another order could
-be a little better. L1 also assumes what continuous batching does: that what is resident sees iterations of mean
-length. A schedule that did all its prefill while little is resident could pass it; none here does.
+All are upper bounds, in turns a second of the whole system. L0, L3 and the first of L2 hold for every schedule on the
+engine model, but for what is left out on purpose, all of which can only lower the truth: blocks of 16 tokens, the
+sequence limit, prefixes computed once. L1 holds gaps in the order of their length, which is the best order where
+holding and recomputing both grow with the context alone; where attention or unequal prefixes count for much, another
+order could be a little better. L1 and the second of L2 also assume what continuous batching does: that what is resident
+sees iterations of mean length. A schedule that did all its prefill while little is resident could pass them; none here
+does.
 
 A **batch** of programs that all begin at once and run once ends no earlier than the latest of
 
@@ -81,7 +89,7 @@ class Bounds:
         return min(named, key=lambda name: named[name])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnCost:
     """What one turn needs of an engine: `work_s` is g and `token_iterations` is W of the theory above."""
 
@@ -105,7 +113,7 @@ class TurnCost:
         return TurnCost(self.work_s / count, self.token_iterations / count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnShape:
     """What a turn is made of: of its `prompt_tokens` the last `new_tokens` were not in its program's context before.
 
@@ -220,12 +228,13 @@ class Engines:
 
     def turns_per_s(self, mean: TurnCost, held_token_s: float) -> float:
         """Solve X·W·a/(1 - X·g) + X·H = C for one replica; return the X of all of them. The docstring above has why."""
-        capacity = self.capacity_tokens
-        linear = mean.token_iterations * self.timing.base_s + held_token_s + capacity * mean.work_s
-        if linear == 0:
-            return math.inf
-        root = math.sqrt(max(0.0, linear**2 - 4 * held_token_s * mean.work_s * capacity))
-        return self.replicas_count * 2 * capacity / (linear + root)
+        resident_s = mean.token_iterations * self.timing.base_s
+        return self.replicas_count * _rate_per_s(resident_s, held_token_s, mean.work_s, self.capacity_tokens)
+
+    def looped_turns_per_s(self, iterations_count: float, work_s: float, gap_s: float, programs_count: int) -> float:
+        """Solve X·n·a/(1 - X·g) + X·z = N in the same way, for as many programs on each replica."""
+        resident_s, on_each = iterations_count * self.timing.base_s, programs_count / self.replicas_count
+        return self.replicas_count * _rate_per_s(resident_s, gap_s, work_s, on_each)
 
 
 def bounds(
@@ -258,21 +267,26 @@ def bounds(
     if parts is None:
         parts = [1.0] * len(shapes)
     turns_count = sum(parts)
-    fixed, gaps, alone_s, tools_s = TurnCost(), [], 0.0, 0.0
+    fixed, gaps, alone_s, tools_s, iterations_count = TurnCost(), [], 0.0, 0.0, 0.0
     for shape, part in zip(shapes, parts, strict=True):
         least = engines.least_cost(shape)
         fixed += least * part
         alone_s += part * engines.alone_s(shape)
+        iterations_count += part * engines.iterations_count(shape)
         if shape.gap_s is not None:
             recompute = (engines.dropped_cost(shape) - least) * part
             gaps.append(_Gap(shape.gap_s, part * shape.gap_s * shape.held_tokens, recompute))
             tools_s += part * shape.gap_s
     threshold_s, hold_or_drop = _best_threshold(fixed, gaps, turns_count, engines)
+    closed_loop = _ratio(programs_count, turns_count, alone_s + tools_s)
+    if programs_count is not None:
+        mean_counts = iterations_count / turns_count, fixed.work_s / turns_count, tools_s / turns_count
+        closed_loop = min(closed_loop, engines.looped_turns_per_s(*mean_counts, programs_count))
     return Bounds(
         no_recompute_per_s=engines.turns_per_s(fixed / turns_count, 0.0),
         hold_or_drop_per_s=hold_or_drop,
         hold_below_s=threshold_s,
-        closed_loop_per_s=_ratio(programs_count, turns_count, alone_s + tools_s),
+        closed_loop_per_s=closed_loop,
         tools_per_s=_ratio(tool_processors_count, turns_count, tools_s),
     )
 
@@ -330,6 +344,15 @@ def _peak(function: Callable[[float], float], low: float, high: float) -> float:
         else:
             high = right
     return max([*candidates, low], key=function)
+
+
+def _rate_per_s(resident_s: float, held_s: float, work_s: float, room: float) -> float:
+    """Return the smallest root X of X·resident/(1 - X·work) + X·held = room."""
+    linear = resident_s + held_s + room * work_s
+    if linear == 0:
+        return math.inf
+    root = math.sqrt(max(0.0, linear**2 - 4 * held_s * work_s * room))
+    return 2 * room / (linear + root)
 
 
 def _ratio(count: int | None, turns_count: float, total_s: float) -> float:

@@ -37,7 +37,7 @@ class ReplicaListener(Protocol):
         """Learn that a request has all its tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """What a poll says; hits, queries and preemptions since the poll before, or since the engine came up.
 

@@ -261,7 +261,7 @@ class Api:
                 self._allowed |= {right, ("delete", resource, namespace)} if verb == "create" else {right}
                 break
         if not isinstance(answer, dict):
-            raise SandboxEngineError("what answers in place of the Kubernetes API does not speak its language")
+            raise SandboxEngineError("the Kubernetes API gave an answer that is not JSON")
         return answer
 
     def _send(self, verb: str, resource: Resource, namespace: str, name: str = "", **options: Any) -> Any:
@@ -347,7 +347,7 @@ def _mapped(error: client.ApiException, verb: str, resource: Resource) -> Sandbo
         if "exceeded quota" in message:
             return SandboxSpaceError(message)
         if _LACKS_RIGHT.search(message):
-            return RightError(f"we lack the right to {verb} {resource.plural}: {message}")
+            return RightError(f"the proxy lacks the right to {verb} {resource.plural}: {message}")
     if code == 409 and status.get("reason") == "AlreadyExists":
         return SandboxConflictError(message)
     if code in {401, 408, 409, 429} or code >= 500:

@@ -278,7 +278,7 @@ class KubernetesDriver:
         if _labels_of(there).get(SANDBOX_LABEL):
             raise SandboxRefusedError(f"{ref.handle} is a sandbox already")
         if self._owner_pod is not None and uid_of(there) == self._owner_pod[1]:
-            raise SandboxRefusedError(f"{ref.handle} is what the proxy itself runs in")
+            raise SandboxRefusedError(f"{ref.handle} is the proxy's own pod")
         self._known[ref.handle] = _Known(uid_of(there), "", is_adopted=True)
         return place_of(ref, self._pod_of(ref, there))
 

@@ -57,7 +57,7 @@ class Errand:
     def _step(self, before: Stage, after: Stage) -> None:
         with self._lock:
             if self._stage is not before:
-                raise SandboxSetupError("nobody waits for it any more")
+                raise SandboxSetupError("no program waits for it any more")
             self._stage = after
 
 

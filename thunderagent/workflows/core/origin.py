@@ -205,7 +205,7 @@ class Origin:
     def _push_or_owe(self, call_id: int, location: str, for_id: int) -> None:
         record = self.records.get(call_id)
         if record is None:  # nobody of this node waits for it, so whoever asks is no longer waited for, either
-            outcome = Outcome(error=LostError("a value was asked for that nobody waits for"))
+            outcome = Outcome(error=LostError("internal: a value without a waiting call"))
         elif record.outcome is not None:
             outcome = record.outcome
         else:

@@ -88,14 +88,14 @@ async def test_a_list_in_pages_is_one_set(api: Api) -> None:
     ("answer", "message"),
     [
         (500, "answered 500: oh no"),
-        (403, "we lack the right to list and watch pods: oh no"),
+        (403, "the proxy lacks the right to list and watch pods: oh no"),
         (410, "expired while it was read"),
-        (b"<html>", "does not answer as one does"),
-        (b"[]", "does not answer as one does"),
-        (b"5", "does not answer as one does"),
-        ({"items": []}, "does not answer as one does"),
-        (page(5), "does not answer as one does"),
-        (page({"metadata": {}}), "does not answer as one does"),
+        (b"<html>", "gave an unexpected answer"),
+        (b"[]", "gave an unexpected answer"),
+        (b"5", "gave an unexpected answer"),
+        ({"items": []}, "gave an unexpected answer"),
+        (page(5), "gave an unexpected answer"),
+        (page({"metadata": {}}), "gave an unexpected answer"),
     ],
 )
 async def test_a_list_that_is_none_tells_no_set(api: Api, answer: Any, message: str) -> None:

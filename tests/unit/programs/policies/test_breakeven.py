@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import Driver, of_kind, restored_on
+from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
+from thunderagent.programs.model.policy import Order, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.policies.composed import Composed
+from thunderagent.programs.policies.parts.orders import Fcfs
 
 PREFILL_TOKEN_S = 5e-5
 """What the scheduler guesses until it learns better: 1,000 tokens are computed in 50 ms. Short turns teach nothing."""
@@ -28,10 +31,11 @@ def driver_with(
     adapt_capacity: bool = False,
     wait_ratio: float = FOREVER,
     replicas: dict[str, int | None] | None = None,
+    order: Order | None = None,
     **more: float,
 ) -> Driver:
-    """A driver with every part switched off that is not asked for, but letting pass."""
-    policy = BreakEven(
+    """A driver with every part switched off that is not asked for, but letting pass; its own order without another."""
+    policy: Policy = BreakEven(
         hold_ratio=hold_ratio,
         low_ratio=low_ratio,
         foresight_ratio=foresight_ratio,
@@ -41,6 +45,8 @@ def driver_with(
         wait_ratio=wait_ratio,
         **more,
     )
+    if order is not None:
+        policy = Composed(policy, order=order)
     return Driver(policy, replicas=replicas or {"r0": 1000}, settings=LONG)
 
 
@@ -170,15 +176,59 @@ def test_tools_are_held_by_their_names() -> None:
 # --- Admission by age
 
 
-def test_whoever_was_there_first_goes_first() -> None:
-    """The oldest program, not the one whose turn waits longest."""
+def test_whoever_is_through_for_least_goes_first() -> None:
+    """A small program before a large one that came before it."""
     driver = driver_with(pass_count=0)
+    driver.takes_turn("x", 1000)
+    driver.passes(60.0)
+    driver.takes_turn("x", 1000)
+    large = driver.arrives("large", 900)
+    driver.passes(5.0)
+    small = driver.arrives("small", 300)
+    assert driver.held(large)
+    assert driver.held(small)
+    driver.releases("x")
+    assert of_kind(Restore, driver.decisions) == ["small"]
+    driver.finishes(small, 300)
+    driver.releases("small")
+    assert not driver.held(large)
+
+
+def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
+    """Four times the median life of programs: until then smaller ones go before it, from then on nobody does."""
+    driver = driver_with(wait_ratio=0.5)
+    driver.takes_turn("lived", 10)
+    driver.passes(100.0)
+    driver.takes_turn("lived", 10)
+    driver.releases("lived")
+    bound_s = 4.0 * driver.scheduler.knowledge.residences.median_s
+    opens(driver, a=300)
+    busy = driver.arrives("busy", 300)
+    large = driver.arrives("large", 900)
+    driver.passes(bound_s - 1.0)
+    early = driver.arrives("early", 100)
+    assert not driver.held(early)
+    driver.passes(2.0)
+    driver.finishes(early, 100)
+    late = driver.arrives("late", 100)
+    assert driver.held(large)
+    assert driver.held(late)
+    driver.finishes(busy, 300)
+    for name in ("early", "busy", "a"):
+        driver.releases(name)
+    assert not driver.held(large)
+
+
+def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() -> None:
+    """The oldest program, not the one whose turn waits longest."""
+    driver = driver_with(pass_count=0, order=Fcfs())
+    assert not driver.scheduler.stream.flows
     opens(driver, old=300)
     driver.drains("r0")
     driver.comes_up("r0", 1000)
     assert driver.home("old") is None
     driver.takes_turn("x", 1000)
-    young = driver.arrives("young", 300)
+    young = driver.arrives("young", 200)
     driver.passes(5.0)
     old = driver.arrives("old", 300)
     assert driver.held(young)
@@ -209,7 +259,7 @@ def test_a_few_behind_the_first_may_pass_it() -> None:
 def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
     """At its arrival, too; `pass_count` 0 switches it off, and the reason says so."""
     for pass_count in (0, 4):
-        driver = driver_with(pass_count=pass_count)
+        driver = driver_with(pass_count=pass_count, order=Fcfs())
         opens(driver, a=700)
         driver.arrives("first", 900)
         turn = driver.arrives("small", 200)
@@ -220,7 +270,7 @@ def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
 
 def test_whoever_passes_takes_nothing_from_the_expired() -> None:
     """Room is made for the first only."""
-    driver = driver_with(hold_ratio=holds_for(10.0))
+    driver = driver_with(hold_ratio=holds_for(10.0), order=Fcfs())
     driver.arrives("busy", 600)
     driver.passes(1.0)
     opens(driver, b=300)
@@ -233,7 +283,7 @@ def test_whoever_passes_takes_nothing_from_the_expired() -> None:
 
 def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() -> None:
     """Half of the median life of programs: until then others pass, from then on the room is kept until it fits."""
-    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000})
+    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000}, order=Fcfs())
     driver.takes_turn("lived", 10)
     driver.passes(100.0)
     driver.takes_turn("lived", 10)
@@ -255,7 +305,7 @@ def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() ->
 
 def test_on_other_replicas_whoever_fits_goes_on() -> None:
     """Only the replica where the first is nearest to fitting is kept for it."""
-    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000})
+    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, order=Fcfs())
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
     driver.releases("lived")
@@ -269,7 +319,7 @@ def test_on_other_replicas_whoever_fits_goes_on() -> None:
 
 def test_one_whose_home_is_kept_for_the_first_goes_elsewhere() -> None:
     """As if its home were full."""
-    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000})
+    driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, order=Fcfs())
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
     driver.releases("lived")
@@ -303,7 +353,7 @@ def grown(driver: Driver, whole_tokens: int = 5000) -> None:
     """Teach the scheduler that programs add 100 tokens in ten seconds, and are 5,000 larger in the mean."""
     growth = driver.scheduler.knowledge.growth
     for _ in range(20):
-        growth.turn_finished(100, 50, 10.0)
+        growth.turn_ended(grew(100, 50, 10.0))
         growth.program_ended(whole_tokens, 1)
 
 
@@ -358,7 +408,7 @@ def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
     driver = driver_with(foresight_ratio=holds_for(20.0))
     growth = driver.scheduler.knowledge.growth
     for _ in range(20):
-        growth.turn_finished(100, 50, 10.0)
+        growth.turn_ended(grew(100, 50, 10.0))
         growth.program_ended(120, 1)
     turn = driver.arrives("a", 300)
     assert driver.program("a").growth_tokens == 120
@@ -375,12 +425,12 @@ def test_every_program_claims_what_its_next_turn_is_expected_to_add() -> None:
     opens(driver, a=400)
     assert driver.demand() == 500
     for _ in range(20):
-        driver.scheduler.knowledge.growth.turn_finished(200, 40, 10.0)
+        driver.scheduler.knowledge.growth.turn_ended(grew(200, 40, 10.0))
     driver.finishes(driver.arrives("a", 400), 400)
     assert 400 + 150 <= driver.demand() <= 400 + 260
     fixed = driver_with(reserve_tokens=100, growth_quantile=0.0)
     for _ in range(20):
-        fixed.scheduler.knowledge.growth.turn_finished(200, 40, 10.0)
+        fixed.scheduler.knowledge.growth.turn_ended(grew(200, 40, 10.0))
     opens(fixed, a=400)
     assert fixed.demand() == 500
 

@@ -113,7 +113,14 @@ def test_migrate_leaves_who_fits_nowhere_and_who_waits_for_nothing_long() -> Non
 def test_migrate_moves_who_waits_behind_others() -> None:
     """Nobody may pass the first, which fits nowhere; one behind it, whose home has a long turn, fits elsewhere."""
     policy = load_policy(
-        "breakeven", {"reserve_tokens": 0, "pass_count": 0, "global_policy": "migrate", "global_policy.wait_s": 0.0}
+        "breakeven",
+        {
+            "reserve_tokens": 0,
+            "pass_count": 0,
+            "order": "fcfs",
+            "global_policy": "migrate",
+            "global_policy.wait_s": 0.0,
+        },
     )
     driver = Driver(policy, replicas={"r0": 10_000, "r1": 10_000})
     for program_id, tokens in (("first", 100), ("a", 5_000)):

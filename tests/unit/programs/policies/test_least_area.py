@@ -9,10 +9,12 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.parts.least_area import (
+    FEW_COUNT,
     FIRST_GROWTH_TOKENS,
     NOT_OVERDUE_RANK,
     REMEMBERED_COUNT,
@@ -100,7 +102,8 @@ def test_it_learns_what_a_turn_adds() -> None:
 def test_it_forgets_programs_that_ended() -> None:
     """Nothing is kept of them but what was counted."""
     order = taught([3] * 20)
-    assert (order._contexts_tokens, order._passed_counts, order._waits, order._overdue) == ({}, {}, {}, {})
+    kept = (order._contexts_tokens, order._passed_counts, order._waits, order._overdue, order._waited_s)
+    assert kept == ({}, {}, {}, {}, {})
 
 
 def test_a_turn_that_fails_teaches_nothing() -> None:
@@ -166,6 +169,41 @@ def test_nobody_waits_for_those_that_come_later_for_longer_than_the_bound() -> N
     waited_s = driver.now_s - arrived_s
     assert not driver.held(large)
     assert 4.0 < waited_s < 12.0
+
+
+def test_the_waits_of_all_its_turns_count_together() -> None:
+    """Half of the bound for its first turn, and half for its second: by then nobody goes before it."""
+    driver = one_at_a_time(bound_ratio=10.0)
+    for number in range(8):  # the median residence is a second
+        turn_id = driver.arrives(f"first{number}", 500)
+        driver.passes(1.0)
+        driver.finishes(turn_id, 500)
+        driver.releases(f"first{number}")
+    for round_number, smaller_go_first in enumerate((True, False)):
+        driver.arrives(f"holder{round_number}", 10)
+        large = driver.arrives("large", 50_000)
+        driver.passes(6.0)
+        small = driver.arrives(f"small{round_number}", 500)
+        driver.releases(f"holder{round_number}")
+        assert driver.held(large) == smaller_go_first
+        if smaller_go_first:
+            driver.releases(f"small{round_number}")
+            driver.finishes(large, 50_000)
+            driver.scheduler.core.pause(driver.program("large"), Reason.IDLE)
+        else:
+            assert driver.held(small)
+
+
+def test_waits_that_are_over_are_forgotten_though_nobody_is_ever_overdue() -> None:
+    """A thousand turns that waited leave no more than a few behind."""
+    order = LeastArea(bound_ratio=inf)
+    driver = Driver(Composed(Cap(n=1), order=order), replicas={"r0": 1_000_000})
+    for number in range(1000):
+        driver.arrives(f"holder{number}", 10)
+        driver.arrives(f"waits{number}", 100)
+        driver.releases(f"holder{number}")
+        driver.releases(f"waits{number}")
+    assert len(order._due) <= FEW_COUNT + 1
 
 
 def test_without_a_bound_it_waits_as_long_as_small_ones_come() -> None:

@@ -69,9 +69,9 @@ def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
         driver.arrives(name, tokens)
         driver.passes(1.0)
     must = waiting_of(driver, "b").what_must_happen
-    assert must == "1 program is let in first; then 400 tokens must become free on r0"
+    assert must == "1 program goes first; then 400 tokens must become free on r0"
     must = waiting_of(driver, "c").what_must_happen
-    assert must == "2 programs are let in first; then 500 tokens must become free on r0"
+    assert must == "2 programs go first; then 500 tokens must become free on r0"
     driver = full(Ttl(reserve_tokens=0))
     driver.arrives("a", 500)
     driver.passes(1.0)
@@ -79,7 +79,7 @@ def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
     waiting = waiting_of(driver, "b")
     assert (waiting.reason, waiting.what_must_happen) == (
         "queue_ahead",
-        "1 program is let in first; then it fits on r0 as far as those leave room",
+        "1 program goes first; then it fits on r0, if enough room is left",
     )
 
 
@@ -107,9 +107,7 @@ def test_a_newcomer_is_told_what_others_may_grow_by() -> None:
     (room,) = waiting.replicas
     assert (room.free_tokens, room.needed_tokens, room.missing_tokens) == (500, 400, 0)
     assert room.growth_tokens > 100
-    assert (
-        f"keeps room free, as programs may grow there by {room.growth_tokens:,} tokens, or" in waiting.what_must_happen
-    )
+    assert f"keeps room free (programs there may grow by {room.growth_tokens:,} tokens) or" in waiting.what_must_happen
 
 
 def test_history_in_memory_is_named() -> None:
@@ -125,7 +123,7 @@ def test_history_in_memory_is_named() -> None:
     waiting = waiting_of(driver, "a")
     (room,) = waiting.replicas
     assert (room.is_home, room.resident_tokens) == (True, 400)
-    assert waiting.what_must_happen == "100 tokens must become free on r0, where 400 tokens of its history lie"
+    assert waiting.what_must_happen == "100 tokens must become free on r0, where 400 tokens of its history are cached"
 
 
 def test_without_a_replica_one_must_come_up() -> None:
@@ -176,7 +174,7 @@ def test_a_place_is_the_policy_s_to_give() -> None:
     (room,) = waiting.replicas
     assert (room.free_tokens, room.missing_tokens) == (None, 0)
     assert waiting.what_must_happen == (
-        "the policy must let it in: it fits on r0, but the policy keeps room free or limits who is active"
+        "the policy must let it in: it fits on r0, but the policy keeps room free or limits active programs"
     )
 
 
@@ -188,7 +186,7 @@ def test_shared_prefixes_are_not_needed_twice() -> None:
     waiting = waiting_of(driver, "a")
     (room,) = waiting.replicas
     assert (waiting.claim_tokens, room.needed_tokens, room.missing_tokens) == (800, 400, 200)
-    assert waiting.what_must_happen == "200 tokens must become free on r0, where 400 tokens of its prompt lie"
+    assert waiting.what_must_happen == "200 tokens must become free on r0, where 400 tokens of its prompt are cached"
 
 
 def test_an_active_program_whose_tool_runs_holds_its_claim() -> None:

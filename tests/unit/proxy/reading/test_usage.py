@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.reading.answers import MAX_EVENT_BYTES, StreamUsage, decoded, read_answer
+from thunderagent.proxy.reading.answers import MAX_EVENT_BYTES, MAX_PLAIN_BYTES, StreamUsage, decoded, read_answer
 from thunderagent.proxy.reading.dialects import NO_USAGE, Usage
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 
@@ -266,3 +266,12 @@ def test_a_body_is_decoded_or_none() -> None:
     assert decoded(b"x", None) == decoded(b"x", "identity") == decoded(gzip.compress(b"x"), "x-gzip") == b"x"
     assert decoded(zlib.compress(b"x"), "deflate") == b"x"
     assert decoded(b"x", "br") is decoded(b"no gzip", "gzip") is None
+
+
+def test_a_small_body_that_would_unpack_to_a_huge_one_is_not_read() -> None:
+    """A whole one says nothing then, and a stream is relayed without being followed."""
+    packed = gzip.compress(bytes(MAX_PLAIN_BYTES + 1))
+    assert decoded(packed, "gzip") is None
+    stream = StreamUsage(take_out=False, content_encoding="gzip")
+    assert stream.feed(packed) == packed
+    assert stream.pending_bytes == 0

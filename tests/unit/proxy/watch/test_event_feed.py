@@ -179,15 +179,15 @@ async def test_an_unknown_kind_is_refused() -> None:
 async def test_nothing_is_recorded_while_nobody_listens() -> None:
     """The runtime does not know of the feed before the first listener, nor a while after the last."""
     world = World(linger_s=0.02)
-    assert not world.runtime._observers
+    assert not world.runtime._writer.observers
     with world.feed.listen(), world.feed.listen():
-        assert len(world.runtime._observers) == 1
+        assert len(world.runtime._writer.observers) == 1
     assert world.feed.recording
     with world.feed.listen():  # comes in time: the same recording
         await asyncio.sleep(0.04)
         assert world.feed.recording
     await asyncio.sleep(0.05)
-    assert not world.runtime._observers
+    assert not world.runtime._writer.observers
     assert world.feed._ring == []
 
 
@@ -229,7 +229,7 @@ async def test_closing_ends_it_for_everybody() -> None:
             assert await waiting is None
     with world.feed.listen() as late:
         assert await late.next_events() is None
-    assert not world.runtime._observers
+    assert not world.runtime._writer.observers
 
 
 async def test_a_turn_that_ended_is_forgotten() -> None:

@@ -484,6 +484,23 @@ async def test_what_comes_before_the_answer_is_passed_over() -> None:
         assert await ask(pool, server.url) == b"{}"
 
 
+async def test_a_server_that_sends_nothing_but_interim_answers_has_failed() -> None:
+    """Each of them ends a silence, so that no limit for that would end the request."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await heads(reader).__anext__()
+        with suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>\r\n\r\n" * 100)
+                await writer.drain()
+
+    async with pool_of(behaviour) as (server, pool):
+        async with asyncio.timeout(5):
+            with pytest.raises(ClosedError, match="interim"):
+                await ask(pool, server.url)
+        assert pool.requests_count == 0
+
+
 async def test_what_is_no_http_is_an_error_of_the_connection() -> None:
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heads(reader).__anext__()

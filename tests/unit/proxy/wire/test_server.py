@@ -12,13 +12,20 @@ from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.http11.asked import EARLY_BYTES
-from thunderagent.proxy.wire.http11.heads import CHUNKED, MAX_HEAD_BYTES, end_of_head, read_request
+from thunderagent.proxy.wire.http11.heads import (
+    CHUNKED,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS_COUNT,
+    end_of_head,
+    read_answer,
+    read_request,
+)
 from thunderagent.proxy.wire.http11.limits import Sweep
 from thunderagent.proxy.wire.http11.line import Settings
 from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, Connection
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from thunderagent.proxy.wire.http11.asked import Asked
     from thunderagent.proxy.wire.http11.heads import RequestHead
@@ -422,3 +429,17 @@ def test_an_endless_head_is_refused() -> None:
         end_of_head(b"POST / HTTP/1.1\r\nX: " + b"x" * MAX_HEAD_BYTES, 0)
     with pytest.raises(NotHttpError):
         end_of_head(b"POST / HTTP/1.1\r\nHost: h\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("begin", "read"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: h\r\n", read_request),
+        (b"HTTP/1.1 200 OK\r\nAge: 1\r\n", lambda head: read_answer(head, "POST")),
+    ],
+)
+def test_a_head_has_so_many_headers_and_no_more(begin: bytes, read: Callable[[bytes], Any]) -> None:
+    full = begin + b"".join(b"X-%d: y\r\n" % number for number in range(MAX_HEADERS_COUNT - 1))
+    assert len(read(full + b"\r\n").headers) == MAX_HEADERS_COUNT
+    with pytest.raises(NotHttpError):
+        read(full + b"One: more\r\n\r\n")

@@ -7,6 +7,7 @@ scripts/nightly has 20,000 of each read.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass, field
 from random import Random
@@ -14,19 +15,35 @@ from typing import TYPE_CHECKING, Any
 
 import h11
 import pytest
-from aiohttp import http_parser
+from aiohttp import http_parser, web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 
-from tests.unit.proxy.wire.streams import answer, pieces, requests
+from tests.unit.proxy.wire.streams import LENGTHS, answer, pieces, requests
+from thunderagent.proxy.wire.aiohttp_server import Server, all_lent
+from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.http11 import client, server
-from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES, MAX_HEADERS_COUNT
+from thunderagent.proxy.wire.http11.heads import (
+    KNOWN_BYTES,
+    KNOWN_COUNT,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS_COUNT,
+    MAX_KNOWN_BYTES,
+    AnswerHead,
+    KnownHeads,
+    RequestHead,
+    known_answers,
+    known_requests,
+    read_answer,
+    read_request,
+)
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from thunderagent.proxy.wire.http11.asked import Asked
-    from thunderagent.proxy.wire.http11.heads import RequestHead
 
 CASES_COUNT = int(os.environ.get("SMUGGLING_CASES", "1000"))
 SEED = 20261123
@@ -34,6 +51,11 @@ BATCHES_COUNT = 10
 
 BOUNDS = {"max_line_size": MAX_HEAD_BYTES, "max_field_size": MAX_HEAD_BYTES, "max_headers": MAX_HEADERS_COUNT}
 DECODES_NOTHING = {**BOUNDS, "auto_decompress": False}
+
+SILENT = logging.getLogger("silent")
+SILENT.disabled = True
+
+ENDED = ("refused", "closed", "upgraded")
 
 Message = tuple[bytes, bytes, tuple[tuple[bytes, bytes], ...], bytes]
 """Method and target, or status; headers; body."""
@@ -45,7 +67,7 @@ class Reading:
 
     messages: list[Message] = field(default_factory=list)
     end: str = "idle"
-    """After these: `idle`, `incomplete`, `refused`, or `closed` to what may follow."""
+    """After these: `idle`, `incomplete`, `refused`, or `closed` to what may follow, or `upgraded`, which we lend."""
 
 
 class Pipe(asyncio.Transport):
@@ -107,6 +129,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.reading = Reading()
+        self.has_upgraded = False
 
     def handler(self, head: RequestHead) -> server.Handler:
         return self.handle
@@ -116,6 +139,7 @@ class Ours:
 
     async def handle(self, asked: Asked) -> None:
         if asked.head.upgrades:  # it is lent, and no request follows
+            self.has_upgraded = True
             asked.cut()
             return
         body = await asked.read()
@@ -124,9 +148,9 @@ class Ours:
         asked.answer(200, "OK", CIMultiDict(), b"")
 
 
-async def read_by_us(parts: list[bytes]) -> Reading:
+async def read_by_us(parts: list[bytes], heads: KnownHeads[RequestHead]) -> Reading:
     ours, pipe = Ours(), Pipe()
-    connection = server.Connection(server.Settings(ours, Sweep(asyncio.get_running_loop())))
+    connection = server.Connection(server.Settings(ours, Sweep(asyncio.get_running_loop()), heads))
     connection.connection_made(pipe)
     for part in parts:
         if not pipe.is_closed:
@@ -139,7 +163,7 @@ async def read_by_us(parts: list[bytes]) -> Reading:
         assert pipe.is_closed
         assert pipe.written.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 "), "nothing is answered after a refusal"
     elif pipe.is_closed:
-        ours.reading.end = "closed"
+        ours.reading.end = "upgraded" if ours.has_upgraded else "closed"
     elif connection._asked is not None or connection._buffer:
         ours.reading.end = "incomplete"
     connection.connection_lost(None)
@@ -225,9 +249,9 @@ def conflicts(ours: Reading, other: Reading) -> str:
     for mine, theirs in zip(ours.messages, other.messages, strict=False):
         if mine != (*theirs[:2], theirs[2][-len(mine[2]) :], theirs[3]):
             return f"{mine} is {theirs}"
-    if len(other.messages) < len(ours.messages) and other.end not in ("refused", "closed"):
+    if len(other.messages) < len(ours.messages) and other.end not in ENDED:
         return f"the other waits, after {len(other.messages)}"
-    if len(other.messages) > len(ours.messages) and ours.end not in ("refused", "closed"):
+    if len(other.messages) > len(ours.messages) and ours.end not in ENDED:
         return f"we wait, after {len(ours.messages)}"
     return ""
 
@@ -237,11 +261,13 @@ async def test_requests_are_read_in_one_way(batch: int) -> None:
     loop = asyncio.get_running_loop()
     ends: dict[str, int] = {}
     read_count = 0
+    heads = known_requests()
     for number in range(batch, CASES_COUNT, BATCHES_COUNT):
         rng = Random(f"{SEED}/requests/{number}")
         stream = requests(rng)
-        ours = await read_by_us([stream])
-        in_pieces = await read_by_us(pieces(rng, stream))
+        ours = await read_by_us([stream], heads)
+        in_pieces = await read_by_us(pieces(rng, stream), heads)
+        assert await read_by_us([stream], heads) == ours, (number, stream)  # its heads are known by now
         assert in_pieces.messages[: len(ours.messages)] == ours.messages[: len(in_pieces.messages)], (number, stream)
         others = {"h11": requests_by_h11(stream), "aiohttp": requests_by_aiohttp(stream, loop)}
         for name, other in others.items():
@@ -254,13 +280,54 @@ async def test_requests_are_read_in_one_way(batch: int) -> None:
     assert read_count > CASES_COUNT / BATCHES_COUNT / 4, "the streams are not only rubbish"
 
 
+async def lent_by_us(stream: bytes) -> Reading:
+    """Read requests with aiohttp's server, to which our connection lends each."""
+    reading, pipe = Reading(), Pipe()
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        body = await request.read()
+        reading.messages.append(
+            (request.method.encode(), request.raw_path.encode("utf-8", "surrogateescape"), (), body)
+        )
+        return web.Response()
+
+    makes = Server(web.Server(handle), all_lent, 60.0, logger=SILENT, **DECODES_NOTHING)
+    connection = makes()
+    connection.connection_made(pipe)
+    connection.data_received(stream)
+    for _ in range(60):
+        await asyncio.sleep(0)
+    reading.end = "closed" if pipe.is_closed else "idle"
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
+    return reading
+
+
+@pytest.mark.parametrize("batch", range(BATCHES_COUNT))
+async def test_a_borrower_sees_no_request_that_we_do_not(batch: int) -> None:
+    """Where aiohttp would read the bytes of one otherwise, it is given no other."""
+    refused_count = read_count = 0
+    heads = known_requests()
+    for number in range(batch, CASES_COUNT, BATCHES_COUNT):
+        stream = requests(Random(f"{SEED}/requests/{number}"))
+        ours, lent = await read_by_us([stream], heads), await lent_by_us(stream)
+        plain = [(method, target, (), body) for method, target, _, body in ours.messages]
+        if ours.end in ("refused", "upgraded"):  # what we would refuse, or not read, is the borrower's alone
+            lent.messages = lent.messages[: len(plain)]
+        assert lent.messages == plain[: len(lent.messages)], (number, stream, plain, lent)
+        refused_count += len(lent.messages) < len(plain)
+        read_count += len(lent.messages)
+    print(refused_count, read_count)
+    assert read_count > CASES_COUNT / BATCHES_COUNT / 4, "the streams are not only rubbish"
+
+
 # --- answers
 
 
-async def answer_by_us(parts: list[bytes], method: str) -> Reading:
+async def answer_by_us(parts: list[bytes], method: str, heads: KnownHeads[AnswerHead]) -> Reading:
     loop, pipe, reading = asyncio.get_running_loop(), Pipe(), Reading()
     ended: list[client.Connection] = []
-    connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None)
+    connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None, heads)
     connection.connection_made(pipe)
     asking = asyncio.create_task(connection.exchange(method, b"", None, Limits(60.0, 60.0, 60.0), loop.time()))
     await asyncio.sleep(0)
@@ -357,12 +424,14 @@ def answer_by_aiohttp(stream: bytes, method: str, loop: asyncio.AbstractEventLoo
 async def test_answers_are_read_in_one_way(batch: int) -> None:
     loop = asyncio.get_running_loop()
     ends: dict[str, int] = {}
+    heads = known_answers()
     for number in range(batch, CASES_COUNT, BATCHES_COUNT):
         rng = Random(f"{SEED}/answers/{number}")
         stream, method = answer(rng), rng.choice(("POST", "POST", "POST", "HEAD"))
-        ours = await answer_by_us([stream], method)
-        in_pieces = await answer_by_us(pieces(rng, stream), method)
+        ours = await answer_by_us([stream], method, heads)
+        in_pieces = await answer_by_us(pieces(rng, stream), method, heads)
         assert in_pieces.messages == ours.messages, (number, stream, method)
+        assert await answer_by_us([stream], method, heads) == ours, (number, stream, method)
         others = {"h11": answer_by_h11(stream, method), "aiohttp": answer_by_aiohttp(stream, method, loop)}
         for name, other in others.items():
             if ours.messages and other.messages:
@@ -372,3 +441,80 @@ async def test_answers_are_read_in_one_way(batch: int) -> None:
         ends[ours.end] = ends.get(ours.end, 0) + 1
     print(ends)
     assert {"refused", "closed", "idle"} <= set(ends)
+
+
+# --- heads that came before
+
+
+def reading_of(read: Callable[[bytes], RequestHead | AnswerHead], head: bytes) -> Any:
+    try:
+        found = read(head)
+    except NotHttpError:
+        return None
+    return found._replace(headers=list(found.headers.items()), notes={})
+
+
+@pytest.mark.parametrize("kind", ["requests", "answers"])
+def test_heads_that_came_before_are_read_as_those_that_did_not(kind: str) -> None:
+    is_request = kind == "requests"
+    known: Any = known_requests() if is_request else known_answers()
+    anew: Any = read_request if is_request else lambda head: read_answer(head, "POST")
+    lengths = (*LENGTHS, b"0", b"7", b"120", b"9" * 18, b"9" * 19)
+    same_count = changed_count = 0
+    for number in range(CASES_COUNT):
+        rng = Random(f"{SEED}/{kind}/{number}")
+        head = (requests(rng) if is_request else answer(rng)).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+        wanted = reading_of(anew, head)
+        for _ in range(3):
+            assert reading_of(known.read, head) == wanted, head
+        same_count += wanted is not None
+        before, name, after = head.partition(b"-Length: ")
+        for length in lengths if name else ():
+            changed = before + name + length + after[after.find(b"\r") :]
+            wanted = reading_of(anew, changed)
+            assert reading_of(known.read, changed) == wanted, changed
+            changed_count += wanted is not None
+    assert same_count > CASES_COUNT / 10
+    assert changed_count > CASES_COUNT / 10, "many have a length that can be another"
+
+
+def test_what_was_made_of_a_head_is_kept_from_the_second_time_on_that_it_came() -> None:
+    known = known_requests()
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+    first, second, third = (known.read(head % length) for length in (5, 60, 700))
+    assert first.notes is not second.notes
+    second.notes["mine"] = 1
+    assert third.notes == {"mine": 1}
+    assert (third.length, third.headers["Content-Length"], second.headers["Content-Length"]) == (700, "700", "60")
+
+
+def test_heads_that_came_longest_ago_are_forgotten() -> None:
+    known = known_requests()
+    head = b"POST / HTTP/1.1\r\nHost: h%d\r\n\r\n"
+    for number in range(3 * KNOWN_COUNT):
+        for _ in range(3):
+            known.read(head % number)
+    read = known.read(head % (3 * KNOWN_COUNT - 1))
+    read.notes["mine"] = 1
+    assert known.read(head % (3 * KNOWN_COUNT - 1)).notes == {"mine": 1}
+    first = known.read(head % 0)
+    first.notes["mine"] = 1
+    assert known.read(head % 0).notes == {}, "it was read anew, and came once"
+    assert len(known) <= 2 * KNOWN_COUNT
+
+
+def test_of_large_heads_fewer_are_known() -> None:
+    known = known_requests()
+    more = b"X: %b\r\n" % (b"x" * 3000)
+    for number in range(2 * KNOWN_BYTES // len(more)):
+        for _ in range(2):
+            known.read(b"POST / HTTP/1.1\r\nHost: h%d\r\n%b\r\n" % (number, more))
+    assert len(known) * len(more) <= 2 * (KNOWN_BYTES + MAX_KNOWN_BYTES)
+    assert len(known) * len(more) >= KNOWN_BYTES
+
+
+def test_of_a_known_head_the_length_is_spelt_as_it_came() -> None:
+    known = known_requests()
+    for length in (5, 6, 70):
+        read = known.read(b"POST / HTTP/1.1\r\ncontent-length: %d\r\nHost: h\r\n\r\n" % length)
+        assert list(read.headers.items()) == [("content-length", str(length)), ("Host", "h")]

@@ -101,13 +101,43 @@ def test_l1_drops_the_longer_of_two_gaps_first() -> None:
     assert found.hold_or_drop_per_s == pytest.approx(4 / (0.01 * (101 + 202)), rel=1e-3)
 
 
+class _Generating:
+    """Programs of one turn: a short prompt, and a long answer."""
+
+    name = "generating"
+
+    def program(self, index: int, seed: int) -> ProgramPlan:
+        return ProgramPlan(f"{seed}-{index}", (TurnPlan(16, 150 + index % 100, 0.0),))
+
+
 def test_l2_is_the_time_alone() -> None:
     """5 prompt tokens in chunks of 2 are 3 iterations, 4 tokens out are 3 more; the last tool does not count."""
     engines = Engines(TimingProfile("t", 1.0, 0.1, 0.01), 1000, max_num_batched_tokens=2)
     program = plan((5, 4, 7.0), (1, 1, 50.0))
     alone_s = (3 + 3) * 1.0 + 0.5 + 0.03 + 7.0 + 1.0 + 0.1
-    assert bounds(shapes(program), engines, programs_count=6).closed_loop_per_s == pytest.approx(6 * 2 / alone_s)
+    assert bounds(shapes(program), engines, programs_count=1).closed_loop_per_s == pytest.approx(2 / alone_s)
     assert bounds(shapes(program), engines).closed_loop_per_s == math.inf
+
+
+def test_l2_is_what_programs_leave_each_other() -> None:
+    """7 iterations in two turns with 0.63 s of work, and 7 s of tools: six are not six times as fast as one."""
+    engines = Engines(TimingProfile("t", 1.0, 0.1, 0.01), 1000, max_num_batched_tokens=2)
+    x = bounds(shapes(plan((5, 4, 7.0), (1, 1, 50.0))), engines, programs_count=6).closed_loop_per_s
+    assert x * (3.5 / (1 - x * 0.315) + 3.5) == pytest.approx(6)
+    four = replace(engines, replicas_count=3)
+    found = bounds(shapes(plan((5, 4, 7.0), (1, 1, 50.0))), four, programs_count=18)
+    assert found.closed_loop_per_s == pytest.approx(3 * x)
+
+
+def test_programs_that_only_generate_reach_what_they_leave_each_other() -> None:
+    """Memory for all and no tools: passing through makes 97 % of L2 or more, and never over 100."""
+    engine = EngineConfig(kv_tokens=1_000_000, timing=profile("demo"))
+    for programs_count in (1, 4, 16):
+        scenario = Scenario(engine=engine, programs_count=programs_count, horizon_s=600, warmup_s=100)
+        result = simulate(scenario, _Generating(), Passthrough())
+        assert result.bounds is not None
+        assert result.bounds.limited_by == "L2"
+        assert 0.97 < result.limit_ratio <= 1.0, programs_count
 
 
 def test_l3_is_the_tools() -> None:
@@ -185,6 +215,14 @@ def test_the_root_solves_the_equation(g: float, w: float, h: float, pool: int) -
     x = Engines(TIMING, pool).turns_per_s(TurnCost(g, w), h)
     assert 0 < x < 1 / g
     assert x * w * TIMING.base_s / (1 - x * g) + x * h == pytest.approx(pool, rel=1e-3)
+
+
+@given(n=st.floats(1, 1e5), g=st.floats(0.001, 10), z=st.floats(0, 1e3), count=st.integers(1, 1000))
+def test_the_root_of_the_loop_solves_its_equation(n: float, g: float, z: float, count: int) -> None:
+    """X·n·a/(1 - X·g) + X·z = N, with X under 1/g."""
+    x = Engines(TIMING, 1000).looped_turns_per_s(n, g, z, count)
+    assert 0 < x < 1 / g
+    assert x * n * TIMING.base_s / (1 - x * g) + x * z == pytest.approx(count, rel=1e-3)
 
 
 @given(plans=PLANS, pool=POOLS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from thunderagent.programs.model.decisions import Pause, Reason, Restore
-from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.figures.restores import RestoreCounter, RestoreFigures
 
@@ -65,6 +66,26 @@ def test_a_move_from_a_home_with_room_counts_as_that() -> None:
     scheduler = scheduler_with(("other", 700), ("small", 200))
     moved = counted(scheduler, restore("small", "r1"), home_id="r0")  # 700 + 200 fit
     assert moved == RestoreFigures(restore_count=1, moved_count=1, moved_with_room_count=1)
+
+
+def test_a_home_that_is_kept_for_the_first_in_the_queue_is_none_with_room() -> None:
+    """It has waited for over half of the median residence: until then the same move is one from a home with room."""
+    scheduler = Scheduler(BreakEven(foresight_ratio=0.0, reserve_tokens=0, growth_quantile=0.0))
+    for replica_id in ("r0", "r1"):
+        scheduler.handle(ReplicaPolled(0.0, replica_id, 1000))
+        scheduler.handle(ReplicaUp(0.0, replica_id))
+    scheduler.handle(TurnArrived(0.0, 1, "lived", prompt_bytes=40))
+    scheduler.handle(TurnFinished(100.0, 1, 9, 1, 0))
+    scheduler.handle(ProgramReleased(100.0, "lived"))
+    for turn_id, (program_id, tokens) in enumerate((("a", 500), ("b", 500), ("first", 900), ("small", 200)), start=2):
+        scheduler.handle(TurnArrived(101.0, turn_id, program_id, prompt_bytes=4 * tokens))
+    assert scheduler.view.first_waiting() is scheduler.programs["first"]
+    other_id = {"r0": "r1", "r1": "r0"}[scheduler.programs["small"].replica_id or ""]
+    moved = restore("small", scheduler.programs["small"].replica_id or "")
+    assert counted(scheduler, moved, home_id=other_id).moved_with_room_count == 1
+    scheduler.handle(Tick(160.0))
+    figures = counted(scheduler, moved, home_id=other_id)
+    assert (figures.moved_with_room_count, figures.moved_from_kept_count) == (0, 1)
 
 
 def test_whoever_took_the_room_later_in_the_same_event_was_not_there_yet(scheduler: Scheduler) -> None:

@@ -77,6 +77,16 @@ class TierRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthsRecord:
+    """How many programs ended in each interval of turns, and passed it, and what turns added of late."""
+
+    ended: tuple[float, ...]
+    passed: tuple[float, ...]
+    grown_tokens: float
+    grown_count: float
+
+
+@dataclass(frozen=True, slots=True)
 class LearnedRecord:
     """All that the scheduler of one pool has learned."""
 
@@ -96,3 +106,5 @@ class LearnedRecord:
     """How many, and in how many seconds of waiting."""
     capacities: tuple[CapacityRecord, ...]
     tiers: tuple[TierRecord, ...] = ()
+    lengths: LengthsRecord | None = None
+    """None under an order that does not learn them."""

@@ -26,20 +26,23 @@ with a whole book comes behind those that come with a question, as under MARS, b
 **Who began.** A program that was let in before and lost its claim counts with `begun_ratio` of its area: what still
 lies in memory of its history need not be computed again, and the longer it waits the more of that is lost.
 
-**The bound.** Who has waited for longer than `bound_ratio` times the median time that programs take in all, as learned,
-comes before everybody else, whoever waits for longest first. So those that come later are let in before it for no
-longer than that. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is so is
-looked at whenever a turn or a program ends, and so before there is room.
+**The bound.** Whose turns have waited, in all of its life, for longer than `bound_ratio` times the median time that
+programs take, as learned, comes before everybody else, whoever has waited for longest first. So those that come later
+are let in before it for no longer than that in sum: a large program that loses its claim again and again would else
+wait as long each time. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is
+so is looked at whenever a turn or a program ends, and so before there is room.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.records.learned import LengthsRecord
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView
@@ -71,16 +74,23 @@ FORGETTING_RATIO = 0.999
 REMEMBERED_COUNT = 1000.0
 """Programs that count; beyond, what was seen before is halved."""
 
+FEW_COUNT = 64
+"""So many waits that are over may be kept, and as many as there are that are not."""
+
+MOST_COUNT = 1e9
+"""More than is ever counted: what is taken in from a file is checked."""
+
 NOT_OVERDUE_RANK = 1e12
 """Over every time: ranks of those that waited too long are times."""
 
 
 @dataclass(slots=True)
 class LeastArea:
-    """Rank by the index, and those first who waited for `bound_ratio` times the median residence; `inf`: nobody."""
+    """Rank by the index, and those first who waited for `bound_ratio` times the median residence in all."""
 
-    bound_ratio: float = 8.0
-    """A program that waited this many median residences comes before all. `inf`: never; `0`: longest wait first."""
+    bound_ratio: float = 4.0
+    """A program that waited this many median residences in all comes before all. `inf`: never; `0`: longest wait first.
+    """
     begun_ratio: float = 0.5
     """What a program counts that lost its claim. Lower it if programs are often paused in the middle."""
     _ended: list[float] = field(init=False, repr=False, default_factory=lambda: [0.0] * len(ENDS_COUNT))
@@ -91,8 +101,12 @@ class LeastArea:
     _passed_counts: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     """How many turns of each program are known to have been passed: one that is tried again is passed once."""
     _waits: dict[str, tuple[float, float]] = field(init=False, repr=False, default_factory=dict)
-    """Since when and in which rank programs wait, whoever waits for longest first."""
+    """Since when and in which rank programs wait."""
     _overdue: dict[str, float] = field(init=False, repr=False, default_factory=dict)
+    _waited_s: dict[str, float] = field(init=False, repr=False, default_factory=dict)
+    """What programs waited in all, before they wait now."""
+    _due: list[tuple[float, str, float]] = field(init=False, repr=False, default_factory=list)
+    """A heap of those that wait: since when if all their waiting were one, and since when this time."""
     name: ClassVar[str] = "least-area"
 
     def __post_init__(self) -> None:
@@ -100,17 +114,25 @@ class LeastArea:
         check_not_negative(self.name, self, "bound_ratio", "begun_ratio")
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the index, or since when it waits if that is for too long."""
+        """Return the index, or since when it waits, as if all its waiting were one, if that is for too long."""
         if program.phase is Phase.REASONING:
             since_s = program.waiting_since_s
-            if self._overdue.get(program.program_id) == since_s:
-                return since_s
-            wait = self._waits.get(program.program_id)
+            program_id = program.program_id
+            if self._overdue.get(program_id) == since_s:
+                return since_s - self._waited_s.get(program_id, 0.0)
+            wait = self._waits.get(program_id)
             if wait is None or wait[0] != since_s:
-                self._waits.pop(program.program_id, None)
-                wait = self._waits[program.program_id] = since_s, self._rank_now(program)
+                wait = self._waits[program_id] = since_s, self._rank_now(program)
+                self._expect(program_id, since_s)
             return wait[1]
         return self._rank_now(program)
+
+    def _expect(self, program_id: str, since_s: float) -> None:
+        """Put a program that begins to wait where it will be found once that is for too long."""
+        if len(self._due) > 2 * len(self._waits) + FEW_COUNT:  # mostly of waits that are over
+            self._due = [each for each in self._due if self._waits.get(each[1], (None,))[0] == each[2]]
+            heapify(self._due)
+        heappush(self._due, (since_s - self._waited_s.get(program_id, 0.0), program_id, since_s))
 
     def _rank_now(self, program: ProgramView) -> float:
         area = self.area(program.turn_count, program.claim_tokens)
@@ -118,36 +140,56 @@ class LeastArea:
 
     def area(self, turn_count: int, claim_tokens: float) -> float:
         """Return the index after so many turns, in tokens times turns. Cost: O(intervals), of which there are 36."""
+        ended, passed = self._ended, self._passed
         growth_tokens = self._grown_tokens / self._grown_count
         least_area = inf
         area, left_ratio, tokens, done_count = 0.0, 1.0, claim_tokens, turn_count
-        for interval in range(bisect_left(ENDS_COUNT, turn_count + 1), len(ENDS_COUNT)):
+        first = bisect_left(ENDS_COUNT, turn_count + 1)
+        previous_count = ENDS_COUNT[first - 1] if first else 0
+        for interval in range(first, len(ENDS_COUNT)):  # a call for each would cost more than all the rest
             last_count = ENDS_COUNT[interval]
-            length_count = last_count - (ENDS_COUNT[interval - 1] if interval else 0)
             turns_count = last_count - done_count
-            staying_ratio = (1 - self._ending_ratio(interval)) ** (turns_count / length_count)
-            held_tokens = tokens + growth_tokens * turns_count / 2
-            area += left_ratio * turns_count * held_tokens * (1 + staying_ratio) / 2
+            ended_count = ended[interval] + ENDING_RATIO * GUESS_WEIGHT
+            staying_ratio = 1 - ended_count / (ended[interval] + passed[interval] + GUESS_WEIGHT)
+            if done_count != previous_count:  # of the interval that it is in only the rest
+                staying_ratio **= turns_count / (last_count - previous_count)
+            grown_tokens = growth_tokens * turns_count
+            area += left_ratio * turns_count * (tokens + grown_tokens / 2) * (1 + staying_ratio) / 2
             left_ratio *= staying_ratio
-            least_area = min(least_area, area / (1 - left_ratio))
+            index = area / (1 - left_ratio)
+            if index < least_area:
+                least_area = index
             if left_ratio < NOBODY_LEFT_RATIO:
                 break
-            tokens += growth_tokens * turns_count
-            done_count = last_count
+            tokens += grown_tokens
+            done_count = previous_count = last_count
         return least_area if least_area < inf else claim_tokens * turn_count
 
-    def _ending_ratio(self, interval_id: int) -> float:
-        ended, passed = self._ended[interval_id], self._passed[interval_id]
-        return (ended + ENDING_RATIO * GUESS_WEIGHT) / (ended + passed + GUESS_WEIGHT)
+    def export(self) -> LengthsRecord:
+        """Return what was learned of all programs."""
+        return LengthsRecord(tuple(self._ended), tuple(self._passed), self._grown_tokens, self._grown_count)
+
+    def adopt(self, lengths: LengthsRecord) -> None:
+        """Know what another one knew, in place of what was learned here. Raises ValueError for what cannot be."""
+        if not len(lengths.ended) == len(lengths.passed) == len(ENDS_COUNT):
+            raise ValueError(f"lengths of programs have {len(ENDS_COUNT)} intervals")
+        if not all(0 <= count <= MOST_COUNT for count in (*lengths.ended, *lengths.passed)):
+            raise ValueError(f"lengths of programs: a count is not from 0 to {MOST_COUNT:g}")
+        if not (1 <= lengths.grown_count <= MOST_COUNT and 0 <= lengths.grown_tokens <= MOST_COUNT * MOST_COUNT):
+            raise ValueError("lengths of programs: what turns added is beyond all measure")
+        self._ended, self._passed = list(lengths.ended), list(lengths.passed)
+        self._grown_tokens, self._grown_count = lengths.grown_tokens, lengths.grown_count
 
     def observe(self, view: View, signal: Signal) -> None:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
         if isinstance(signal, GpuSubmit):
             self._submitted(view, signal.program_id)
+            if signal.held_s:
+                self._waited_s[signal.program_id] = self._waited_s.get(signal.program_id, 0.0) + signal.held_s
         elif isinstance(signal, GpuEnd) and signal.finished:
             self._turn_finished(view, signal.program_id)
         elif isinstance(signal, ProgramEnd):
-            for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue):
+            for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
                 known.pop(signal.program_id, None)
             self._program_ended(signal.turn_count)
         if isinstance(signal, GpuEnd | ProgramEnd):
@@ -183,12 +225,13 @@ class LeastArea:
             self._grown_count = FORGETTING_RATIO * self._grown_count + 1
 
     def _look_for_overdue(self, view: View) -> None:
-        """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each of them."""
-        before_s = view.now_s - self.bound_ratio * view.median_residence_s
-        while self._waits:
-            program_id, (since_s, _) = next(iter(self._waits.items()))
-            if not since_s < before_s:
-                return
+        """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
+        before_s, due = view.now_s - self.bound_ratio * view.median_residence_s, self._due
+        while due and due[0][0] < before_s:
+            _, program_id, since_s = heappop(due)
+            wait = self._waits.get(program_id)
+            if wait is None or wait[0] != since_s:
+                continue
             del self._waits[program_id]
             program = view.program(program_id)
             if program is not None and program.status is Status.PAUSED:

@@ -1,4 +1,4 @@
-"""`age`: engines serve the oldest program first, as the default policy lets it in first."""
+"""`age`: engines serve the oldest program first."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ export function showQueue(queue, openStory) {
   setText(byId("queue-note"), parts.join(" · "));
   const list = byId("queue");
   if (!queue.waiting_count) {
-    const text = queue.anonymous_held_count ? "Only turns without a program wait, for a replica." : "Nobody waits.";
+    const text = queue.anonymous_held_count ? "Only turns without a program wait, for a replica." : "No turn waits.";
     if (list.firstElementChild?.className !== "empty" || list.textContent !== text) list.replaceChildren(h("p", { class: "empty", text }));
     return;
   }

@@ -82,7 +82,7 @@ def digest_of(text: str) -> bytes:
 def _read_line(line: str, *, is_admin: bool) -> Key:
     match = _LINE.fullmatch(line)
     if match is None:  # the line is not repeated: it may be a key, by mistake
-        raise ConfigurationError("a key is configured as NAME:sha256:HEX, a line that `thunderagent key NAME` prints")
+        raise ConfigurationError("a key must be NAME:sha256:HEX, as `thunderagent key NAME` prints it")
     return Key(match["name"], bytes.fromhex(match["digest"]), is_admin)
 
 
@@ -208,13 +208,13 @@ def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
         if not for_admin and not keyring.has_data_keys:
             return
         if for_admin and not keyring.has_admin_keys:
-            raise AdminKeyNeededError("no admin key is configured, so nobody may do this")
+            raise AdminKeyNeededError("this needs an admin key, and none is configured")
         raise KeyNeededError(
-            f"send a key of this proxy as Authorization: Bearer, X-API-Key or {KEY_HEADER}; "
-            "there was none, or one that is not configured, or has expired"
+            f"send a key of this proxy as Authorization: Bearer, X-API-Key or {KEY_HEADER}; there was none, or it is "
+            f"unknown, or has expired"
         )
     if not key.is_admin and for_admin:
-        raise AdminKeyNeededError("this needs an admin key; the key is one for data")
+        raise AdminKeyNeededError("this needs an admin key; the request has a data key")
 
 
 def caller_key() -> Key | None:
@@ -227,4 +227,4 @@ def check_admin() -> None:
     if _MAY_ALL.get():
         return
     why = "what concerns every program needs an admin key"
-    raise KeyNeededError(why) if _KEY.get() is None else AdminKeyNeededError(f"{why}; the key is one for data")
+    raise KeyNeededError(why) if _KEY.get() is None else AdminKeyNeededError(f"{why}; the request has a data key")

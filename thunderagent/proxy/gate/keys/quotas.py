@@ -75,7 +75,7 @@ class Quotas:
             self._begin(account)
             return
         if account.waiting_count >= self._max_waiting_count(key):
-            raise KeyHeldLimitError(f"{account.waiting_count:,} turns of this key wait for its share of a minute")
+            raise KeyHeldLimitError(f"{account.waiting_count:,} turns of this key wait for its limit per minute")
         for limit, missing_s in zip(("turns", "tokens"), self._missing_s(account), strict=True):
             if missing_s:
                 self._limited.labels(limit).inc()
@@ -100,7 +100,7 @@ class Quotas:
             account.program_ids = {each for each in account.program_ids if self._lives(each)}
         if len(account.program_ids) >= key.limits.programs_count:
             self._limited.labels("programs").inc()
-            raise KeyProgramsLimitError(f"this key has {len(account.program_ids)} programs, and may have no more")
+            raise KeyProgramsLimitError(f"this key has {len(account.program_ids)} programs, which is its limit")
         account.program_ids.add(program_id)
 
     def heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature

@@ -12,8 +12,9 @@ the frames that it passed, and they the answer, until a garbage collection.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
-from typing import Protocol
+from typing import Any, Protocol
 
 from multidict import CIMultiDictProxy
 
@@ -52,15 +53,16 @@ class Answer:
         "_connection",
         "_failure",
         "_is_held",
-        "_is_wanted_whole",
         "_pieces",
         "_pieces_bytes",
         "_raised",
         "_sink",
         "_wait",
         "_waiter",
+        "_wanted_bytes",
         "headers",
         "is_whole",
+        "notes",
         "reason",
         "status",
     )
@@ -70,12 +72,13 @@ class Answer:
         self.status = head.status
         self.reason = head.reason
         self.headers: CIMultiDictProxy[str] = head.headers
+        self.notes: dict[str, Any] = head.notes
         self.is_whole = False
         self._connection: Carrier | None = connection
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._is_held = False
-        self._is_wanted_whole = False
+        self._wanted_bytes = 0
         self._sink: Sink | None = None
         self._wait: Wait = None
         self._raised: Exception | None = None
@@ -89,19 +92,30 @@ class Answer:
     @property
     def content_type(self) -> str:
         """The media type, without its parameters."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        known: str | None = self.notes.get("content_type")
+        if known is None:
+            known = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+            self.notes["content_type"] = known
+        return known
 
     async def read(self) -> bytes:
         """Return the whole body, or what is left of it; once more the same. Raises like `next_piece`."""
-        if self._body is None:
-            self._is_wanted_whole = True
-            try:
-                while not self.is_whole:
-                    self.go_on()
-                    await self._change()
-            finally:
-                self._is_wanted_whole = False
+        await self.whole_within(sys.maxsize)
         return self.whole()
+
+    async def whole_within(self, max_bytes: int) -> bool:
+        """Wait for the whole body; False as soon as it is larger than that: then it waits for who takes pieces.
+
+        Raises like `next_piece`.
+        """
+        self._wanted_bytes = max_bytes
+        try:
+            while not self.is_whole and self._pieces_bytes <= max_bytes:
+                self.go_on()
+                await self._change()
+        finally:
+            self._wanted_bytes = 0
+        return self.is_whole
 
     def whole(self) -> bytes:
         """Return the body of an answer that is whole, or what is left of it; once more the same."""
@@ -200,7 +214,7 @@ class Answer:
         else:
             self._pieces.append(piece)
             self._pieces_bytes += len(piece)
-            if self._is_wanted_whole:
+            if self._pieces_bytes <= self._wanted_bytes:
                 return
             if self._pieces_bytes > READ_AHEAD_BYTES:
                 self.hold()

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from email.utils import formatdate
 from time import time
+from typing import Any
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -129,6 +130,11 @@ class Asked:
         return self.head.headers
 
     @property
+    def notes(self) -> dict[str, Any]:
+        """What others made of the head."""
+        return self.head.notes
+
+    @property
     def transport(self) -> asyncio.Transport | None:
         """The client's connection; None once it left."""
         return self._line.transport
@@ -147,7 +153,7 @@ class Asked:
             if self.is_whole:
                 return b""
             if self._line.transport is None:
-                raise LeftError("the client left before its request was whole")
+                raise LeftError("the client disconnected before its request was complete")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -277,7 +283,7 @@ class Asked:
             self._pieces.append(data)
             self._pieces_bytes += len(data)
             if self.head.upgrades and not self.begun and self._pieces_bytes > EARLY_BYTES:
-                raise NotHttpError("who asks for another protocol waits for the answer")
+                raise NotHttpError("a client that asks for another protocol must wait for the answer")
             if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
                 self._line.pause_reading()
         self._tell()

@@ -61,7 +61,7 @@ class Chunks:
         self._fed_bytes += len(data)
         self._data_bytes += len(found)
         if self._fed_bytes > FRAMING_BYTES + FRAMING_RATIO * self._data_bytes:
-            raise NotHttpError("the body is next to nothing but sizes of chunks, extensions and trailers")
+            raise NotHttpError("the body consists almost only of chunk sizes, extensions and trailers")
         return found
 
     def close(self) -> None:

@@ -28,7 +28,10 @@ from thunderagent.proxy.wire.http11.chunks import Chunks
 from thunderagent.proxy.wire.http11.heads import (
     CHANGES_PROTOCOL,
     CHUNKED,
+    MAX_HEAD_BYTES,
     TO_THE_END,
+    AnswerHead,
+    KnownHeads,
     end_of_head,
     read_answer,
 )
@@ -60,6 +63,7 @@ class Connection:
         pause: Pause,
         ended: Callable[[Connection], None],
         closed: Callable[[Connection], None],
+        heads: KnownHeads[AnswerHead],
     ) -> None:
         """Call `ended` when a request on it ended, whichever way, and `closed` when it is closed."""
         self._loop = loop
@@ -67,6 +71,7 @@ class Connection:
         self._pause = pause
         self._ended = ended
         self._closed = closed
+        self._heads = heads
         self._transport: asyncio.Transport | None = None
         self._method = ""
         """Of the request that it carries; empty while it carries none."""
@@ -74,7 +79,7 @@ class Connection:
         self._answer: Answer | None = None
         self._failure: Failure | None = None
         self._buffer = b""
-        self._left_bytes = self._queued_bytes = 0
+        self._left_bytes = self._queued_bytes = self._interim_bytes = 0
         self._chunks: Chunks | None = None
         self._unsent = memoryview(b"")
         self._keeps_alive = self._may_change = False
@@ -109,7 +114,7 @@ class Connection:
         assert not self._method, "a connection carries one request at a time"
         self._method = method
         self._may_change = may_change
-        self._has_heard = False
+        self._has_heard, self._interim_bytes = False, 0
         self._heard_s = self._loop.time()
         self._silence_s, self._total_s, self._begun_s = limits.silence_s, limits.total_s, begun_s
         self._set_due(self._heard_s)
@@ -269,12 +274,16 @@ class Connection:
             if not end:
                 self._buffer = buffer
                 return
-            head = read_answer(buffer[:end], self._method)
+            raw = buffer[:end]
+            head = self._heads.read(raw) if self._method != "HEAD" else read_answer(raw, self._method)
             buffer, looked_at = buffer[end:], 0
             if head.status >= 200 or (head.status == CHANGES_PROTOCOL and self._may_change):
                 break
             if head.status == CHANGES_PROTOCOL:
-                raise NotHttpError("it changes the protocol, which nobody asked for")
+                raise NotHttpError("it switches protocols without being asked")
+            self._interim_bytes += end
+            if self._interim_bytes > MAX_HEAD_BYTES:  # each one ends a silence, so no limit would
+                raise NotHttpError(f"it sends more than {MAX_HEAD_BYTES} bytes of interim answers")
         self._buffer = b""
         self._keeps_alive = head.keeps_alive
         self._chunks = Chunks() if head.length == CHUNKED else None

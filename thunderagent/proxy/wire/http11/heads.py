@@ -14,6 +14,10 @@ one message is left to the next. Once it said that the lines are what they shoul
 that costs half of what a call for each header does.
 
 Headers are text here and bytes on the wire: UTF-8, and what is none comes out as the same bytes that came in.
+
+Clients and engines send the same head again and again, but for the number behind Content-Length. So a head that came
+before is not read once more: it is found by its bytes without that number, and what others made of it with it. Equal
+bytes are read in one way, so this is no second reading.
 """
 
 # compiled: each turn passes here, on both sides
@@ -21,7 +25,8 @@ Headers are text here and bytes on the wire: UTF-8, and what is none comes out a
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote_from_bytes
 
 import httptools
@@ -32,6 +37,15 @@ from thunderagent.proxy.wire.failures import NotHttpError
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS_COUNT = 128
 """A head with more of either is refused."""
+
+MAX_KNOWN_BYTES = 4096
+"""A longer head is read each time."""
+KNOWN_COUNT = 4096
+KNOWN_BYTES = 2 * 2**20
+CAME_ONCE_COUNT = 4 * KNOWN_COUNT
+"""So many heads, or so much, is known, and as many more that were used not so lately; of so many it is known that they
+came. As it was read a head is ten times as large, and anybody may send some: this comes before any key."""
+MAX_LENGTH_DIGITS = 18
 
 CHUNKED = -1
 TO_THE_END = -2
@@ -47,7 +61,7 @@ _HEADER = re.compile(r"([^:]++):[ \t]*+([^\r]*+)\r\n")
 """Takes lines apart that llhttp let pass; where it did not, the count of lines would tell. Two classes of one character
 each, and nothing to go back for: that is twice as quick as to exclude line feeds, too."""
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
-_LENGTH = re.compile(r"[0-9]{1,18}")
+_LENGTH = re.compile(f"[0-9]{{1,{MAX_LENGTH_DIGITS}}}")
 _HOST, _CONNECTION = istr("Host"), istr("Connection")
 _TRANSFER_ENCODING, _CONTENT_LENGTH = istr("Transfer-Encoding"), istr("Content-Length")
 _ASCII = bytes(range(0x21, 0x7F)).decode()
@@ -66,6 +80,8 @@ class RequestHead(NamedTuple):
     keeps_alive: bool
     upgrades: bool
     """Whether it asks for another protocol, as WebSockets do."""
+    notes: dict[str, Any]
+    """What others made of the head alone, whatever the length says; requests with the same head share it."""
 
 
 class AnswerHead(NamedTuple):
@@ -77,6 +93,8 @@ class AnswerHead(NamedTuple):
     length: int
     """Of the body, in bytes; or `CHUNKED`, or `TO_THE_END`."""
     keeps_alive: bool
+    notes: dict[str, Any]
+    """As of a request."""
 
 
 def end_of_head(data: bytes, start: int) -> int:
@@ -102,7 +120,7 @@ def read_request(head: bytes) -> RequestHead:
         raise NotHttpError("the request line is not `METHOD /path HTTP/1.1`")
     method, target, minor = line.groups()
     if method == b"CONNECT":
-        raise NotHttpError("nobody makes a tunnel here")
+        raise NotHttpError("tunnels (CONNECT) are not supported")
     is_http_11 = minor == b"1"
     checked = head
     if not target.isascii():  # llhttp reads ASCII alone; who routes it has its own opinion on it
@@ -111,9 +129,9 @@ def read_request(head: bytes) -> RequestHead:
     length = _length(headers, is_http_11=is_http_11)
     hosts = headers.getall(_HOST, ())
     if not hosts and is_http_11:
-        raise NotHttpError("a request names its host")
+        raise NotHttpError("a request needs a Host header")
     if len(hosts) > 1:
-        raise NotHttpError("a request names one host")
+        raise NotHttpError("a request must have one Host header")
     keeps_alive, upgrades = is_http_11, False
     if _CONNECTION in headers:
         options = _options(headers)
@@ -127,6 +145,7 @@ def read_request(head: bytes) -> RequestHead:
         0 if length is None else length,
         keeps_alive,
         upgrades,
+        {},
     )
 
 
@@ -149,7 +168,96 @@ def read_answer(head: bytes, method: str) -> AnswerHead:
         CIMultiDictProxy(headers),
         TO_THE_END if length is None else length,
         keeps_alive and length is not None and code != CHANGES_PROTOCOL,
+        {},
     )
+
+
+Head = TypeVar("Head")
+
+
+class KnownHeads(Generic[Head]):
+    """The heads that came before, as they were read; those that came longest ago are forgotten.
+
+    A head is kept from the second time on, so that those with something of their own in them take no memory.
+    """
+
+    def __init__(self, read: Callable[[bytes], Head], of_length: Callable[[Head, str, str], Head]) -> None:
+        """Know none. `read` reads a head; `of_length` returns one with another Content-Length, spelt as it came."""
+        self._read = read
+        self._of_length = of_length
+        self._recent: dict[bytes, tuple[bytes, Head]] = {}
+        self._older: dict[bytes, tuple[bytes, Head]] = {}
+        """By their bytes without the digits of a length; with these, as they were when it was read."""
+        self._recent_bytes = 0
+        self._came_once: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._older)
+
+    def read(self, raw: bytes) -> Head:
+        """Return a head as it is read. Raises what reading it raises."""
+        at = raw.find(b"-Length: ") + 9
+        if at < 9:
+            at = raw.find(b"-length: ") + 9
+        key, digits = raw, b""
+        if at >= 9:
+            end = raw.find(b"\r", at)
+            key, digits = raw[:at] + raw[end:], raw[at:end]
+        found = self._recent.get(key)
+        if found is None:
+            found = self._older.get(key)
+            if found is None:
+                return self._read_anew(raw, key, digits, at)
+            self._keep(key, found)
+        if digits == found[0]:
+            return found[1]
+        if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
+            return self._read(raw)
+        return self._of_length(found[1], raw[at - 16 : at - 2].decode(), digits.decode())
+
+    def _read_anew(self, raw: bytes, key: bytes, digits: bytes, at: int) -> Head:
+        head = self._read(raw)
+        if len(raw) > MAX_KNOWN_BYTES or (digits and raw[at - 18 : at].lower() != b"\r\ncontent-length: "):
+            return head
+        number = hash(key)
+        if number in self._came_once:
+            self._came_once.discard(number)
+            self._keep(key, (digits, head))
+        else:
+            if len(self._came_once) >= CAME_ONCE_COUNT:
+                self._came_once.clear()
+            self._came_once.add(number)
+        return head
+
+    def _keep(self, key: bytes, found: tuple[bytes, Head]) -> None:
+        if len(self._recent) >= KNOWN_COUNT or self._recent_bytes >= KNOWN_BYTES:
+            self._older, self._recent, self._recent_bytes = self._recent, {}, 0
+        self._recent[key] = found
+        self._recent_bytes += len(key)
+
+
+def known_requests() -> KnownHeads[RequestHead]:
+    """Return what knows the heads of requests."""
+    return KnownHeads(
+        read_request,
+        lambda head, name, digits: head._replace(headers=_with_length(head.headers, name, digits), length=int(digits)),
+    )
+
+
+def known_answers() -> KnownHeads[AnswerHead]:
+    """Return what knows the heads of answers, to requests of any method but HEAD."""
+
+    def of_length(head: AnswerHead, name: str, digits: str) -> AnswerHead:
+        has_body = head.status >= 200 and head.status not in BODILESS_STATUSES
+        return head._replace(headers=_with_length(head.headers, name, digits), length=int(digits) if has_body else 0)
+
+    return KnownHeads(lambda raw: read_answer(raw, "POST"), of_length)
+
+
+def _with_length(headers: CIMultiDictProxy[str], name: str, digits: str) -> CIMultiDictProxy[str]:
+    changed = CIMultiDict(headers)
+    changed[name] = digits
+    return CIMultiDictProxy(changed)
 
 
 def _headers(
@@ -178,17 +286,17 @@ def _length(headers: CIMultiDict[str], *, is_http_11: bool) -> int | None:
     """Return the length of a body, or `CHUNKED`; None if nothing is said of it."""
     if _TRANSFER_ENCODING in headers:
         if [coding.lower() for coding in headers.getall(_TRANSFER_ENCODING)] != ["chunked"]:
-            raise NotHttpError("a body comes in another transfer coding than `chunked`")
+            raise NotHttpError("a body has a transfer coding other than `chunked`")
         if _CONTENT_LENGTH in headers:
-            raise NotHttpError("a body has a length and a transfer coding")
+            raise NotHttpError("a body has both a length and a transfer coding")
         if not is_http_11:
-            raise NotHttpError("HTTP/1.0 knows no transfer codings")
+            raise NotHttpError("HTTP/1.0 has no transfer codings")
         return CHUNKED
     lengths = headers.getall(_CONTENT_LENGTH, ())
     if not lengths:
         return None
     if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
-        raise NotHttpError("the length of a body is told twice, or is not a number")
+        raise NotHttpError("Content-Length is there twice, or is not a number")
     return int(lengths[0])
 
 
@@ -207,6 +315,6 @@ def written(lines: list[str], headers: CIMultiDict[str], last_line: str = "") ->
         lines.append(last_line)
     text = "".join(lines)
     if "\n" in text or "\r" in text or "\0" in text:
-        raise ValueError("a header, or what stands before them, holds a line break or a zero byte")
+        raise ValueError("a header or the request line contains a line break or a zero byte")
     lines.append("\r\n")
     return "\r\n".join(lines).encode("utf-8", "surrogateescape")

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from thunderagent.proxy.wire.http11.heads import RequestHead
+from thunderagent.proxy.wire.http11.heads import KnownHeads, RequestHead, known_requests
 from thunderagent.proxy.wire.http11.lent import Borrower
 from thunderagent.proxy.wire.http11.limits import Sweep
 
@@ -79,6 +79,7 @@ class Settings:
 
     router: Router
     sweep: Sweep
+    heads: KnownHeads[RequestHead] = field(default_factory=known_requests)
     idle_s: float = 75.0
     """For a head to come, from the first moment or the last answer on."""
     stall_s: float = 120.0

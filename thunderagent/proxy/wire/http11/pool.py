@@ -20,7 +20,7 @@ from yarl import URL
 from thunderagent.proxy.wire.failures import ClosedError, ConnectLateError, StaleError, UnreachedError
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.client import Connection
-from thunderagent.proxy.wire.http11.heads import written
+from thunderagent.proxy.wire.http11.heads import known_answers, written
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 _BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
@@ -74,6 +74,7 @@ class Pool:
         self._sites: dict[str, _Site] = {}
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._connections: set[Connection] = set()
+        self._heads = known_answers()
         self._loop = asyncio.get_running_loop()
         self.rank_headers = rank_headers
         self.requests_count = 0
@@ -158,7 +159,7 @@ class Pool:
         if self._is_closed:
             raise UnreachedError("the pool is closed")
         ended, closed = partial(self._ended, site), partial(self._closed, site)
-        make: Any = partial(Connection, self._loop, self._sweep, self.pause, ended, closed)
+        make: Any = partial(Connection, self._loop, self._sweep, self.pause, ended, closed, self._heads)
         context = (self._ssl_context or _trusting_the_system()) if site.is_secure else None
         try:
             async with asyncio.timeout(connect_s):

@@ -25,7 +25,7 @@ import structlog
 
 from thunderagent.proxy.wire.failures import LeftError, NotHttpError
 from thunderagent.proxy.wire.http11.asked import Asked, refusal
-from thunderagent.proxy.wire.http11.heads import end_of_head, read_request
+from thunderagent.proxy.wire.http11.heads import end_of_head
 from thunderagent.proxy.wire.http11.lent import Lent
 from thunderagent.proxy.wire.http11.limits import notice_lost_peers
 from thunderagent.proxy.wire.http11.line import Handler, Settings
@@ -235,7 +235,7 @@ class Connection:
                     self._end(is_whole=True)
                 return
             raw, self._buffer, self._looked_at = buffer[:end], buffer[end:], 0
-            head = read_request(raw)
+            head = self._settings.heads.read(raw)
         except NotHttpError as error:
             self._refuse(error)
             return

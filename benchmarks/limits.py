@@ -1,0 +1,304 @@
+"""How much of the limit policies reach, and how long programs take, on many engines and loads, simulated.
+
+    scripts/bench limits --seeds 5
+
+A *cell* is a workload on replicas of a kind, with as many programs at a time as fill their memory so many times. Each
+run is a closed loop of an hour, of which ten minutes are warm-up. Beside turns a minute, programs an hour, hits, and
+per cent of min(L1, L2, L3) of the very turns that ended then, it says how long programs take: those that *came* in that
+time, each followed to its end, while others go on coming. Of the programs that happened to *end* in the hour the mean
+is best for who lets small ones first and large ones never. What is not through after eight hours more counts with the
+time until then, which is in favour of whoever lets it wait. In a closed loop the mean follows from the throughput: with
+N programs there and X an hour through, each is there for N / X hours in the mean, whoever comes first.
+
+The first policy is the one that is judged: seed by seed over each other, by the bad end of the interval. Runs are kept
+when they are done (`results/limits-runs.json`), so that a benchmark that was ended goes on where it was; what was
+chosen by it was chosen on seeds from 100 on. `--for-s` ends it, to go on later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+
+from benchmarks.findings import Finding, plot, table
+from benchmarks.kept_runs import do_runs
+from benchmarks.machine import RESULTS, save_results
+from benchmarks.policy import (
+    AWAY_LIMIT_S,
+    loads,
+    mean_context_tokens,
+    names,
+    programs_at,
+    whole_numbers,
+)
+from benchmarks.simulated import save_plot, scenario_of
+from thunderagent.programs.model.decisions import Decision, Grant, Reject
+from thunderagent.programs.model.events import Event, ProgramReleased, TurnArrived
+from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
+from thunderagent.simulator.comparison.processes import GoOn
+from thunderagent.simulator.figures.figures import Percentiles
+from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.agenda import Agenda
+from thunderagent.simulator.runs.run import Simulation
+from thunderagent.simulator.runs.scenario import Scenario
+from thunderagent.simulator.workloads.distributions import workload
+from thunderagent.simulator.workloads.formats import load_recorded
+from thunderagent.simulator.workloads.plans import Workload
+from thunderagent.simulator.workloads.traces import Limits, TraceWorkload
+
+RUNS = RESULTS / "limits-runs.json"
+MINUTES, WARMUP_MINUTES, FOLLOWED_S = 60.0, 10.0, 8 * 3600.0
+BLOCK_TOKENS = 64
+"""Larger than vLLM's 16, for contexts are long: a run takes less time."""
+RECORDED = "recorded"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A workload on engines at a load; `traces` are recorded programs, for the workload of that name."""
+
+    workload: str
+    profile: str
+    replicas_count: int
+    load: float
+    traces: Path | None = None
+
+    @property
+    def title(self) -> str:
+        """Return its name."""
+        return f"{self.workload}, {self.replicas_count} x {self.profile}, load {self.load:g}"
+
+    def programs(self) -> Workload:
+        """Return what its programs do: recorded ones end where an engine's memory does."""
+        if self.workload != RECORDED:
+            return workload(self.workload)
+        assert self.traces is not None
+        limit_tokens = scenario_of(self.profile, minutes=1).engine.context_limit_tokens
+        trace = load_recorded(self.traces, Limits(context_tokens=limit_tokens, away_s=AWAY_LIMIT_S))
+        return TraceWorkload(RECORDED, trace, in_order_of_arrival=False)
+
+    def scenario(self, seed: int) -> Scenario:
+        """Return the engines, the hour, and the number of programs that makes the load."""
+        scenario = scenario_of(
+            self.profile, replicas_count=self.replicas_count, minutes=MINUTES, warmup_minutes=WARMUP_MINUTES
+        )
+        scenario = replace(scenario, engine=replace(scenario.engine, block_size=BLOCK_TOKENS))
+        context_tokens = mean_context_tokens(self.programs(), scenario.engine)
+        capacity_tokens = scenario.engine.capacity_tokens * self.replicas_count
+        count = programs_at(self.load, capacity_tokens, context_tokens)
+        return replace(scenario, programs_count=count, seed=seed, sample_interval_s=30.0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run that is to be done."""
+
+    cell: Cell
+    policy: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Return its name among the runs that are kept."""
+        return f"{self.cell.title}|{self.policy}|{self.seed}"
+
+
+def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
+    """Do one run; return its figures of an hour, and of the programs that came in it."""
+    programs, scenario = task.cell.programs(), task.cell.scenario(task.seed)
+    contestant = Contestant.parse(task.policy)
+    scenario = replace(scenario, engines_drop=contestant.name == ORACLE)
+    policy, foresight = contestant.prepare(scenario, programs)
+    agenda = Agenda()
+    simulation = Simulation(
+        scenario, programs, policy, agenda=agenda, foresight=foresight, on_progress=lambda _: go_on()
+    )
+    came = Followed(simulation, scenario.warmup_s, scenario.horizon_s)
+    simulation.begin()
+    while simulation.has_more and agenda.advance(scenario.horizon_s):
+        pass
+    hour = simulation.result(complete=simulation.end())
+    while came.left_count and simulation.has_more and agenda.advance(scenario.horizon_s + FOLLOWED_S):
+        pass
+    times = came.times(agenda.now_s)
+    costs = [replica.costs for replica in hour.replicas]
+    spent = {
+        name: sum(getattr(cost, f"{name}_token_s") for cost in costs)
+        for name in ("decode", "prefill", "recompute", "unused", "caching")
+    }
+    values = {
+        "limit_ratio": hour.limit_ratio,
+        "turns_per_min": hour.turns_per_min_count,
+        "programs_per_hour": hour.programs_per_hour_count,
+        "hit_ratio": hour.hit_ratio,
+        "hour_mean_s": hour.program_latency.mean_s,
+        "mean_s": times.mean_s,
+        "p50_s": times.p50_s,
+        "p99_s": times.p99_s,
+        "max_s": times.max_s,
+        "came_count": times.count,
+        "left_count": came.left_count,
+        "longest_hold_s": came.longest_hold_s(agenda.now_s),
+        "held_mean_s": hour.held.mean_s,
+        "turn_mean_s": hour.turn_latency.mean_s,
+        "turn_p99_s": hour.turn_latency.p99_s,
+        **{f"{name}_ratio": value / (sum(spent.values()) or 1.0) for name, value in spent.items()},
+    }
+    return {name: round(value, 5) for name, value in values.items()}
+
+
+class Followed:
+    """Listens to a run: the programs that come in a time, until they end, and how long any turn is held."""
+
+    def __init__(self, simulation: Simulation, from_s: float, until_s: float) -> None:
+        self._handle = simulation.handle
+        self._from_s, self._until_s = from_s, until_s
+        self._earlier: set[str] = set()
+        self._came_s: dict[str, float] = {}
+        self._took_s: list[float] = []
+        self._held_since_s: dict[int, float] = {}
+        self._longest_hold_s = 0.0
+        simulation.handle = self._hear
+
+    def _hear(self, event: Event) -> list[Decision]:
+        if isinstance(event, TurnArrived):
+            self._held_since_s[event.turn_id] = event.now_s
+            assert event.program_id is not None
+            if event.now_s < self._from_s:
+                self._earlier.add(event.program_id)
+            elif event.now_s < self._until_s and event.program_id not in self._earlier:
+                self._came_s.setdefault(event.program_id, event.now_s)
+        elif isinstance(event, ProgramReleased) and event.program_id in self._came_s:
+            self._took_s.append(event.now_s - self._came_s.pop(event.program_id))
+        decisions = self._handle(event)
+        for decision in decisions:
+            if isinstance(decision, Grant | Reject):
+                held_s = event.now_s - self._held_since_s.pop(decision.turn_id)
+                self._longest_hold_s = max(self._longest_hold_s, held_s)
+        return decisions
+
+    @property
+    def left_count(self) -> int:
+        """How many of them are not through."""
+        return len(self._came_s)
+
+    def times(self, now_s: float) -> Percentiles:
+        """Return how long they took, or are there."""
+        return Percentiles.of([*self._took_s, *(now_s - came_s for came_s in self._came_s.values())])
+
+    def longest_hold_s(self, now_s: float) -> float:
+        """Return the longest hold of a turn, also of one that is still held."""
+        return max(self._longest_hold_s, now_s - min(self._held_since_s.values(), default=now_s))
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+RATIOS = (
+    ("/ {}", "limit_ratio", 0.99, None),
+    ("programs/h / {}", "programs_per_hour", None, None),
+    ("a program's mean time / {}", "mean_s", None, 1.0),
+    ("a program's p50 / {}", "p50_s", None, None),
+    ("a program's p99 / {}", "p99_s", None, 1.0),
+    ("longest hold / {}", "longest_hold_s", None, 1.0),
+)
+"""What is compared: its title, the figure, and its bars. The oracle has none."""
+
+
+def findings(
+    kept: Mapping[str, Mapping[str, float]], cells: Sequence[Cell], policies: Sequence[str], seeds: Sequence[int]
+) -> list[Finding]:
+    """Return what was found in each cell, and in the mean over all of them."""
+    judged, others = policies[0], policies[1:]
+    found = []
+    for of_them in (*([cell] for cell in cells), cells):
+        if of_them is cells and len(cells) == 1:
+            break
+        at = f"all {len(cells)} cells" if of_them is cells else of_them[0].title
+
+        def of(policy: str, figure: str, cells: Sequence[Cell] = of_them) -> list[list[float]]:
+            return [[kept[Task(cell, policy, seed).key][figure] for cell in cells] for seed in seeds]
+
+        found += [
+            Finding(at, policy, "of the limit", Interval.of([fmean(each) for each in of(policy, "limit_ratio")]))
+            for policy in policies
+        ]
+        for other in others:
+            for title, figure, at_least, at_most in RATIOS:
+                pairs = zip(of(judged, figure), of(other, figure), strict=True)
+                ratios = [
+                    [value / base if base else math.inf for value, base in zip(*pair, strict=True)] for pair in pairs
+                ]
+                means = [fmean(each) for each in ratios]
+                bars = (None, None) if other == ORACLE else (at_least, at_most)
+                interval = Interval.of(means) if max(means) < math.inf else None
+                found.append(Finding(at, judged, title.format(other), interval, *bars))
+    return found
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return what the command line takes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--policies",
+        type=names,
+        default="breakeven,breakeven:order=fcfs,thunderagent,passthrough,oracle",
+        metavar="P,P",
+        help="the first is judged",
+    )
+    add("--seeds", type=int, default=5, help="runs of each, each with other programs")
+    add("--first-seed", type=int, default=0, help="100 and more are those that policies were chosen on")
+    add("--replicas", type=whole_numbers, default="1,2,4", metavar="N,N")
+    add("--workloads", type=names, default="mini-swe-agent,openhands", metavar="W,W", help=f"{RECORDED} needs --traces")
+    add("--profiles", type=names, default="glm-4.6-h100x8,qwen3-14b-h100", metavar="P,P")
+    add("--loads", type=loads, default="1,2", metavar="X,X", help="contexts over memory")
+    add("--traces", type=Path, metavar="FILE", help="recorded programs, as of `thunderagent record`")
+    add("--jobs", type=int, default=1, help="runs at a time")
+    add("--for-s", type=float, default=math.inf, help="begin no run after that, to go on later")
+    add("--name", default="policy-limits", help="what the result is called")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is not kept yet, and show it; exit status 1 if there is more to do."""
+    args = arguments().parse_args(argv)
+    console = Console()
+    console.width = max(console.width, 165)  # what the table takes
+    cells = [
+        Cell(name, profile, replicas_count, load, args.traces if name == RECORDED else None)
+        for name in args.workloads
+        for profile in args.profiles
+        for replicas_count in args.replicas
+        for load in args.loads
+    ]
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    todo = [Task(cell, policy, seed) for seed in seeds for cell in cells for policy in args.policies]
+    kept = do_runs(run_one, todo, RUNS, args.jobs, console, for_s=args.for_s)
+    left_count = sum(task.key not in kept for task in todo)
+    if left_count:
+        console.print(f"{left_count} of {len(todo)} runs are left")
+        return 1
+    found = findings(kept, cells, args.policies, seeds)
+    console.print(table("limits", found))
+    save_plot(args.name, plot(found))
+    words = sys.argv[1:] if argv is None else list(argv)
+    shown = [word.replace(str(args.traces), args.traces.name) if args.traces else word for word in words]
+    report = {
+        "command": shlex.join(["scripts/bench", "limits", *shown]),
+        "seeds": args.seeds,
+        "found": [each.to_json() for each in found],
+    }
+    console.print(f"written: {save_results(args.name, report).name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

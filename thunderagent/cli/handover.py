@@ -1,0 +1,66 @@
+"""`thunderagent handover`: have the scheduler that leads give its place to one that stands by."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import ssl
+import sys
+import time
+from pathlib import Path
+
+import httpx2
+
+from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S
+
+DESCRIPTION = (
+    "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
+    "leads. Streams go on, and held turns stay held. The old one stands by then."
+)
+LOOK_S = 0.02
+LIMIT_S = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8300", help="URL of a gateway, or of the scheduler that leads"
+    )
+    parser.add_argument("--force", action="store_true", help="even if no other scheduler stands by")
+    parser.add_argument("--key", default=os.environ.get(KEY_VARIABLE, ""), help=f"an admin key [{KEY_VARIABLE}]")
+    parser.add_argument("--ca-file", type=Path, metavar="FILE", help="certificates to trust for an https URL, PEM")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Hand over; return the exit status."""
+    verify = True if args.ca_file is None else ssl.create_default_context(cafile=args.ca_file)
+    headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
+    try:
+        with httpx2.Client(
+            base_url=args.url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers
+        ) as client:
+            begun_s = time.monotonic()
+            answer = client.post("/internal/handover", params={"force": "1"} if args.force else {})
+            if answer.status_code != httpx2.codes.OK:
+                print(f"thunderagent: error: {args.url} answers {answer.status_code}: {answer.text}", file=sys.stderr)
+                return 1
+            before = int(answer.json()["gave_up_epoch"])
+            while time.monotonic() - begun_s < LIMIT_S:
+                if (epoch := _epoch(client)) > before:
+                    print(f"epoch {epoch} began, {time.monotonic() - begun_s:.2f} s after it was asked for")
+                    return 0
+                time.sleep(LOOK_S)
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        print(f"thunderagent: error: no scheduler answers at {args.url}: {error}", file=sys.stderr)
+        return 1
+    print(f"thunderagent: error: none leads {LIMIT_S:g} s after epoch {before} was given up", file=sys.stderr)
+    return 1
+
+
+def _epoch(client: httpx2.Client) -> int:
+    """Return the epoch that is known there; 0 while nobody answers: it may just begin to stand by."""
+    try:
+        answer = client.get("/internal/leader")
+    except httpx2.TransportError:
+        return 0
+    return int(answer.json()["epoch"]) if answer.status_code == httpx2.codes.OK else 0

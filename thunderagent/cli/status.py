@@ -1,0 +1,304 @@
+"""`thunderagent status` and `thunderagent top`: a running proxy, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+REFRESH_S = 1.0
+TIMEOUT_S = 5.0
+BAR_WIDTH = 30
+PIPE_WIDTH = 160
+"""Columns of output that is not a terminal: ids stay whole, so that they can be searched for."""
+KEY_VARIABLE = "THUNDERAGENT_KEY"
+LARGEST_FIRST = ("claim", "turns", "held")
+SMALLEST_FIRST = ("opened", "id", "replica", "state")
+"""Orders of programs, as `GET /programs` knows them."""
+
+TOP_DESCRIPTION = "Watch a running proxy until Ctrl-C: rates of the last minute, memory, and the programs."
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `status`."""
+    parser.add_argument("--watch", action="store_true", help="refresh every second until Ctrl-C")
+    _add_common_arguments(parser)
+
+
+def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `top`."""
+    parser.add_argument("--once", action="store_true", help="print it once and end, as without a terminal")
+    parser.add_argument(
+        "--sort",
+        default="claim",
+        choices=(*LARGEST_FIRST, *SMALLEST_FIRST),
+        help="which programs come first (default: %(default)s, the largest)",
+    )
+    _add_common_arguments(parser)
+
+
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
+    parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"an admin key of the proxy; better in the environment, where other users do not see it [{KEY_VARIABLE}]",
+    )
+    parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="certificates to trust for an https URL, PEM, instead of the system's",
+    )
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show a running proxy."""
+    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
+
+
+def run_top(args: argparse.Namespace) -> int:
+    """Watch a running proxy."""
+    sort = f"-{args.sort}" if args.sort in LARGEST_FIRST else args.sort
+    programs_count = args.programs
+    return watch_top(
+        args.url, once=args.once, programs_count=programs_count, sort=sort, key=args.key, ca_file=args.ca_file
+    )
+
+
+def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", ca_file: Path | None = None) -> int:
+    """Print the state of the proxy at `url`, once or until Ctrl-C; return the exit status.
+
+    `key` is an admin key of the proxy, `ca_file` has the certificates to trust instead of the system's.
+    """
+    return _show(url, lambda client: _picture(client, programs_count), watch=watch, key=key, ca_file=ca_file)
+
+
+def watch_top(
+    url: str, *, once: bool, programs_count: int, sort: str, key: str = "", ca_file: Path | None = None
+) -> int:
+    """Show what the proxy at `url` does, programs sorted as `GET /programs` does; return the exit status.
+
+    It goes on until Ctrl-C, but is printed once where nobody looks at a terminal. The rest is as in `watch_status`.
+    """
+    watch = not once and sys.stdout.isatty()
+    return _show(url, lambda client: _top(client, programs_count, sort), watch=watch, key=key, ca_file=ca_file)
+
+
+def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are text, whatever they look like
+    try:
+        verify = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
+            first = picture(client)
+            if not watch:
+                console.print(first)
+                return 0
+            with Live(first, console=console, screen=True) as live:
+                while True:
+                    time.sleep(REFRESH_S)
+                    live.update(picture(client))
+    except httpx2.HTTPStatusError as error:
+        print(f"thunderagent: error: {url} answers {error.response.status_code}; is a key missing?", file=sys.stderr)
+        return 1
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        print(f"thunderagent: error: no proxy answers at {url}: {error}; --url gives another address", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+def _top(client: httpx2.Client, programs_count: int, sort: str) -> Group:
+    summary = _get(client, "/summary")
+    replicas = _get(client, "/replicas")["replicas"]
+    programs = _get(client, f"/programs?limit={programs_count}&sort={sort}")
+    rates, now = summary["rates"], summary["now"]
+    demand, hits = summary["demand_ratio"], rates["hit_ratio"]
+    head = Text(
+        f"policy {summary['policy']}   programs {summary['programs_count']}   "
+        f"replicas up {summary['replicas_up_count']} of {summary['replicas_count']}\n"
+        f"turns/min {rates['turns_per_min']:,.0f}   output tokens/s {rates['output_tokens_per_s']:,.0f}   "
+        f"prefix hits {_percent(hits)}\n"
+        f"held {now['turns_held_count']}, the oldest for {_seconds(summary['longest_held_s'])}   "
+        f"holds: median {_seconds(rates['held_p50_s'])}, p99 {_seconds(rates['held_p99_s'])}",
+        style="bold",
+    )
+    bars = Text("memory").append(_bar(demand)).append(f"{_percent(demand)} claimed or waited for\n")
+    for replica in replicas:
+        capacity_tokens = replica["limit_tokens"] or replica["capacity_tokens"]
+        ratio = replica["demand_tokens"] / capacity_tokens if capacity_tokens else None
+        bars.append(f"{replica['replica_id']}").append(_bar(ratio))
+        pool = f", pool {replica['pool']}" if replica["pool"] else ""
+        bars.append(f"{_percent(ratio)}, {replica['turns_in_flight_count']} turns, {_health(replica)}{pool}\n")
+    parts: list[Text | Table] = [head, bars, _program_table(programs)]
+    if rates["mostly_anonymous"]:
+        parts.insert(1, Text("Most turns name no program: see thunderagent doctor.", style="bold yellow"))
+    return Group(*parts)
+
+
+def _bar(ratio: float | None) -> str:
+    full_count = 0 if ratio is None else round(min(1.0, ratio) * BAR_WIDTH)
+    return f"  [{'|' * full_count}{' ' * (BAR_WIDTH - full_count)}] "
+
+
+def _percent(ratio: float | None) -> str:
+    return "unknown" if ratio is None else f"{ratio:.0%}"
+
+
+def _seconds(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s:.1f} s"
+
+
+def _picture(client: httpx2.Client, programs_count: int) -> Group:
+    replicas = _get(client, "/replicas")
+    programs = _get(client, f"/programs?limit={programs_count}")
+    queue = _get(client, f"/queue?limit={programs_count}")
+    tools, cell = _get(client, "/tools"), _get(client, "/summary").get("cell")
+    head = Text(
+        f"policy {replicas['policy']}   programs {programs['total']}   turns held {queue['turns_held_count']}   "
+        f"paused: {queue['waiting_count']} waiting, {queue['paused_acting_count']} acting\n"
+        f"tools running {tools['running_count']}, {tools['mean_s']:.1f} s each   sandboxes {tools['sandbox_count']}"
+        f"{_taken(tools['sandbox_disk_bytes'])}{_place(cell)}",
+        style="bold",
+    )
+    return Group(
+        head,
+        _replica_table(replicas["replicas"]),
+        _cost_table(replicas["replicas"]),
+        _program_table(programs),
+        _queue_table(queue),
+    )
+
+
+def _place(cell: dict[str, Any] | None) -> str:
+    """Return a line about a scheduler that has gateways, and about who stands by."""
+    if cell is None:
+        return ""
+    line = (
+        f"\nscheduler {cell['role']}, epoch {cell['epoch']}   gateways {cell['gateways_count']}, "
+        f"links {cell['links_count']}, engines polled by them {cell['polled_by_gateways_count']}"
+    )
+    if cell["has_store"]:
+        lag_s, store = cell["log_lag_p99_s"], "" if cell["store_answers"] else "   the store is away"
+        lag = "" if lag_s is None else f"   log lag p99 {lag_s * 1000:.1f} ms"
+        line += f"\nstandby {'there' if cell['has_standby'] else 'none'}{lag}{store}"
+    return line
+
+
+def _taken(disk_bytes: int | None) -> str:
+    return "" if disk_bytes is None else f", {_short(disk_bytes)}B on disk"
+
+
+def _get(client: httpx2.Client, path: str) -> Any:
+    response = client.get(path)
+    response.raise_for_status()
+    return response.json()
+
+
+def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """Return an empty table; `numbers` are columns on the right, aligned right. Ids of 15 letters fit 80 columns."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _health(replica: dict[str, Any]) -> str:
+    if not replica["up"]:
+        return f"down: {replica['why_down']}"
+    if replica["draining"]:
+        return "draining"
+    health = "up" if replica["breaker"] == "closed" else f"breaker {replica['breaker'].replace('_', '-')}"
+    if replica["suspended_for"]:
+        health += f", suspended: {', '.join(replica['suspended_for'])}"
+    return health
+
+
+def _pool_column(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the column of pools, if there are several."""
+    return ("pool",) if any(row["pool"] for row in rows) else ()
+
+
+def _replica_table(replicas: list[dict[str, Any]]) -> Table:
+    numbers = ("demand/capacity", "full", "reasoning", "acting", "turns", "hits")
+    pool = _pool_column(replicas)
+    table = _table("Replicas", "replica", *pool, "health", numbers=numbers)
+    for replica in replicas:
+        capacity = replica["capacity_tokens"]
+        table.add_row(
+            replica["replica_id"],
+            *(replica[column] for column in pool),
+            Text(_health(replica), style="green" if replica["up"] else "red"),
+            f"{_short(replica['demand_tokens'])}/{_short(capacity) if capacity else 'unknown'}",
+            f"{replica['demand_tokens'] / capacity:.0%}" if capacity else "?",
+            str(replica["reasoning_count"]),
+            str(replica["acting_count"]),
+            str(replica["turns_in_flight_count"]),
+            f"{replica['hit_ratio']:.0%}",
+        )
+    return table
+
+
+def _cost_table(replicas: list[dict[str, Any]]) -> Table:
+    terms = ("decode", "prefill", "recompute", "unused", "caching", "queued")
+    table = _table("Costs in token-seconds", "replica", numbers=terms)
+    for replica in replicas:
+        table.add_row(replica["replica_id"], *(_short(replica["costs_token_s"][term]) for term in terms))
+    return table
+
+
+def _program_table(page: dict[str, Any]) -> Table:
+    title = f"Programs ({len(page['programs'])} of {page['total']})"
+    pool = _pool_column(page["programs"])
+    numbers = ("tokens", "turns", "age s", "held s")
+    table = _table(title, "program", *pool, "status", "phase", "replica", numbers=numbers)
+    for program in page["programs"]:
+        status = f"{program['status']}{', marked' if program['marked'] else ''}"
+        table.add_row(
+            program["program_id"],
+            *(program[column] for column in pool),
+            status,
+            program["phase"],
+            program["replica_id"] or "",
+            f"{program['claim_tokens']:,}",
+            str(program["turn_count"]),
+            f"{program['age_s']:.0f}",
+            f"{program['held_s_total']:.1f}",
+        )
+    return table
+
+
+def _queue_table(queue: dict[str, Any]) -> Table:
+    title = f"Paused queue ({queue['waiting_count']} with a turn)"
+    pool = _pool_column(queue["waiting"])
+    table = _table(title, "program", *pool, "why", numbers=("tokens", "waits s"))
+    for program in queue["waiting"]:
+        waits_s = program["held_for_s"] or 0.0
+        in_pool = [program[column] for column in pool]
+        claim = f"{program['claim_tokens']:,}"
+        table.add_row(program["program_id"], *in_pool, program["hold_reason"], claim, f"{waits_s:.1f}")
+    return table
+
+
+def _short(number: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{suffix}"
+    return f"{number:.0f}"

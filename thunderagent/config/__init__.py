@@ -1,0 +1,7 @@
+"""The configuration, in slices: each file has those that belong together."""
+
+from thunderagent.config.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
+from thunderagent.config.engines import HOST_FIELD
+from thunderagent.config.scheduling import JUDGE_ON_REPLICAS
+
+__all__ = ["ENVIRONMENT_PREFIX", "HOST_FIELD", "JUDGE_ON_REPLICAS", "ServeConfig", "unknown_variables"]

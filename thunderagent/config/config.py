@@ -1,0 +1,157 @@
+"""The configuration: one frozen model, built once in `cli`, handed down in slices.
+
+Each value comes from the first of: the command line, the environment (`THUNDERAGENT_` and the name in capitals), the
+TOML file that `--config` names, the default of its field.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from tomllib import TOMLDecodeError
+from typing import Any, ClassVar, Self
+
+from pydantic import ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from thunderagent.config.access import Limits, Listening, Security
+from thunderagent.config.engines import Engines, Provisioning, Simulated
+from thunderagent.config.processes import Logs, Processes
+from thunderagent.config.sandboxes import Sandboxes
+from thunderagent.config.scheduling import Judging, Scheduling
+from thunderagent.config.slices import Slice
+from thunderagent.config.turns import Control, Names, Timeouts
+from thunderagent.errors import ConfigurationError
+from thunderagent.faults import faults_of
+
+ENVIRONMENT_PREFIX = "THUNDERAGENT_"
+_OTHERS_VARIABLES = {"KEY", "PROXY", "PROGRAM_ID"}
+"""Names with the prefix that are not settings: of the client, and of other commands."""
+_SERVICE_LINK = re.compile(r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)?)")
+"""What Kubernetes puts into every pod beside a service whose name begins so."""
+
+ORBIT_JUDGE = "orbit-judge"
+"""The part that goes by what a judge says."""
+
+
+class ServeConfig(
+    Simulated,
+    Logs,
+    Sandboxes,
+    Judging,
+    Provisioning,
+    Control,
+    Security,
+    Limits,
+    Names,
+    Timeouts,
+    Scheduling,
+    Processes,
+    Listening,
+    Engines,  # the last one is told first
+    BaseSettings,
+):
+    """Everything that `thunderagent serve` can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=False
+    )
+    toml_file: ClassVar[Path | None] = None
+
+    @classmethod
+    def slices(cls) -> list[type[Slice]]:
+        """Return the slices, in the order in which they are told."""
+        bases = [each for each in reversed(ServeConfig.__mro__) if issubclass(each, Slice)]
+        return [each for each in bases if each not in (Slice, ServeConfig)]
+
+    @property
+    def has_replica_source(self) -> bool:
+        """Whether replicas come from somewhere; else simulated engines are started."""
+        return bool(self.backends or self.backends_file or self.kubernetes_replicas or self.provision)
+
+    @property
+    def simulates_engines(self) -> bool:
+        """Whether simulated engines are started: nothing else names a replica."""
+        return not self.has_replica_source and self.embedded_engines > 0
+
+    @model_validator(mode="after")
+    def _judges_who_can(self) -> Self:
+        if not self.judge_url and ORBIT_JUDGE in (self.order, self.priority, *self.policy_args.values()):
+            raise ValueError(f"{ORBIT_JUDGE} needs judge_url; without a judge it would be orbit-step")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_without_effect(self) -> Self:
+        for prefix, switch in (("judge_", "judge_url"), ("provision_", "provision")):
+            given = [
+                name
+                for name, field in type(self).model_fields.items()
+                if name.startswith(prefix) and name != switch and getattr(self, name) != field.default
+            ]
+            if given and not getattr(self, switch):
+                raise ValueError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with {switch}")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class's
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the base class's
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order the sources: command line, environment, file."""
+        sources: list[PydanticBaseSettingsSource] = [init_settings]
+        if any(name.upper().startswith(ENVIRONMENT_PREFIX) for name in os.environ):  # else it takes the most time
+            sources.append(env_settings)
+        if cls.toml_file is not None:
+            sources.append(TomlConfigSettingsSource(settings_cls, toml_file=cls.toml_file))
+        return tuple(sources)
+
+    @classmethod
+    def load(cls, toml_file: Path | None = None, **given: Any) -> Self:
+        """Build the configuration; `given` is what the command line said.
+
+        Raises `ConfigurationError` with a line for each value that is wrong.
+        """
+        if toml_file is not None and not toml_file.is_file():
+            raise ConfigurationError(f"there is no configuration file {toml_file}")
+        source: type[Self] = cls  # one of its own takes longer to make than all the rest
+        if toml_file is not None:
+            source = type(cls.__name__, (cls,), {"toml_file": toml_file, "__module__": cls.__module__})
+        try:
+            loaded: Self = source(**given)
+        except ValidationError as error:
+            raise ConfigurationError("; ".join(faults_of(error, whole="value"))) from error
+        except TOMLDecodeError as error:
+            raise ConfigurationError(f"{toml_file}: {error}") from error
+        except (SettingsError, ValueError) as error:
+            raise ConfigurationError(str(error)) from error
+        return loaded
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str]:
+    """Return those of an environment's names that look like settings and are none, each with the nearest that is one.
+
+    It is empty if none is near. They may be of another version, so they are worth a warning, and no error.
+    """
+    known = [name.upper() for name in ServeConfig.model_fields]
+    unknown = {}
+    for name in sorted(names):
+        if not name.upper().startswith(ENVIRONMENT_PREFIX):
+            continue
+        setting = name.upper().removeprefix(ENVIRONMENT_PREFIX)
+        if setting not in known and setting not in _OTHERS_VARIABLES and not _SERVICE_LINK.fullmatch(setting):
+            nearest = get_close_matches(setting, known, n=1)
+            unknown[name] = ENVIRONMENT_PREFIX + nearest[0] if nearest else ""
+    return unknown

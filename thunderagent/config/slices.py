@@ -1,0 +1,45 @@
+"""What a slice of the configuration is, and the values that a line of text may hold several of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic_settings import NoDecode
+
+
+class Slice(BaseModel):
+    """Options that belong together. Its first line is the heading that they are told under."""
+
+    model_config = ConfigDict(defer_build=True)  # nobody makes one alone
+
+    @classmethod
+    def heading(cls) -> str:
+        """Return the heading."""
+        return (cls.__doc__ or "").rstrip(".")
+
+
+def split_list(value: object) -> object:
+    """Return the parts of a text with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return value
+    return tuple(str(part).strip() for part in parts if str(part).strip())
+
+
+def split_pairs(value: object) -> object:
+    """Return the pairs of a text such as `a=1,b=2`. Raises `ValueError` for a part that is no pair."""
+    if isinstance(value, dict):
+        return {str(name): str(setting) for name, setting in value.items()}
+    parts = split_list(value)
+    if not isinstance(parts, tuple):
+        return value
+    pairs = [str(part).partition("=") for part in parts]
+    for name, equals, setting in pairs:
+        if not (name.strip() and equals and setting.strip()):
+            raise ValueError(f"{name + equals + setting!r} is not name=value")
+    return {name.strip(): setting.strip() for name, _, setting in pairs}
+
+
+Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
+Pairs = Annotated[dict[str, str], NoDecode, BeforeValidator(split_pairs)]

@@ -1,0 +1,73 @@
+"""The replicas as others know them: where each is, and what is pushed of it after each event that changes it."""
+
+# compiled: each lease says where its replica is
+
+from __future__ import annotations
+
+from thunderagent.leases import ReplicaMap, ReplicaState
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import (
+    EncodesPolled,
+    GrantsContinued,
+    GrantsSuspended,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaKilled,
+    ReplicaPolled,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+)
+from thunderagent.programs.pools import Pools
+
+_OF_REPLICAS = (
+    ReplicaUp,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaPolled,
+    EncodesPolled,
+    ReplicaKilled,
+    GrantsSuspended,
+    GrantsContinued,
+)
+
+OF_REPLICAS = frozenset(_OF_REPLICAS)
+"""The kinds of events after which the replicas that they are about are pushed."""
+
+
+class Fleet:
+    """Where the replicas of all pools are, and the map that who carries bytes reads of them."""
+
+    def __init__(self, pools: Pools) -> None:
+        """Begin with no replica."""
+        self._pools = pools
+        self.urls: dict[str, str] = {}
+        """By the replicas' ids."""
+        self.replicas = ReplicaMap()
+        """What others may know of them."""
+
+    def push(self, event: Event) -> None:
+        """Tell who carries bytes what an event changed of the replicas. Cost: O(replicas it is about)."""
+        assert isinstance(event, _OF_REPLICAS)
+        known = self._pools.replicas
+        if event.replica_id is None:  # grants stop, or go on, everywhere
+            self.replicas.push(map(self.state_of, known))
+        elif event.replica_id in known:
+            self.replicas.push((self.state_of(event.replica_id),))
+        else:
+            self.replicas.push((), (event.replica_id,))
+
+    def state_of(self, replica_id: str) -> ReplicaState:
+        """Return what is pushed of a replica."""
+        replica = self._pools.replicas[replica_id]
+        return ReplicaState(
+            replica_id,
+            self.urls.get(replica_id, ""),
+            replica.up,
+            replica.open_to_programs,
+            tuple(replica.suspended_for),
+            replica.account.capacity_tokens,
+            self._pools.of_replica(replica_id).name if self._pools.several else "",
+        )

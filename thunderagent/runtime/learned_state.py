@@ -1,0 +1,222 @@
+"""What was learned, kept in a file: read at the start, written every half minute and at the end.
+
+Theory of operation
+===================
+A file is one line of JSON that says format, version, length and checksum, and after it the records of all pools, JSON
+too. It is written beside its place and moved there once it is on the disk, off the event loop, so whoever reads finds
+either the old one or the new one. One that cannot be taken in - torn, of another version, not ours - is moved out of
+the way and said so in the log: a proxy that has to learn anew is slower for a minute, one that does not start serves
+nobody. One that cannot be read may be a good one: it stays as it is, and nothing is written over it.
+
+Which record is whose is known once replicas say what they serve: a pool that has learned nothing takes that of the
+models that it serves, by an event like any other, so that a log replays. Records of models that nobody serves at the
+moment are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from thunderagent.errors import ConfigurationError, StateError
+from thunderagent.programs.learned.knowledge import Knowledge
+from thunderagent.programs.model.fleet_events import KnowledgeLoaded
+from thunderagent.programs.model.policy import ClaimRules
+from thunderagent.programs.model.records.learned import LearnedRecord
+from thunderagent.programs.policies.parts.least_area import LeastArea
+from thunderagent.programs.pool import Pool
+from thunderagent.runtime.runtime import Runtime
+
+log = structlog.get_logger("thunderagent.learned_state")
+
+FORMAT = "thunderagent-learned"
+VERSION = 1
+"""Of the records: another one is not read."""
+
+SAVE_EVERY_S = 30.0
+"""A process that is killed forgets no more than this and the time to write."""
+
+MAX_STATE_BYTES = 64 * 2**20
+"""A larger file is none of ours: one pool with all that is remembered takes half a megabyte."""
+
+MAX_RECORDS_COUNT = 64
+"""Pools that are kept, the one longest unused forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRecord:
+    """What the pool of some models has learned."""
+
+    models: tuple[str, ...]
+    learned: LearnedRecord
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: int
+    bytes: int
+    sha256: str
+
+
+_encode, _decode = msgspec.json.encode, msgspec.json.Decoder(list[PoolRecord]).decode
+
+
+def encode_state(records: Sequence[PoolRecord]) -> bytes:
+    """Return the content of a file."""
+    body = _encode(records)
+    return _encode(_Head(FORMAT, VERSION, len(body), hashlib.sha256(body).hexdigest())) + b"\n" + body
+
+
+def decode_state(content: bytes) -> list[PoolRecord]:
+    """Return what a file holds. Raises `StateError` with the reason if it is none, of another version, or torn."""
+    first, _, body = content.partition(b"\n")
+    try:
+        head = msgspec.json.decode(first, type=_Head)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StateError("it is not a file of learned state") from error
+    if head.format != FORMAT:
+        raise StateError("it is not a file of learned state")
+    if head.version != VERSION:
+        raise StateError(f"it is of version {head.version}, not {VERSION}")
+    if head.bytes != len(body) or head.sha256 != hashlib.sha256(body).hexdigest():
+        raise StateError("it is incomplete: its length or checksum is not what its first line says")
+    try:
+        records = _decode(body)
+        for record in records:
+            Knowledge(ClaimRules(adapt_capacity=True)).adopt(record.learned)
+            if record.learned.lengths is not None:
+                LeastArea().adopt(record.learned.lengths)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise StateError(f"its content is invalid: {error}") from error
+    return records
+
+
+def read_state(path: Path) -> list[PoolRecord]:
+    """Return what a file holds, nothing if there is none. Raises `StateError` if that cannot be taken in, OSError."""
+    try:
+        if path.stat().st_size > MAX_STATE_BYTES:
+            raise StateError(f"it has more than {MAX_STATE_BYTES:,} bytes")
+        return decode_state(path.read_bytes())
+    except FileNotFoundError:
+        return []
+
+
+def write_state(path: Path, records: Sequence[PoolRecord]) -> None:
+    """Put the content of a file in its place at once, readable to its owner alone. Blocks. Raises OSError."""
+    beside = path.with_name(f"{path.name}.new")
+    with suppress(FileNotFoundError):
+        beside.unlink()
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(encode_state(records))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class LearnedState:
+    """Gives pools what was learned before, and keeps what they learn."""
+
+    def __init__(self, path: Path | None, runtime: Runtime, *, every_s: float = SAVE_EVERY_S) -> None:
+        """Read the file; one that cannot be taken in is moved to `FILE.refused`. None: somebody else keeps the records.
+
+        Raises `ConfigurationError` for a folder.
+        """
+        self._path = path
+        self._every_s = every_s
+        self._runtime = runtime
+        self._writing = asyncio.Lock()
+        self._saved_count = -1
+        self._fails = False
+        self._is_unread = False
+        """Whether there is a file that nobody knows the content of: it is not written over."""
+        self._unplaced: deque[PoolRecord] = deque(maxlen=MAX_RECORDS_COUNT)
+        """Of models that nobody has listed yet."""
+        runtime.served.on_listed = self.place
+        if path is None:
+            return
+        try:
+            self._unplaced.extend(read_state(path))
+        except StateError as error:
+            kept = path.with_name(f"{path.name}.refused")
+            with suppress(OSError):
+                path.replace(kept)
+            log.warning("state_refused", file=str(path), why=error.message, moved_to=str(kept))
+        except IsADirectoryError as error:
+            raise ConfigurationError(f"the file of what was learned is a folder: {path}") from error
+        except OSError as error:
+            self._is_unread = True
+            log.warning("state_not_read", file=str(path), why=error.strerror or str(error))
+        else:
+            log.info("state_read", file=str(path), models=[each.models for each in self._unplaced])
+
+    def take(self, records: Sequence[PoolRecord]) -> None:
+        """Take in what another process had learned, and give it to the pools."""
+        self._unplaced.extend(records)
+        self.place()
+
+    def place(self) -> None:
+        """Give each pool that has learned nothing what was learned of its models."""
+        for pool in self._runtime.pools.all:
+            if self._unplaced and pool.listed and pool.scheduler.knowledge.growth.is_empty:
+                self._place(pool)
+
+    def _place(self, pool: Pool) -> None:
+        served = set(pool.models)
+        for record in reversed(self._unplaced):
+            if not served.isdisjoint(record.models) or not (served or record.models):
+                self._unplaced.remove(record)
+                replica_id = next(iter(pool.listed))
+                self._runtime.dispatch(KnowledgeLoaded(self._runtime.now_s(), replica_id, record.learned))
+                log.info("knowledge_loaded", models=record.models)
+                return
+
+    def records(self) -> list[PoolRecord]:
+        """Return what is to be kept: what was not placed, and what each pool has learned."""
+        pools: Iterable[Pool] = self._runtime.pools.all
+        learned = [pool for pool in pools if not pool.scheduler.knowledge.growth.is_empty]
+        served = {name for pool in learned for name in pool.models}
+        unplaced = [record for record in self._unplaced if served.isdisjoint(record.models)]
+        return [*unplaced, *(PoolRecord(each.models, each.scheduler.learned()) for each in learned)]
+
+    async def run(self) -> None:
+        """Write it every half minute, or as often as it is to, if a turn ended in it; until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.save()
+
+    async def save(self) -> None:
+        """Write it now, if a turn ended since it was written; a disk that fails is said once.
+
+        Who is cancelled leaves the write to its end, and the next waits for that: two at once would tear it.
+        """
+        await asyncio.shield(self._save())
+
+    async def _save(self) -> None:
+        async with self._writing:
+            turns_count, path = self._runtime.outcome_counts.total(), self._path
+            if path is None or turns_count == self._saved_count or self._runtime.has_crashed or self._is_unread:
+                return
+            try:
+                await asyncio.to_thread(write_state, path, self.records())
+            except OSError as error:
+                if not self._fails:
+                    log.warning("state_not_written", file=str(path), why=error.strerror or str(error))
+                self._fails = True
+                return
+            self._fails = False
+            self._saved_count = turns_count

@@ -1,0 +1,525 @@
+"""The single writer: takes events, calls the scheduler, carries out its decisions, wakes who waits.
+
+Theory of operation
+===================
+Everything here runs on one event loop. `Runtime.lease` sends a `TurnArrived`; if the scheduler grants at once, the
+lease is returned without a single await; otherwise the caller waits on a future that a later event resolves. What is
+asked, granted and ended is in `leases.py`, and so is what whoever carries bytes may know beside it: the runtime pushes
+the replicas after each event that changes them, and answers questions, so that nobody else reads the scheduler.
+
+Nothing here knows HTTP: a trainer that calls its engines itself takes leases in the same way.
+"""
+
+# compiled: each turn passes here, four times
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import count
+from math import inf
+from time import monotonic
+
+import structlog
+from msgspec.structs import replace
+
+from thunderagent.errors import (
+    ShuttingDownError,
+    StandingByError,
+    ThunderAgentError,
+    TooManyProgramsError,
+    TurnAbortedError,
+)
+from thunderagent.leases import UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd, TurnHint
+from thunderagent.programs.model.decisions import Decision, Grant, Reject
+from thunderagent.programs.model.events import (
+    Event,
+    ProgramJudged,
+    ProgramOpened,
+    ProgramReleased,
+    ProgramsReleased,
+    ToolEnded,
+    ToolStarted,
+    TurnAbandoned,
+    TurnAdopted,
+    TurnDue,
+    TurnProgressed,
+    TurnStarted,
+    TurnUnverified,
+)
+from thunderagent.programs.model.fleet_events import (
+    GrantsContinued,
+    GrantsSuspended,
+    ModelAsked,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaFlushed,
+    ReplicaRemoved,
+    ReplicaTripped,
+    ReplicaUp,
+)
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.signals import Signal
+from thunderagent.programs.pools import Pools
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.runtime.event_log import EventLogWriter
+from thunderagent.runtime.fleet import Fleet
+from thunderagent.runtime.observers import Observer
+from thunderagent.runtime.operator import Operator
+from thunderagent.runtime.served_models import ServedModels
+from thunderagent.runtime.translation import arrival, arrived, ending, hinting, refusal_of
+from thunderagent.runtime.writer import Writer
+
+log = structlog.get_logger("thunderagent.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """How the runtime runs."""
+
+    tick_s: float = 1.0
+    """Longest time between two ticks; a policy may want them more often."""
+    grace_s: float = 30.0
+    """How long a shutdown waits for turns in flight."""
+
+
+ELSEWHERE = "another scheduler leads; ask that, or a gateway"
+
+TIMER_SLACK_S = 0.002
+"""An event loop's timer may be early by a millisecond."""
+
+
+class Runtime:
+    """Owner of the scheduler. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        settings: RuntimeSettings | None = None,
+        *,
+        clock: Callable[[], float] = monotonic,
+        event_log: EventLogWriter | None = None,
+        make_scheduler: Callable[[], Scheduler] | None = None,
+    ) -> None:
+        """Begin with no lease; `clock` returns monotonic seconds.
+
+        `make_scheduler` returns one like `scheduler` for each further pool of replicas; without, all are one pool.
+        """
+        self.scheduler = scheduler
+        """That of the first pool, or of all."""
+        self.pools = Pools(scheduler, make_scheduler)
+        self.settings = settings or RuntimeSettings()
+        self.now_s = clock
+        self.outcome_counts: Counter[str] = Counter()
+        """Turns by how they ended."""
+        self.leases_count = 0
+        self.prompt_tokens_total = 0
+        """Of finished turns, as far as engines said their usage; so are the next two."""
+        self.output_tokens_total = 0
+        self.cached_tokens_total = 0
+        self._turn_ids = count(1)
+        self._abortable_ids: set[int] = set()
+        self._superseded_ids: set[int] = set()
+        """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
+        self._fleet = Fleet(self.pools)
+        self.replicas = self._fleet.replicas
+        """What others may know of the replicas."""
+        limit_s = scheduler.settings.no_replica_limit_s
+        self.served = ServedModels(
+            self.pools, self.replicas, state_of=self._fleet.state_of, clock=clock, no_replica_limit_s=limit_s
+        )
+        """Which models are served where."""
+        self._writer = Writer(self.pools, self._fleet, self.served, clock, event_log)
+        self._waiters = self._writer.waiters
+        self.decision_counts = self._writer.decision_counts
+        """Decisions by kind and reason."""
+        self.operator = Operator(self.pools, self._writer, clock)
+        """What operators may have done."""
+        self.stands_by = False
+        """Whether another scheduler leads: then nothing is granted here."""
+        self._closing = False
+        self.leaving = False
+        self._no_lease_left = asyncio.Event()
+        self._no_lease_left.set()
+
+    def __repr__(self) -> str:
+        return f"<Runtime: {self.leases_count} leases, {len(self._waiters)} held, {self.scheduler!r}>"
+
+    @property
+    def closing(self) -> bool:
+        """Whether no new lease is granted any more."""
+        return self._closing
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether the scheduler raised: nothing that it knows can be trusted."""
+        return self._writer.has_crashed
+
+    @property
+    def held_count(self) -> int:
+        """Turns that wait for a lease."""
+        return len(self._waiters)
+
+    async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
+        """Wait for leave to run one turn; see `LeaseSource`."""
+        if self.replicas.names_models and not self.served.is_plain(ask.model):
+            ask = await self._with_pool(ask, while_held)
+        if self._closing or self.stands_by:
+            raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
+        turn_id = ask.turn_id
+        if ask.supersedes_id is not None:
+            self.tried_again(ask.supersedes_id)
+        arrived_s = self.now_s()
+        decisions = self._arrives(ask, arrived_s)
+        if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
+            hinted = hinting(ask.program_id, ask.hint, "", self.now_s())
+            decisions = [*decisions, *self._writer.dispatch(hinted)]  # that may be what lets this turn in
+        for decision in reversed(decisions):
+            if type(decision) is Grant and decision.turn_id == turn_id:
+                return self._begin(decision, 0.0)
+            if type(decision) is Reject and decision.turn_id == turn_id:
+                self.outcome_counts["rejected"] += 1
+                raise refusal_of(decision, self.pools)
+        waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._waiters[turn_id] = waiter
+        if ask.abortable:
+            self._abortable_ids.add(turn_id)
+        timer = self._timer_for(turn_id, arrived_s) if ask.patience_s is not None else None
+        try:
+            with while_held:
+                grant = await waiter
+        except asyncio.CancelledError:
+            self.outcome_counts[self._superseded_or("abandoned", turn_id)] += 1
+            self._writer.dispatch(TurnAbandoned(self.now_s(), turn_id))
+            raise
+        except ThunderAgentError as error:
+            self.outcome_counts["aborted" if isinstance(error, TurnAbortedError) else "rejected"] += 1
+            self._writer.dispatch(TurnAbandoned(self.now_s(), turn_id))  # at a shutdown the scheduler still holds it
+            raise
+        finally:
+            self._waiters.pop(turn_id, None)
+            self._abortable_ids.discard(turn_id)
+            if timer is not None:
+                timer.cancel()
+            del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
+        return self._begin(grant, self.now_s() - arrived_s)
+
+    def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
+        """Tell of a turn, and first of its model where only some replicas of its pool serve that."""
+        if self.pools.some_partly and ask.pinned_replica_id is None and (name := self.pools.partly_name(ask.model)):
+            self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
+        return self._writer.dispatch(arrival(ask, now_s))
+
+    async def _with_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> TurnAsk:
+        """Find the pool that a turn is for; return the turn with what that leaves of its client's patience."""
+        asked_s = self.now_s()
+        await self.served.find_pool(ask, while_held)
+        if ask.patience_s is None:
+            return ask
+        return replace(ask, patience_s=max(0.0, ask.patience_s - (self.now_s() - asked_s)))
+
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        """Return all programs, each once."""
+        return self.pools.programs
+
+    def new_turn_id(self) -> int:
+        """Return an id that no turn had before."""
+        return next(self._turn_ids)
+
+    def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
+        """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
+        turn = self.pools.turns.get(turn_id)
+        due_s = self.scheduler.deadlines.due_s_of(turn) if turn is not None else inf
+        if due_s == inf:
+            return None
+        delay_s = max(0.0, due_s - now_s) + TIMER_SLACK_S
+        return asyncio.get_running_loop().call_later(
+            delay_s, lambda: self._writer.dispatch(TurnDue(self.now_s(), turn_id))
+        )
+
+    def abort_held(self, replica_id: str | None = None) -> int:
+        """End the wait of held turns that may be aborted, with `TurnAbortedError`; return how many.
+
+        With a `replica_id`, only of those whose program was there last, was nowhere yet, or that must run there.
+        """
+        aborted_count = 0
+        for turn_id in sorted(self._abortable_ids):
+            waiter, turn = self._waiters[turn_id], self.pools.turns.get(turn_id)
+            if waiter.done() or turn is None:
+                continue
+            home_id = turn.program.replica_id if turn.program is not None else turn.pinned_replica_id
+            if replica_id is None or home_id in (None, replica_id):
+                waiter.set_exception(TurnAbortedError("the trainer aborted this turn while it was held"))
+                aborted_count += 1
+        return aborted_count
+
+    def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
+        """Count the turns on some replicas that were granted since then and have no first byte yet."""
+        return sum(
+            turn.account_id in replica_ids and turn.started_s is None and turn.granted_s >= since_s
+            for turn in self.pools.turns.values()
+        )
+
+    def open_program(
+        self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
+    ) -> bool:
+        """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
+        if self.stands_by:
+            raise StandingByError(ELSEWHERE)
+        if program_id in self.programs:
+            return False
+        self._writer.dispatch(ProgramOpened(self.now_s(), program_id, group_id, parent_id, tenant, program_class))
+        if program_id not in self.programs:
+            raise TooManyProgramsError(
+                f"the limit of programs is reached, and all of them have turns, so {program_id!r} was not opened"
+            )
+        return True
+
+    def is_announced(self, program_id: str) -> bool:
+        """Say whether a program lives that had no turn yet."""
+        of_program = self.pools.of_program(program_id)
+        return bool(of_program) and all(
+            pool.scheduler.programs[program_id].place is pool.scheduler.book.announced for pool in of_program
+        )
+
+    def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
+        """Have `observer` called with each event and what was decided on it, once that was carried out.
+
+        If it says what it is `about`, it is called only with events of these kinds, or with such a decision. Return
+        what ends that; idempotent.
+        """
+        return self._writer.observers.add(observer, about)
+
+    def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
+        """Have `listener` called with each signal of the information stream; return what ends that."""
+        return self.pools.listen(listener)
+
+    # --- what whoever carries bytes may ask; see `LeaseSource`
+
+    def home_of(self, program_id: str, model: str = "") -> str | None:
+        """Return the replica that a program is on, if that is up."""
+        return self.served.home_of(program_id, model)
+
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas of the pool that serves a model. Raises `UnknownModelError`."""
+        return self.served.pool_for(model).scheduler.replicas.keys()
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return whose a live program is; None if there is none."""
+        program = self.programs.get(program_id)
+        return program.tenant if program is not None else None
+
+    def lives(self, program_id: str, generation: int) -> bool:
+        """Say whether this incarnation of a program did not end yet."""
+        if self.pools.several:
+            return any(program.generation == generation for program in self.pools.incarnations(program_id))
+        program = self.programs.get(program_id)
+        return program is not None and program.generation == generation
+
+    def turns_count(self, replica_id: str) -> int:
+        """Return how many turns have leases on a replica."""
+        replica = self.pools.replicas.get(replica_id)
+        return replica.account.turn_count if replica is not None else 0
+
+    def pending_encode_count(self, replica_id: str) -> int | None:
+        """Return how many images a replica has to encode; None if it does not say, or is not known."""
+        replica = self.pools.replicas.get(replica_id)
+        return replica.account.pending_encode_count if replica is not None else None
+
+    # --- what becomes of a turn with a lease; see `LeaseKeeper`
+
+    def unverified(self, turn_id: int) -> None:
+        """Hear that only a stranger will tell how a turn goes."""
+        self._writer.dispatch(TurnUnverified(self.now_s(), turn_id))
+
+    def started(self, turn_id: int) -> None:
+        """Hear that the first byte of an answer came."""
+        self._writer.dispatch(TurnStarted(self.now_s(), turn_id))
+
+    def progressed(self, turn_id: int, output_tokens: int) -> None:
+        """Hear about how many tokens were generated so far."""
+        self._writer.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
+
+    def tried_again(self, turn_id: int) -> None:
+        """Hear that the next attempt takes the place of a turn: it ends as superseded, if it has not ended yet."""
+        if turn_id in self.pools.turns:
+            self._superseded_ids.add(turn_id)
+
+    def ended(self, end: TurnEnd) -> None:
+        """Take a lease back."""
+        self.count_end(end)
+        self.leases_count -= 1
+        if not self.leases_count:
+            self._no_lease_left.set()
+        self._writer.dispatch(ending(end, self.now_s()))
+
+    def count_end(self, end: TurnEnd) -> None:
+        """Count how a turn ended, and what it used; alone, of one that had no lease here."""
+        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
+        if end.outcome == "finished":
+            self.prompt_tokens_total += end.prompt_tokens or 0
+            self.output_tokens_total += end.output_tokens or 0
+            self.cached_tokens_total += end.cached_tokens or 0
+
+    def adopt(self, ask: TurnAsk, replica_id: str) -> bool:
+        """Count a turn that runs on a replica already, by a lease of another scheduler, as if it had one of this one.
+
+        False if nothing is granted there now: then it is not counted.
+        """
+        now_s = self.now_s()
+        self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived(ask, now_s)))
+        adopted = ask.turn_id in self.pools.turns
+        if adopted:
+            self._lease_begins()
+        return adopted
+
+    # --- what others say
+
+    def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
+        """End a program; False if there is none of that id, or not of that generation. Idempotent.
+
+        `outcome` says what became of it: `success`, `failure`, or nothing.
+        """
+        lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
+        if lives or any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers):
+            self._writer.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
+        return lives
+
+    def program_judged(
+        self, program_id: str, generation: int, turn_count: int, will_succeed: bool, confidence_ratio: float
+    ) -> None:
+        """Say what a judge thinks of a program, as in `ProgramJudged`; nothing happens if it is gone."""
+        if self.lives(program_id, generation):
+            self._writer.dispatch(
+                ProgramJudged(self.now_s(), program_id, generation, turn_count, will_succeed, confidence_ratio)
+            )
+
+    def release_together(self, program_ids: Sequence[str]) -> list[str]:
+        """End several programs at once, so that none of them gets the room of another; return those that lived."""
+        live_ids = [program_id for program_id in program_ids if program_id in self.programs]
+        if live_ids:
+            self._writer.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
+        return live_ids
+
+    def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
+        """Say that a program's tool begins now, `inferred` if its client did not; False if there is no such program."""
+        self._writer.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
+        return program_id in self.programs
+
+    def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:
+        """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
+        self._writer.dispatch(ToolEnded(self.now_s(), program_id, inferred))
+        return program_id in self.programs
+
+    def hint(self, program_id: str, hint: TurnHint, branch_id: str = "") -> bool:
+        """Say what a client says of a program's next turn; False if there is no such program."""
+        known = program_id in self.programs
+        if known:
+            self._writer.dispatch(hinting(program_id, hint, branch_id, self.now_s()))
+        return known
+
+    def replica_at(self, replica_id: str, url: str) -> None:
+        """Say where a replica is; its leases tell."""
+        self._fleet.urls[replica_id] = url
+        self.served.replica_known(replica_id)
+
+    def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
+        """Say that a replica may be used, and how large it is if that is known."""
+        if self.pools.is_strange(replica_id):
+            models = self.pools.listing_of(replica_id) or ()
+            self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
+            self.pools.forget(replica_id)
+            self.pools.listed(replica_id, models)
+            self.served.changed()
+        elif self.pools.listing_of(replica_id) is None:
+            self.served.listed(replica_id, ())
+        self._writer.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
+
+    def replica_down(self, replica_id: str) -> None:
+        """Say that a replica is gone."""
+        self._writer.dispatch(ReplicaDown(self.now_s(), replica_id))
+
+    def replica_draining(self, replica_id: str) -> None:
+        """Say that a replica gets nothing new."""
+        self._writer.dispatch(ReplicaDraining(self.now_s(), replica_id))
+
+    def replica_flushed(self, replica_id: str) -> None:
+        """Say that a replica threw away what it kept for later turns."""
+        self._writer.dispatch(ReplicaFlushed(self.now_s(), replica_id))
+
+    def suspend_grants(self, cause: str, replica_id: str | None = None) -> None:
+        """Grant nothing on a replica (None: on any) until the cause is over."""
+        self._writer.dispatch(GrantsSuspended(self.now_s(), cause, replica_id))
+
+    def continue_grants(self, cause: str, replica_id: str | None = None) -> None:
+        """Say that a cause for granting nothing is over; nothing happens if it does not hold."""
+        self._writer.dispatch(GrantsContinued(self.now_s(), cause, replica_id))
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Say that a replica is gone for good."""
+        self._fleet.urls.pop(replica_id, None)
+        self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
+        self.served.forget(replica_id)
+
+    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+        """Say that a replica that is up fails turn after turn, or that it may be tried again."""
+        self._writer.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
+
+    async def run(self) -> None:
+        """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process."""
+        await self._writer.run(self.settings.tick_s)
+
+    def dispatch(self, event: Event) -> list[Decision]:
+        """Hand one event to the scheduler and carry out what it decides."""
+        return self._writer.dispatch(event)
+
+    def _superseded_or(self, outcome: str, turn_id: int) -> str:
+        """Return how a turn ended that whoever carried it out ended so."""
+        if turn_id not in self._superseded_ids:
+            return outcome
+        self._superseded_ids.discard(turn_id)
+        return outcome if outcome == "finished" else "superseded"
+
+    async def close(self, *, waits: bool = True) -> None:
+        """Grant nothing more, refuse who waits, let turns in flight end up to the grace period.
+
+        Without `waits` they go on elsewhere: gateways carry them, and tell their end to another scheduler.
+        """
+        self._closing = True
+        self.served.close()
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))
+        await asyncio.sleep(0)  # whoever was granted just now begins its lease
+        if waits:
+            try:
+                async with asyncio.timeout(self.settings.grace_s):
+                    await self._no_lease_left.wait()
+            except TimeoutError:
+                log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
+        self._writer.flush()
+
+    def _lease_begins(self) -> None:
+        if not self.leases_count:
+            self._no_lease_left.clear()
+        self.leases_count += 1
+
+    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
+        self._lease_begins()
+        turn = self.pools.turns.get(grant.turn_id)
+        program = turn.program if turn is not None else None
+        lease = Lease(
+            grant.turn_id,
+            grant.program_id,
+            program.generation if program is not None else 0,
+            grant.replica_id,
+            self._fleet.urls.get(grant.replica_id, ""),
+            grant.engine_priority,
+            grant.reason,
+            held_s,
+        )
+        return OpenLease(self, lease)

@@ -1,0 +1,149 @@
+"""From the configuration to what each part of the proxy is told."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
+from thunderagent.errors import ConfigurationError
+from thunderagent.policy_loader import load_policy, parse_setting
+from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
+from thunderagent.proxy.gate.keys import Keyring
+from thunderagent.proxy.gate.outgoing import Outgoing
+from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
+from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.proxy.turns.flow import TurnSettings
+from thunderagent.proxy.turns.retry_budget import RetrySettings
+from thunderagent.runtime import Runtime, RuntimeSettings
+from thunderagent.runtime.event_log import EventLogWriter
+from thunderagent.serving.security import (
+    backend_api_key,
+    backend_ssl_context,
+    held_limits,
+    judge_api_key,
+)
+
+if TYPE_CHECKING:
+    from thunderagent.proxy.watch.tracing import Tracing
+
+log = structlog.get_logger("thunderagent")
+
+
+def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
+    """Return what the policy is told, its parts with it."""
+    settings = {name: parse_setting(text) for name, text in config.policy_args.items()}
+    parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
+    parts |= {"priority": config.priority, "global_policy": config.global_policy}
+    return {**settings, **{kind: name for kind, name in parts.items() if name}}
+
+
+def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
+    """Make the scheduler with its policy, and what runs it."""
+    policy_settings = policy_settings_of(config)
+    settings = SchedulerSettings(
+        idle_limit_s=config.idle_limit_s,
+        forget_limit_s=config.forget_limit_s,
+        no_replica_limit_s=config.no_replica_limit_s,
+        patience_margin_s=config.patience_margin_s,
+        patience_ratio=config.patience_ratio,
+        patience_overdraft_ratio=config.patience_overdraft_ratio,
+        max_programs_count=config.max_programs_count,
+        tenant_max_programs_count=config.tenant_max_programs_count,
+        fair_tenants=config.fair_tenants or bool(config.tenant_weights),
+        tenant_weight_ratios=config.tenant_weights,
+        judge_fail_count=config.judge_fail_count,
+        judge_confidence_ratio=config.judge_confidence_ratio,
+        judge_ends_hopeless=config.judge_ends_hopeless,
+        provisions_replicas=bool(config.provision),
+    )
+
+    def make_scheduler() -> Scheduler:
+        return Scheduler(load_policy(config.policy, policy_settings), settings)
+
+    policy = load_policy(config.policy, policy_settings)
+    if getattr(getattr(policy, "base", policy), "holds_nobody", False):
+        for kind in ("order", "victims"):
+            if kind in policy_settings:
+                log.warning(
+                    "part_without_effect", part=f"{kind} {policy_settings[kind]}", why=f"{config.policy} holds nobody"
+                )
+    scheduler = Scheduler(policy, settings)
+    event_log = None
+    if config.event_log is not None:
+        event_log = EventLogWriter(
+            config.event_log, policy=config.policy, policy_settings=policy_settings, settings=settings
+        )
+    runtime = Runtime(
+        scheduler,
+        RuntimeSettings(tick_s=config.tick_s, grace_s=config.grace_s),
+        event_log=event_log,
+        make_scheduler=make_scheduler if config.model_pools else None,
+    )
+    return runtime, event_log
+
+
+def client_settings_of(config: ServeConfig, keyring: Keyring, tracing: Tracing | None = None) -> ClientSettings:
+    """Return how engines are called. Raises `ConfigurationError`."""
+    ssl_context, api_key = backend_ssl_context(config), backend_api_key(config)
+    return ClientSettings(
+        connect_timeout_s=config.connect_timeout_s,
+        first_byte_timeout_s=config.first_byte_timeout_s,
+        silence_timeout_s=config.silence_timeout_s,
+        total_timeout_s=config.total_timeout_s,
+        stall_limit_s=config.client_stall_limit_s,
+        outgoing=Outgoing(keyring, api_key, tracing, forwards_authorization=not config.bearer_programs),
+        ssl_context=ssl_context,
+    )
+
+
+def turn_settings_of(config: ServeConfig, identity: IdentityRules) -> TurnSettings:
+    """Return how turns are forwarded."""
+    return TurnSettings(
+        retries=RetrySettings(config.retries_count, config.retry_budget_ratio),
+        identity=identity,
+        patience_s=config.patience_s,
+        client_patience=config.client_patience,
+        heartbeat_s=config.heartbeat_s,
+        tenant_from_key=config.keys_name_tenants,
+        client_priority=config.client_priority,
+        held=held_limits(config),
+        websocket_limit_s=config.websocket_limit_s,
+        names_programs=bool(config.kv_events),
+    )
+
+
+def judge_of(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:
+    """Return who asks a judge about programs, if that is configured. Raises `ConfigurationError`."""
+    if not config.judge_url:
+        return None
+    settings = JudgeSettings(
+        model=config.judge_model,
+        prompt=read_prompt(config.judge_prompt),
+        every_turns_count=config.judge_every_turns,
+        asked_count=config.judge_asked_count,
+        rate_per_s=config.judge_rate_per_s,
+        max_prompt_tokens=config.judge_max_prompt_tokens,
+        max_output_tokens=config.judge_max_tokens,
+        timeout_s=config.judge_timeout_s,
+    )
+    if config.judge_url == JUDGE_ON_REPLICAS:
+        asker = ReplicaAsker(runtime, client)
+        return Judge(runtime, lambda: contextlib.nullcontext(asker), settings)
+    return Judge(runtime, partial(open_url, config.judge_url, judge_api_key(config)), settings)
+
+
+def tracing_of(config: ServeConfig) -> Tracing | None:
+    """Return what makes spans, if that is configured. Raises `ConfigurationError`."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from thunderagent.proxy.watch.tracing import open_tracing  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install 'thunderagent[otel]'") from error
+    return open_tracing(config.otlp_endpoint, config.trace_sample_ratio)

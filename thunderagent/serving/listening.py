@@ -1,0 +1,108 @@
+"""Listening for clients, and leaving them: each in the order that loses no request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol, cast
+
+import structlog
+from aiohttp import web
+
+from thunderagent.config import ServeConfig
+from thunderagent.proxy.app import FRONT
+from thunderagent.proxy.gate.admin_port import AdminPort
+from thunderagent.proxy.wire.aiohttp_server import Runner, Server
+from thunderagent.proxy.wire.http11.heads import MAX_HEAD_BYTES
+from thunderagent.serving.security import (
+    ServerTls,
+    is_loopback,
+)
+
+log = structlog.get_logger("thunderagent")
+
+LISTENER: web.AppKey[Runner] = web.AppKey("listener", Runner)
+"""What listens for an application."""
+CLOSE_S = 2.0
+"""How long connections get to close after the grace period."""
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application,
+    config: ServeConfig,
+    tls: ServerTls | None,
+    admin_port: AdminPort | None = None,
+    *,
+    shares_port: bool = False,
+) -> AsyncIterator[str]:
+    """Listen for the length of the block, on a port that other processes may share; yield the URL."""
+    runner = Runner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        max_line_size=MAX_HEAD_BYTES,
+        max_field_size=MAX_HEAD_BYTES,
+        shutdown_timeout=CLOSE_S,
+        stall_s=config.client_stall_limit_s,
+        handler_of=app[FRONT].handler_of,
+        keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
+    )
+    app[LISTENER] = runner
+    await runner.setup()
+    try:
+        site = web.TCPSite(
+            runner,
+            config.host,
+            config.port,
+            backlog=4096,
+            ssl_context=tls.context if tls is not None else None,
+            reuse_port=shares_port or None,
+        )
+        await site.start()
+        if admin_port is not None:
+            await web.TCPSite(
+                runner, config.host, config.admin_port or 0, ssl_context=tls.context if tls is not None else None
+            ).start()
+            admin_port.port = runner.addresses[1][1]
+            log.info("admin_port", port=admin_port.port)
+        if not config.has_keys and not is_loopback(config.host):
+            log.warning(
+                "open_to_the_network", host=config.host, effect="anybody who reaches this port can use the proxy"
+            )
+        host, port = runner.addresses[0][:2]
+        yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+class Leaving(Protocol):
+    """Who says whether this process is ready."""
+
+    leaving: bool
+    """Whether others should get the turns that come."""
+
+
+async def leave(app: web.Application, runtime: Leaving, delay_s: float) -> None:
+    """Have clients turn elsewhere: be not ready, serve for `delay_s`, then close what is idle.
+
+    Each answer says that it is its connection's last.
+
+    Without that a client goes on with its connection, and what has taken this process out of a load balancer's list has
+    no effect on it: its next turn would be refused. New connections are taken all the time, if only to be refused.
+    """
+    runtime.leaving = True
+    server = cast("Server", app[LISTENER].server)
+    server.leave()
+    await asyncio.sleep(delay_s)
+    server.close_idle()
+
+
+async def leave_port(app: web.Application) -> None:
+    """Take no further connection, and close those that are idle; answers that are due go on."""
+    runner = app[LISTENER]
+    for site in list(runner.sites):
+        await site.stop()
+    if runner.server is not None:
+        runner.server.pre_shutdown()
