@@ -107,6 +107,7 @@ class Links:
         self.polls: PollShares | None = None
         """Which gateway polls what; None: they poll nothing."""
         self._closing = False
+        self._telling = asyncio.Lock()
         self.dropped_count = 0
         """Messages of kinds that nobody here knows."""
         runtime.observe(self._program_ended, Release)
@@ -221,8 +222,11 @@ class Links:
                     break
                 frame, dropped_count = messages.decode(message.data)
                 self.dropped_count += dropped_count
-                self._take(gateway, frame)
-                if not gateway.is_told:
+                if gateway.is_told:
+                    self._take(gateway, frame)
+                    continue
+                async with self._telling:  # one at a time: all gateways of a cell tell what they have at once
+                    self._take(gateway, frame)
                     await asyncio.sleep(0)  # a frame that has come already is received without giving way to others
         except BadFrameError as error:
             log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)
