@@ -511,3 +511,10 @@ def test_of_large_heads_fewer_are_known() -> None:
             known.read(b"POST / HTTP/1.1\r\nHost: h%d\r\n%b\r\n" % (number, more))
     assert len(known) * len(more) <= 2 * (KNOWN_BYTES + MAX_KNOWN_BYTES)
     assert len(known) * len(more) >= KNOWN_BYTES
+
+
+def test_of_a_known_head_the_length_is_spelt_as_it_came() -> None:
+    known = known_requests()
+    for length in (5, 6, 70):
+        read = known.read(b"POST / HTTP/1.1\r\ncontent-length: %d\r\nHost: h\r\n\r\n" % length)
+        assert list(read.headers.items()) == [("content-length", str(length)), ("Host", "h")]

@@ -181,8 +181,8 @@ class KnownHeads(Generic[Head]):
     A head is kept from the second time on, so that those with something of their own in them take no memory.
     """
 
-    def __init__(self, read: Callable[[bytes], Head], of_length: Callable[[Head, str], Head]) -> None:
-        """Know none. Heads are read with `read`; `of_length` returns one as it is with another Content-Length."""
+    def __init__(self, read: Callable[[bytes], Head], of_length: Callable[[Head, str, str], Head]) -> None:
+        """Know none. `read` reads a head; `of_length` returns one with another Content-Length, spelt as it came."""
         self._read = read
         self._of_length = of_length
         self._recent: dict[bytes, tuple[bytes, Head]] = {}
@@ -213,7 +213,7 @@ class KnownHeads(Generic[Head]):
             return found[1]
         if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
             return self._read(raw)
-        return self._of_length(found[1], digits.decode())
+        return self._of_length(found[1], raw[at - 16 : at - 2].decode(), digits.decode())
 
     def _read_anew(self, raw: bytes, key: bytes, digits: bytes, at: int) -> Head:
         head = self._read(raw)
@@ -240,23 +240,23 @@ def known_requests() -> KnownHeads[RequestHead]:
     """Return what knows the heads of requests."""
     return KnownHeads(
         read_request,
-        lambda head, digits: head._replace(headers=_with_length(head.headers, digits), length=int(digits)),
+        lambda head, name, digits: head._replace(headers=_with_length(head.headers, name, digits), length=int(digits)),
     )
 
 
 def known_answers() -> KnownHeads[AnswerHead]:
     """Return what knows the heads of answers, to requests of any method but HEAD."""
 
-    def of_length(head: AnswerHead, digits: str) -> AnswerHead:
+    def of_length(head: AnswerHead, name: str, digits: str) -> AnswerHead:
         has_body = head.status >= 200 and head.status not in BODILESS_STATUSES
-        return head._replace(headers=_with_length(head.headers, digits), length=int(digits) if has_body else 0)
+        return head._replace(headers=_with_length(head.headers, name, digits), length=int(digits) if has_body else 0)
 
     return KnownHeads(lambda raw: read_answer(raw, "POST"), of_length)
 
 
-def _with_length(headers: CIMultiDictProxy[str], digits: str) -> CIMultiDictProxy[str]:
+def _with_length(headers: CIMultiDictProxy[str], name: str, digits: str) -> CIMultiDictProxy[str]:
     changed = CIMultiDict(headers)
-    changed[_CONTENT_LENGTH] = digits
+    changed[name] = digits
     return CIMultiDictProxy(changed)
 
 
