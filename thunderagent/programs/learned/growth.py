@@ -169,8 +169,8 @@ class PrefillSpeed:
     shorter.) Where the first token cannot be seen, because the answer comes as a whole, the time that generating took
     is taken off: the median time for a token of turns whose prompt was cached.
 
-    Where an engine does not say what was cached, only what a branch sends for the first time counts: what it sent before
-    may still lie there, whoever believes that it is gone, and would make prefill look many times too quick.
+    Where an engine does not say what was cached, only what a branch sends for the first time counts: what it sent
+    before may still lie there, whoever believes that it is gone, and would make prefill look many times too quick.
     """
 
     __slots__ = ("_decode_s", "_prefill_s", "learned_token_s", "token_s")
