@@ -365,6 +365,7 @@ def main() -> None:
     parser.add_argument("--begin-s", type=float, default=15.0, metavar="SECONDS", help="before the first fault (15)")
     parser.add_argument("--settle-s", type=float, default=4.0, metavar="SECONDS", help="before each fault (4)")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument("--name", default="takeover", help="of the file there (takeover)")
     args = parser.parse_args()
     if shutil.which("redis-server") is None:
         parser.error("redis-server is not installed")
@@ -373,7 +374,7 @@ def main() -> None:
     for name in ("killed", "losses"):
         print(f"{name}: {', '.join(f'{key} {value}' for key, value in found[name].items())}")
     if args.keep:
-        print(save_results("takeover", found))
+        print(save_results(args.name, found))
 
 
 if __name__ == "__main__":

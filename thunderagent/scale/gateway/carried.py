@@ -222,13 +222,14 @@ class CarriedTurns:
     def frame(self) -> Frame:
         """Return what is to be sent now; there is more as long as there `has_news`.
 
-        Turns that are told again have frames of their own, so that no frame is too large, however much there is to
-        tell. What happens meanwhile is said after all that.
+        Turns that are told again end a frame, so that no frame is too large, however much there is to tell. What
+        happens meanwhile is said after all that.
         """
-        if self._next_told is not None:
-            messages = [self._next_told]
+        messages: list[Message] = []
+        while self._next_told is not None and not (messages and type(messages[-1]) is Turns):
+            messages.append(self._next_told)
             self._next_told = next(self._told, None)
-        else:
+        if not messages:
             messages, self._outbox = self._outbox[:FRAME_COUNT], self._outbox[FRAME_COUNT:]
         self._number += 1
         return Frame(self._number, self._heard, self.epoch, messages)

@@ -23,8 +23,11 @@ from thunderagent.scale.leader.store import Store
 from thunderagent.scale.scheduler.gateway import Gateway
 from thunderagent.scale.scheduler.links import Links
 
-BATCH_S = 0.002
-"""So long after the begin of a write the next one begins at the earliest: what changes meanwhile is gathered."""
+BATCH_S = 0.001
+"""So long after the begin of a write the next one begins at the earliest: what changes meanwhile is gathered.
+
+A write takes a tenth of a millisecond of the loop, however much it gathers: so the log takes a tenth of a core at most.
+"""
 
 RETRY_S = 0.1
 LEARNED_S = 5.0

@@ -37,6 +37,7 @@ from thunderagent.scale.messages import Deposed, Frame, Hello
 from thunderagent.scale.scheduler.gateway import Gateway
 from thunderagent.scale.scheduler.gateways import Gateways
 from thunderagent.scale.scheduler.granting import Granting
+from thunderagent.scale.scheduler.link import GivesWay, Link
 from thunderagent.scale.scheduler.poll_shares import PollShares
 from thunderagent.scale.scheduler.replica_news import ReplicaNews
 
@@ -92,7 +93,7 @@ class Links:
         self._runtime = runtime
         self._replicas = replicas
         self._gateway_lost_s = gateway_lost_s
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         self._left = asyncio.Event()
         self._leads = asyncio.Event()
         if not runtime.stands_by:
@@ -107,6 +108,7 @@ class Links:
         self.polls: PollShares | None = None
         """Which gateway polls what; None: they poll nothing."""
         self._closing = False
+        self._gives_way = GivesWay()
         self.dropped_count = 0
         """Messages of kinds that nobody here knows."""
         runtime.observe(self._program_ended, Release)
@@ -221,9 +223,11 @@ class Links:
                     break
                 frame, dropped_count = messages.decode(message.data)
                 self.dropped_count += dropped_count
-                self._take(gateway, frame)
-                if not gateway.is_told:
-                    await asyncio.sleep(0)  # a frame that has come already is received without giving way to others
+                if gateway.is_told:
+                    self._take(gateway, frame)
+                    continue
+                async with self._gives_way:  # all gateways of a cell tell what they have at once
+                    self._take(gateway, frame)
         except BadFrameError as error:
             log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)
         finally:
@@ -231,7 +235,7 @@ class Links:
         await socket.close()
         return socket
 
-    async def _begin(self, socket: web.WebSocketResponse) -> tuple[_Link, Frame]:
+    async def _begin(self, socket: web.WebSocketResponse) -> tuple[Link, Frame]:
         """Say the epoch, and hear who it is. Raises `BadFrameError`, and what a socket raises."""
         epoch = self.gateways.epoch if self.gateways.on_higher is not None else 0
         await socket.send_bytes(messages.encode(Frame(0, 0, epoch, ())))
@@ -243,7 +247,7 @@ class Links:
         if not isinstance(hello, Hello):
             raise BadFrameError("a link must begin with a hello")
         gateway = self.gateways.linked(hello)
-        link = _Link(socket, gateway)
+        link = Link(socket, gateway)
         before = self._links.get(gateway.gateway_id)
         self._links[gateway.gateway_id] = link
         if before is not None:
@@ -264,7 +268,7 @@ class Links:
         if self._waits_for_all and gateway.is_told:
             self._has_told(gateway)
 
-    def _end(self, link: _Link) -> None:
+    def _end(self, link: Link) -> None:
         gateway = link.gateway
         link.sender.cancel()
         self.gateways.unlinked(gateway, link.number, self._runtime.now_s())
@@ -306,7 +310,7 @@ class Links:
         if link is not None:
             link.news.set()
 
-    async def _send(self, link: _Link) -> None:
+    async def _send(self, link: Link) -> None:
         """Send what there is to say by a link, until it ends."""
         try:
             while not link.socket.closed:
@@ -326,21 +330,3 @@ class Links:
         for decision in decisions:
             if type(decision) is Release:
                 self.gateways.program_ended(decision.program_id)
-
-
-class _Link:
-    """One websocket, and who sends by it."""
-
-    def __init__(self, socket: web.WebSocketResponse, gateway: Gateway) -> None:
-        self.socket = socket
-        self.gateway = gateway
-        self.number = gateway.link_number
-        self.news = asyncio.Event()
-        self.news.set()
-        self.sender: asyncio.Task[None]
-        self._closing: asyncio.Task[bool] | None = None
-
-    def replaced(self) -> None:
-        """End it: its gateway has a later one, or another process goes by its gateway's name."""
-        self.sender.cancel()
-        self._closing = asyncio.create_task(self.socket.close())

@@ -1,0 +1,144 @@
+"""Instructions that a turn of `thunderagent serve` takes in commits of the past: what a change cost, on a busy machine.
+
+Each runs under valgrind's callgrind before an engine that answers at once, one turn after another. What the process
+does beside turns is measured in some seconds without one, and taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+from benchmarks.instant import instant_engine
+from benchmarks.machine import ROOT, save_results
+from benchmarks.processes import die_with_parent
+from benchmarks.takeover import free_ports
+
+WARM_COUNT, PROGRAMS_COUNT = 200, 20
+IDLE_S = 4.0
+START_S = 300.0
+
+
+async def take_turn(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+    """Have one turn answered in one piece."""
+    message = {"role": "user", "content": f"{'x' * 2000}{number}"}
+    body = json.dumps({"model": "m", "program_id": f"p{number % PROGRAMS_COUNT}", "messages": [message]}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = re.search(rb"content-length: (\d+)", answer)
+    if b" 200 " not in answer.partition(b"\r\n")[0] or length is None:
+        raise RuntimeError(answer.decode())
+    await reader.readexactly(int(length[1]))
+
+
+async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect once it listens."""
+    async with asyncio.timeout(START_S):
+        while True:
+            try:
+                return await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.1)
+
+
+async def measure(package: Path, turns_count: int) -> dict[str, float]:
+    """Return the instructions of a turn, and of a second without one, of the package in a folder."""
+    with TemporaryDirectory() as folder:
+        (port,) = free_ports(1)
+        out = Path(folder, "callgrind.out")
+
+        def control(*words: str) -> None:
+            subprocess.run(["callgrind_control", *words, str(process.pid)], check=True, capture_output=True)
+
+        def counted(part: int) -> int:
+            return int(re.findall(r"^totals: (\d+)", Path(f"{out}.{part}").read_text(), re.MULTILINE)[0])
+
+        async with instant_engine() as engine_port:
+            valgrind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
+            serve = ("-m", "thunderagent", "serve", "--backends", f"http://127.0.0.1:{engine_port}")
+            quiet = ("--port", str(port), "--poll-interval-s", "30", "--log-format", "json")
+            process = subprocess.Popen(
+                [*die_with_parent(), *valgrind, sys.executable, *serve, *quiet],
+                cwd=package,
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                reader, writer = await connected(port)
+                await asyncio.sleep(IDLE_S)
+                for number in range(WARM_COUNT):
+                    await take_turn(reader, writer, number)
+                control("-i", "on")
+                control("-z")
+                began_s = monotonic()
+                for number in range(turns_count):
+                    await take_turn(reader, writer, number)
+                busy_s = monotonic() - began_s
+                control("-d")
+                began_s = monotonic()
+                await asyncio.sleep(IDLE_S)
+                idle_s = monotonic() - began_s
+                control("-d")
+                writer.close()
+            finally:
+                process.kill()
+                process.wait()
+        return {"turns": turns_count, "busy_s": busy_s, "busy": counted(1), "idle_per_s": counted(2) / idle_s}
+
+
+async def measure_all(revisions: list[str], turns_count: int, rounds_count: int) -> dict[str, Any]:
+    """Return what was counted for each commit, in turn, and the mean of a turn."""
+    runs: dict[str, list[dict[str, float]]] = {revision: [] for revision in revisions}
+    with TemporaryDirectory() as folder:
+        for revision in revisions:
+            Path(folder, revision).mkdir()
+            archive = subprocess.run(
+                ["git", "archive", revision, "thunderagent"], cwd=ROOT, check=True, capture_output=True
+            )
+            subprocess.run(["tar", "-x", "-C", str(Path(folder, revision))], input=archive.stdout, check=True)
+        for _ in range(rounds_count):
+            for revision in revisions:
+                runs[revision].append(await measure(Path(folder, revision), turns_count))
+                print(revision, runs[revision][-1], flush=True)
+    # A second without turns may have a poll in it: of all seconds the one in the middle.
+    idle_per_s = median(each["idle_per_s"] for of_revision in runs.values() for each in of_revision)
+    per_turn = {
+        revision: [round((each["busy"] - idle_per_s * each["busy_s"]) / each["turns"]) for each in of_revision]
+        for revision, of_revision in runs.items()
+    }
+    return {
+        "runs": runs,
+        "instructions_per_turn": per_turn,
+        "mean": {revision: round(mean(each)) for revision, each in per_turn.items()},
+    }
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("revisions", nargs="+", metavar="REV", help="commits, each with its parent beside it")
+    parser.add_argument("--turns", type=int, default=200, metavar="N", help="(200)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(3)")
+    parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results")
+    args = parser.parse_args()
+    found = asyncio.run(measure_all(args.revisions, args.turns, args.rounds))
+    for revision, each in found["mean"].items():
+        print(f"{revision}: {each:,} instructions a turn, runs {found['instructions_per_turn'][revision]}")
+    if args.keep:
+        print(save_results("instructions", found))
+
+
+if __name__ == "__main__":
+    main()
