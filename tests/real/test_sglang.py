@@ -539,6 +539,7 @@ async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are
                 await until_in_engine(direct, 1, 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["passthrough", "thunderagent", "breakeven"])
 async def test_the_standard_load_runs_without_an_error(sglang: None, policy: str) -> None:
