@@ -27,7 +27,8 @@ def main(arguments: list[str]) -> int:
     """Return pytest's exit status."""
     pytest = [sys.executable, "-m", "pytest", *arguments]
     if os.environ.get("KUBECONFIG"):
-        return subprocess.run(pytest, check=False).returncode
+        environment = None if shutil.which("kubectl") else with_kubectl()
+        return subprocess.run(pytest, env=environment, check=False).returncode
     if os.geteuid() != 0:
         print("a Kubernetes of the tests' own needs root; or name a cluster with KUBECONFIG", file=sys.stderr)
         return 1
@@ -36,9 +37,8 @@ def main(arguments: list[str]) -> int:
     try:
         made = programs()
         write_images(folder)
-        environment = {**os.environ, FOLDER_VARIABLE: str(folder), "PATH": f"{kubectl().parent}:{os.environ['PATH']}"}
-        environment[PROGRAMS_VARIABLE] = str(made)
-        status = subprocess.run(in_namespaces(pytest), env=environment, check=False).returncode
+        lab = {FOLDER_VARIABLE: str(folder), PROGRAMS_VARIABLE: str(made)}
+        status = subprocess.run(in_namespaces(pytest), env={**with_kubectl(), **lab}, check=False).returncode
     except (PartsError, RealEngineError) as error:
         print(f"no Kubernetes: {error}", file=sys.stderr)
         return 1
@@ -48,6 +48,11 @@ def main(arguments: list[str]) -> int:
     if left:
         print(f"left behind: {left}", file=sys.stderr)
     return status or bool(left)
+
+
+def with_kubectl() -> dict[str, str]:
+    """Return our environment, where a kubectl that reads our kustomizations comes first."""
+    return {**os.environ, "PATH": f"{kubectl().parent}:{os.environ['PATH']}"}
 
 
 def in_namespaces(command: list[str]) -> list[str]:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.integration.support import until
-from tests.kubernetes.conftest import DEPLOY, ROOT
+from tests.kubernetes.conftest import DEPLOY, ROOT, until_it_says
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,7 +187,6 @@ def simulate(spec: Json, image: str) -> None:
     pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-@pytest.mark.timeout(420)
 async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deployment: Deployment) -> None:
     """No turn fails while the image changes; and what a pod that is killed had made goes, too."""
     namespace = deployment.namespace
@@ -196,17 +194,17 @@ async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deplo
     def up_count() -> int:
         return sum(each["up"] for each in deployment.call("GET", "/replicas")[1]["replicas"])
 
-    await until(lambda: up_count() == 2, within_s=WITHIN_S)
+    await until_it_says(lambda: up_count() == 2, within_s=WITHIN_S)
     namespace.kubectl("scale", "statefulset/vllm", "--replicas=3")
-    await until(lambda: up_count() == 3, within_s=WITHIN_S)
+    await until_it_says(lambda: up_count() == 3, within_s=WITHIN_S)
 
     (before,) = deployment.pods()
     start_load(deployment)
-    await until(lambda: deployment.call("GET", "/programs/program-3")[0] == 200, within_s=WITHIN_S)
+    await until_it_says(lambda: deployment.call("GET", "/programs/program-3")[0] == 200, within_s=WITHIN_S)
     namespace.kubectl("set", "image", "deployment/thunderagent", f"thunderagent={namespace.access.proxy_images[1]}")
     await_rollout(namespace, "deployment/thunderagent")
-    await until(lambda: before not in deployment.pods(), within_s=WITHIN_S)
-    await until(lambda: phase_of(namespace, "load") in {"Succeeded", "Failed"}, within_s=WITHIN_S)
+    await until_it_says(lambda: before not in deployment.pods(), within_s=WITHIN_S)
+    await until_it_says(lambda: phase_of(namespace, "load") in {"Succeeded", "Failed"}, within_s=WITHIN_S)
     seen = json.loads(namespace.kubectl("logs", "load").splitlines()[-1])
     print(f"\nan upgrade under the load of {PROGRAMS_COUNT} programs: {seen}")
     assert set(seen) == {"whole", "longest_s"}
@@ -215,12 +213,12 @@ async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deplo
     spec = {"image": namespace.access.sandbox_image, "run_as_user": 1000, "driver": "kubernetes"}
     status, answer = deployment.call("POST", "/programs/p1/sandboxes", {"spec": spec})
     assert status == 202, answer
-    await until(lambda: stage_of(deployment, "p1") in {"ready", "in_use"}, within_s=WITHIN_S)
+    await until_it_says(lambda: stage_of(deployment, "p1") in {"ready", "in_use"}, within_s=WITHIN_S)
     (job,) = namespace.names("jobs")
     (owner,) = namespace.read("job", job)["metadata"]["ownerReferences"]
     assert [owner["name"]] == deployment.pods()
     namespace.kubectl("delete", "pod", owner["name"], "--grace-period=0", "--force")
-    await until(lambda: not namespace.names("jobs"), within_s=WITHIN_S)
+    await until_it_says(lambda: not namespace.names("jobs"), within_s=WITHIN_S)
 
 
 def start_load(deployment: Deployment) -> None:

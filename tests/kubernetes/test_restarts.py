@@ -13,21 +13,21 @@ from tests.kubernetes.test_sandboxes import driver_in, heard_of, order, until_em
 
 if TYPE_CHECKING:
     from tests.kubernetes.cluster import Cluster
-    from tests.kubernetes.conftest import Namespace
+    from tests.kubernetes.conftest import Access, Namespace
 
 WITHIN_S = 90.0
 
 
 @pytest.fixture
-def lab(namespace: Namespace) -> Cluster:
+def lab(access: Access) -> Cluster:
     """The tests' own cluster: nobody else's is restarted."""
-    if namespace.access.lab is None:
+    if access.lab is None:
         pytest.skip("the API server of a cluster that KUBECONFIG names is not restarted")
-    return namespace.access.lab
+    return access.lab
 
 
 async def test_replicas_stay_while_the_server_is_away_and_new_ones_are_found_after(
-    namespace: Namespace, lab: Cluster
+    lab: Cluster, namespace: Namespace
 ) -> None:
     """No set is ever told that lacks one that is there."""
     namespace.kubectl("create", "--filename=-", given=workload(namespace, "Deployment"))
@@ -44,7 +44,7 @@ async def test_replicas_stay_while_the_server_is_away_and_new_ones_are_found_aft
         assert all(first in {each.url for each in told} for told in heard.told[since:])
 
 
-async def test_a_preparation_and_what_ends_meanwhile_outlive_a_restart(namespace: Namespace, lab: Cluster) -> None:
+async def test_a_preparation_and_what_ends_meanwhile_outlive_a_restart(lab: Cluster, namespace: Namespace) -> None:
     """What is being prepared gets ready; what ended while nobody could be asked is told, once, and can be removed."""
     async with driver_in(namespace) as driver, heard_of(driver) as changes:
         short = await driver.prepare(order(namespace, "short", command=("sleep", "12")))

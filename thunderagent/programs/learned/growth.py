@@ -168,6 +168,9 @@ class PrefillSpeed:
     a queue. (To err on that side is safe: programs are held for longer, less is computed twice, and the queue gets
     shorter.) Where the first token cannot be seen, because the answer comes as a whole, the time that generating took
     is taken off: the median time for a token of turns whose prompt was cached.
+
+    Where an engine does not say what was cached, only what a branch sends for the first time counts: what it sent
+    before may still lie there, whoever believes that it is gone, and would make prefill look many times too quick.
     """
 
     __slots__ = ("_decode_s", "_prefill_s", "learned_token_s", "token_s")
@@ -195,8 +198,11 @@ class PrefillSpeed:
 
     def turn_ended(self, ended: TurnEnded) -> None:
         """Take in a turn. Cost: O(log bins)."""
-        if ended.uncached_tokens >= MANY_TOKENS:
-            self._prefill_s.add(max(0.0, self.first_token_s(ended)) / ended.uncached_tokens)
+        computed_tokens = ended.uncached_tokens
+        if ended.cached_tokens is None and ended.known_tokens:
+            computed_tokens = min(computed_tokens, ended.prompt_tokens - ended.known_tokens)
+        if computed_tokens >= MANY_TOKENS:
+            self._prefill_s.add(max(0.0, self.first_token_s(ended)) / computed_tokens)
             self.learned_token_s = self.token_s = self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)
         elif ended.uncached_tokens <= FEW_TOKENS and ended.output_tokens and ended.first_token_s is None:
             self._decode_s.add(ended.duration_s / ended.output_tokens)

@@ -30,7 +30,7 @@ _NEEDED_KEYS: Final = ("source", "base_us", "prefill_us", "decode_us")
 _KEYS: Final = ("source", *COSTS_US, *_SIZES)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class IterationWork:
     """Say what one iteration computes.
 

@@ -282,7 +282,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status("compare", "--help") == 0
     out = " ".join(capsys.readouterr().out.split())
     page = (Path(__file__).parents[4] / "docs" / "how-to" / "simulate.md").read_text()
-    (takes,) = re.findall(r"takes (about \d+ seconds on two cores)\.\s+The folder `comparison`", page)
+    (takes,) = re.findall(r"takes (about \d+ seconds on two cores)\.\s+It writes a folder `comparison`", page)
     assert takes in out
     for words in ("the same programs for each", "cap-best", "comparison.html", "--baseline", "--processes", "oracle"):
         assert words in out

@@ -107,7 +107,7 @@ def test_rows_are_means_over_seeds_and_ratios_are_paired(result: ComparisonResul
     ratio = rows["passthrough", 8].ratio
     assert ratio is not None
     assert (ratio.mean, ratio.half_width) == (1.0, 0.0)
-    assert row.limited_by == "L1"
+    assert row.limited_by == "L2"
     assert row.limit_ratio is not None
     assert 0.3 < row.limit_ratio.mean < 1
     assert row.held_p99_s.mean > rows["passthrough", 8].held_p99_s.mean == 0
