@@ -40,8 +40,7 @@ class Stream:
         self._view = view
         self._observes_all = observe is not None and observes_all
         self.flows = observe is not None
-        """Whether anybody wants signals of turns, of when they go and end, and of programs' ends: ask before one is made.
-        """
+        """Whether anybody wants signals of turns that begin and end, and of programs' ends: ask before one is made."""
         self.flows_whole = self._observes_all
         """Whether anybody wants signals of tools and of first tokens, too."""
 
