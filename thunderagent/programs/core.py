@@ -191,7 +191,7 @@ class Core:
     def tool_began(self, program: Program) -> None:
         """Note that a program is at a tool from now on."""
         self.knowledge.tool_began(program)
-        if self.stream.flows:
+        if self.stream.flows_whole:
             self.stream.tool_began(program)
 
     def reject(self, turn: Turn, reason: Reason) -> None:
@@ -321,7 +321,7 @@ class Core:
             self.hints.program_ended(program)
         self.knowledge.program_ended(program, book.now_s)
         if self.stream.flows:
-            if tool_ran:
+            if tool_ran and self.stream.flows_whole:
                 self.stream.tools_changed()
             self.stream.program_ended(program)
         book.leave_group(program)

@@ -88,7 +88,8 @@ class Scheduler:
         self.deadlines = Deadlines(settings.patience_margin_s, settings.patience_ratio)
         self.limits = Limits(book, settings, self.knowledge.idle_limit_s, LEAST_IDLE_LIMIT_S)
         self.view = view = SchedulerView(book, provisions_replicas=settings.provisions_replicas)
-        self.stream = Stream(book, self.knowledge, view, getattr(policy, "observe", None))
+        observes_all = getattr(policy, "observes_all", True)
+        self.stream = Stream(book, self.knowledge, view, getattr(policy, "observe", None), observes_all=observes_all)
         self.global_policies = GlobalPolicies(policy, book, view)
         self.core = core = Core(
             policy,

@@ -129,7 +129,7 @@ class Lives:
     def tool_returned(self, program: Program) -> None:
         """Learn how long a tool took that is through."""
         self._core.knowledge.tool_returned(program, self._core.book.now_s)
-        if self._core.stream.flows:
+        if self._core.stream.flows_whole:
             self._core.stream.tool_ended(program)
 
     def _tool_started(self, event: ToolStarted) -> None:

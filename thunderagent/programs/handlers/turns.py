@@ -46,7 +46,7 @@ class Turns:
         if turn is not None and turn.account_id is not None and turn.started_s is None:
             turn.started_s = core.book.now_s
             self._engine_began(turn)
-            if core.stream.flows:
+            if core.stream.flows_whole:
                 core.stream.began(turn)
 
     def _engine_began(self, turn: Turn) -> None:

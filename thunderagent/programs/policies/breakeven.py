@@ -111,6 +111,8 @@ class BreakEven:
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
     stays_home: ClassVar[bool] = True
+    observes_all: ClassVar[bool] = False
+    """Its order learns from turns and ends: no signal of a tool or a first token is made for it."""
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""

@@ -27,26 +27,32 @@ Listener = Callable[[Signal], None]
 class Stream:
     """The information stream of one scheduler."""
 
-    __slots__ = ("_book", "_knowledge", "_listeners", "_observe", "_view", "flows")
+    __slots__ = ("_book", "_knowledge", "_listeners", "_observe", "_observes_all", "_view", "flows", "flows_whole")
 
-    def __init__(self, book: Book, knowledge: Knowledge, view: View, observe: Observe | None) -> None:
-        """Begin with nobody but the policy, that may `observe` through its `view`."""
+    def __init__(
+        self, book: Book, knowledge: Knowledge, view: View, observe: Observe | None, *, observes_all: bool
+    ) -> None:
+        """Begin with nobody but the policy, that may `observe` through its `view`: all, or only turns and ends."""
         self._book = book
         self._knowledge = knowledge
         self._observe = observe
         self._listeners: tuple[Listener, ...] = ()
         self._view = view
+        self._observes_all = observe is not None and observes_all
         self.flows = observe is not None
-        """Whether anybody wants signals: ask before one is made."""
+        """Whether anybody wants signals of turns that begin and end, and of programs' ends: ask before one is made."""
+        self.flows_whole = self._observes_all
+        """Whether anybody wants signals of tools and of first tokens, too."""
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Have `listener` called with each signal as it is made; return what ends that."""
         self._listeners = (*self._listeners, listener)
-        self.flows = True
+        self.flows = self.flows_whole = True
 
         def stop() -> None:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
             self.flows = self._observe is not None or bool(self._listeners)
+            self.flows_whole = self._observes_all or bool(self._listeners)
 
         return stop
 

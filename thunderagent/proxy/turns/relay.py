@@ -69,7 +69,10 @@ class Relay:
             await self._converse(exchange, exchange.channel, record, lease, upstream)
             return
         streams = upstream.content_type == "text/event-stream"
-        headers = relayed_headers(upstream.headers, upstream.notes)
+        if streams:
+            headers = relayed_headers(upstream.headers, upstream.notes)
+        else:  # with its length, which stays in its place among them
+            headers = forwarded_response_headers(upstream.headers, keep_length=True)
         lead_back(headers, granted.url, granted.replica_id, record.target)
         headers.update(record.headers())
         if streams and not (exchange.begun and upstream.status >= 400):

@@ -8,7 +8,7 @@ import pytest
 
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.turns import attempts as module
-from thunderagent.proxy.turns.attempts import REMEMBER_S, Attempt, Attempts
+from thunderagent.proxy.turns.attempts import REMEMBER_S, Attempt, Attempts, told_key
 from thunderagent.proxy.turns.patience import Patience
 
 IDS = count_from(1)
@@ -150,3 +150,18 @@ def test_what_nobody_came_back_for_is_let_go_in_time() -> None:
     assert len(attempts._ended) == 50
     ends("q", REMEMBER_S + 1.0)
     assert [place[0] for place in attempts._ended] == ["p7", "q"]
+
+
+def test_gateways_know_attempts_at_a_turn_by_what_their_client_and_their_body_say() -> None:
+    """And end the one that was tried again elsewhere, whatever else its program has."""
+    first = attempt(key="k", body=b"a" * 10_000)
+    assert told_key(first) == told_key(attempt(key="k", body=b"a" * 10_000, count=1))
+    others = [attempt(key="l", body=b"a" * 10_000), attempt(key="k", body=b"a" * 9_999 + b"b"), attempt("q", key="k")]
+    assert len({told_key(each) for each in (first, *others)}) == 4
+    assert told_key(attempt()) == told_key(attempt(None, key="k")) == ""
+    attempts, beside = Attempts(), attempt(key="k", body=b"b")
+    for each in (first, beside):
+        attempts.begin(each, 0.0)
+    attempts.revoke("p", first.turn_id)
+    attempts.revoke("nobody", 0)
+    assert (first.superseded, beside.superseded) == (True, False)
