@@ -76,6 +76,12 @@ GRANTED = {
     each: series("thunderagent_decisions_total", decision="grant", reason=each) for each in ("anonymous", "home")
 }
 SANDBOX_ENGINE = series("thunderagent_sandbox_engine_down", driver="docker")
+LEADS = [series("thunderagent_scheduler_leads", instance=each) for each in ("s", "t")]
+STANDBY, STORE, LED = (
+    series(f"thunderagent_{name}") for name in ("scheduler_has_standby", "scheduler_store_answers", "gateway_led")
+)
+LAG = series("thunderagent_scheduler_log_lag_seconds", quantile="0.99")
+WITHOUT_LEAVE = series("thunderagent_fail_open_turns_total")
 HOLD, SANDBOX_WAIT = "thunderagent_hold_seconds", "thunderagent_sandbox_wait_seconds"
 
 WELL = {
@@ -95,6 +101,18 @@ WELL = {
     **holds(HOLD, within_1_s=50, within_60_s=100, within_300_s=100),
     **holds(SANDBOX_WAIT, within_1_s=10, within_60_s=10, within_300_s=10),
 }
+WELL_IN_A_CELL = {
+    **WELL,
+    LEADS[0]: steady(1),
+    LEADS[1]: steady(0),
+    STANDBY: steady(1),
+    STORE: steady(1),
+    LED: steady(1),
+    LAG: steady(0.004),
+    WITHOUT_LEAVE: steady(0),
+}
+"""Of several processes: two schedulers, and a gateway."""
+
 CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "all is well": (WELL, set()),
     "no proxy": ({}, {"ThunderAgentDown"}),
@@ -124,6 +142,16 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "late sandboxes": (
         {**WELL, **holds(SANDBOX_WAIT, within_1_s=5, within_60_s=10, within_300_s=10)},
         {"ThunderAgentSandboxesLate"},
+    ),
+    "all is well in a cell": (WELL_IN_A_CELL, set()),
+    "no leader": ({**WELL_IN_A_CELL, LEADS[0]: steady(0)}, {"ThunderAgentNoLeader"}),
+    "two leaders": ({**WELL_IN_A_CELL, LEADS[1]: steady(1)}, {"ThunderAgentTwoLeaders"}),
+    "no store": ({**WELL_IN_A_CELL, STORE: steady(0)}, {"ThunderAgentStoreAway"}),
+    "no standby": ({**WELL_IN_A_CELL, STANDBY: steady(0)}, {"ThunderAgentNoStandby"}),
+    "a slow log": ({**WELL_IN_A_CELL, LAG: steady(1.5)}, {"ThunderAgentLogLags"}),
+    "a gateway alone": (
+        {**WELL_IN_A_CELL, LED: steady(0), WITHOUT_LEAVE: rising(1)},
+        {"ThunderAgentGatewayAlone", "ThunderAgentTurnsWithoutLeave"},
     ),
 }
 
