@@ -98,7 +98,9 @@ class Sglang:
 
     version = "0.5.23"
     module = "sglang.launch_server"
-    variables: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    _AT_IMPORT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    # A health check that generates is interrupted by a turn with a priority, and waits in the queue behind it.
+    variables: Mapping[str, str] = {**_AT_IMPORT, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     reset_path = "/flush_cache"
     # What it imports of its requirements, in its versions; but for torch, of which there is a build for CPUs.
     _REQUIREMENTS = (
@@ -120,7 +122,7 @@ class Sglang:
             ["-m", "pip", "install", "--no-cache-dir", "--no-compile", "--no-deps", f"sglang=={self.version}"],
             ["-c", Path(__file__).with_name("sglang_on_cpu.py").read_text()],
             ["-c", "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"],
-            **self.variables,
+            **self._AT_IMPORT,
         )
 
     def options(self, config: RealEngineConfig, model: Path) -> list[str]:
