@@ -54,10 +54,10 @@ def loggers_are_not_kept() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the real parts in groups that run side by side: the tests of each kind of engine, and all else."""
+    """Keep the real parts in groups that run side by side: tests of each kind of engine, of Docker, and all else."""
     for item in items:
         if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
-            kinds = [kind for kind in ("vllm", "sglang") if kind in getattr(item, "fixturenames", ())]
+            kinds = [kind for kind in ("vllm", "sglang", "docker_engine") if kind in getattr(item, "fixturenames", ())]
             item.add_marker(pytest.mark.xdist_group(kinds[0] if kinds else "beside"))
 
 
