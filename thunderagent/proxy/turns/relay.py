@@ -28,7 +28,7 @@ from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wait, done
-from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back, relayed_headers
+from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 from thunderagent.proxy.wire.websockets import Websockets
@@ -69,10 +69,7 @@ class Relay:
             await self._converse(exchange, exchange.channel, record, lease, upstream)
             return
         streams = upstream.content_type == "text/event-stream"
-        if streams:
-            headers = relayed_headers(upstream.headers, upstream.notes)
-        else:  # with its length, which stays in its place among them
-            headers = forwarded_response_headers(upstream.headers, keep_length=True)
+        headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
         lead_back(headers, granted.url, granted.replica_id, record.target)
         headers.update(record.headers())
         if streams and not (exchange.begun and upstream.status >= 400):

@@ -62,14 +62,6 @@ def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: b
     return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {istr("content-length")})
 
 
-def relayed_headers(headers: CIMultiDictProxy[str], notes: dict[str, Any]) -> CIMultiDict[str]:
-    """Return the end-to-end headers of an answer without its length; `notes` are those of its head."""
-    known: CIMultiDict[str] | None = notes.get("forwarded")
-    if known is None:
-        known = notes["forwarded"] = forwarded_response_headers(headers, keep_length=False)
-    return CIMultiDict(known)
-
-
 def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:
     """Have a redirect of a replica lead to the proxy: to the same place there, for the same program or replica.
 
