@@ -50,8 +50,8 @@ def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_w
 def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_the_events_are_not() -> None:
     """The event log reads the types of events' fields, and who makes a policy those of its settings."""
     names = {path.name for path in compiled_sources(PACKAGE)}
-    assert {"scheduler.py", "letting_in.py", "heads.py", "server.py", "identity.py"} <= names
-    assert not {"events.py", "breakeven.py"} & names
+    assert {"scheduler.py", "letting_in.py", "areas.py", "heads.py", "server.py", "identity.py"} <= names
+    assert not {"events.py", "breakeven.py", "least_area.py"} & names
 
 
 def test_sources_alone_are_interpreted_and_compiled_ones_say_so(package: Path) -> None:

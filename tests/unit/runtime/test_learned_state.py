@@ -23,7 +23,8 @@ from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.composed import Composed
-from thunderagent.programs.policies.parts.least_area import ENDS_COUNT, LeastArea
+from thunderagent.programs.policies.parts.areas import ENDS_COUNT
+from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policies.parts.orders import Fcfs
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime

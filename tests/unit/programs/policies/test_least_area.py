@@ -13,13 +13,13 @@ from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed
-from thunderagent.programs.policies.parts.least_area import (
+from thunderagent.programs.policies.parts.areas import (
     FEW_COUNT,
     FIRST_GROWTH_TOKENS,
     NOT_OVERDUE_RANK,
     REMEMBERED_COUNT,
-    LeastArea,
 )
+from thunderagent.programs.policies.parts.least_area import LeastArea
 
 
 def driver_with(order: LeastArea) -> Driver:
@@ -51,28 +51,28 @@ def one_at_a_time(bound_ratio: float = 8.0) -> Driver:
 
 def test_larger_programs_have_larger_areas() -> None:
     """Before anything was learned, too; in proportion where turns add nothing."""
-    assert LeastArea().area(0, 100) < LeastArea().area(0, 10_000) < LeastArea().area(0, 100_000)
+    assert LeastArea().areas.area(0, 100) < LeastArea().areas.area(0, 10_000) < LeastArea().areas.area(0, 100_000)
     order = taught([10] * 50)
-    assert order.area(0, 8000) == pytest.approx(8 * order.area(0, 1000), rel=0.01)
+    assert order.areas.area(0, 8000) == pytest.approx(8 * order.areas.area(0, 1000), rel=0.01)
 
 
 def test_where_all_are_of_a_length_nearness_to_the_end_counts() -> None:
     """With the same claim the one that has more turns behind it is through for less."""
     order = taught([16] * 200)
-    assert order.area(14, 5000) < order.area(8, 5000) < order.area(0, 5000)
-    assert order.area(0, 5000) == pytest.approx(16 * 5000, rel=0.2)
+    assert order.areas.area(14, 5000) < order.areas.area(8, 5000) < order.areas.area(0, 5000)
+    assert order.areas.area(0, 5000) == pytest.approx(16 * 5000, rel=0.2)
 
 
 def test_who_outlived_the_short_ones_falls_back() -> None:
     """Nine of ten take two turns, and the others a hundred: after three turns there are many more to come."""
     order = taught(([2] * 9 + [100]) * 20)
-    assert order.area(3, 5000) > 5 * order.area(0, 5000)
-    assert order.area(95, 5000) < order.area(3, 5000)
+    assert order.areas.area(3, 5000) > 5 * order.areas.area(0, 5000)
+    assert order.areas.area(95, 5000) < order.areas.area(3, 5000)
 
 
 def test_an_area_is_known_however_many_turns_there_were() -> None:
     """Also beyond the last interval."""
-    assert 0 < LeastArea().area(5000, 100) < inf
+    assert 0 < LeastArea().areas.area(5000, 100) < inf
 
 
 def test_programs_that_still_run_say_nothing_of_later_turns() -> None:
@@ -80,29 +80,35 @@ def test_programs_that_still_run_say_nothing_of_later_turns() -> None:
     order = LeastArea()
     driver = driver_with(order)
     live(driver, "short", 2)
-    eager = order.area(0, 5000)
+    eager = order.areas.area(0, 5000)
     for number in range(10):
         for _ in range(5):
             driver.takes_turn(f"long{number}", 100)
-    assert order.area(0, 5000) > 1.5 * eager
-    assert order._ended[1] == 1
-    assert (order._passed[1], order._passed[3], order._passed[5]) == (10, 10, 0)
+    assert order.areas.area(0, 5000) > 1.5 * eager
+    assert order.areas._ended[1] == 1
+    assert (order.areas._passed[1], order.areas._passed[3], order.areas._passed[5]) == (10, 10, 0)
 
 
 def test_it_learns_what_a_turn_adds() -> None:
     """From the contexts of the same program, not from those of others; a guess until then."""
     order = LeastArea()
-    assert order._grown_tokens / order._grown_count == FIRST_GROWTH_TOKENS
+    assert order.areas.growth_tokens == FIRST_GROWTH_TOKENS
     driver = driver_with(order)
     for number in range(60):
         live(driver, f"p{number}", 20, first_tokens=50_000, grown_tokens=300)
-    assert order._grown_tokens / order._grown_count == pytest.approx(300, rel=0.05)
+    assert order.areas.growth_tokens == pytest.approx(300, rel=0.05)
 
 
 def test_it_forgets_programs_that_ended() -> None:
     """Nothing is kept of them but what was counted."""
     order = taught([3] * 20)
-    kept = (order._contexts_tokens, order._passed_counts, order._waits, order._overdue, order._waited_s)
+    kept = (
+        order.areas._contexts_tokens,
+        order.areas._passed_counts,
+        order.areas._waits,
+        order.areas._overdue,
+        order.areas._waited_s,
+    )
     assert kept == ({}, {}, {}, {}, {})
 
 
@@ -113,8 +119,8 @@ def test_a_turn_that_fails_teaches_nothing() -> None:
     driver.takes_turn("p", 1000)
     for _ in range(5):
         driver.fails(driver.arrives("p", 1500))
-    assert order._passed[0] == 1
-    assert order._grown_tokens / order._grown_count == FIRST_GROWTH_TOKENS
+    assert order.areas._passed[0] == 1
+    assert order.areas.growth_tokens == FIRST_GROWTH_TOKENS
 
 
 def test_a_rank_stays_while_a_program_waits_whatever_is_learned() -> None:
@@ -126,17 +132,17 @@ def test_a_rank_stays_while_a_program_waits_whatever_is_learned() -> None:
     driver.arrives("b", 500)
     waiting = list(driver.scheduler.queue.waiting.order)
     before = [order.restore_rank(program) for program in waiting]
-    order._ended[0] += 500
-    order._grown_tokens *= 100
+    order.areas._ended[0] += 500
+    order.areas._grown_tokens *= 100
     assert [order.restore_rank(program) for program in waiting] == before == sorted(before)
-    assert order.area(0, 500) != pytest.approx(before[0] - NOT_OVERDUE_RANK)
+    assert order.areas.area(0, 500) != pytest.approx(before[0] - NOT_OVERDUE_RANK)
 
 
 def test_what_was_seen_long_ago_weighs_little() -> None:
     """A load of long programs is learned although a thousand short ones came before."""
     order = taught([1] * int(REMEMBERED_COUNT) + [2] * 300)
-    assert order._ended[0] == pytest.approx(REMEMBERED_COUNT / 2, abs=1)
-    assert order._ended[1] == pytest.approx(300, abs=1)
+    assert order.areas._ended[0] == pytest.approx(REMEMBERED_COUNT / 2, abs=1)
+    assert order.areas._ended[1] == pytest.approx(300, abs=1)
 
 
 def test_the_smallest_of_those_that_wait_goes_first() -> None:
@@ -203,7 +209,7 @@ def test_waits_that_are_over_are_forgotten_though_nobody_is_ever_overdue() -> No
         driver.arrives(f"waits{number}", 100)
         driver.releases(f"holder{number}")
         driver.releases(f"waits{number}")
-    assert len(order._due) <= FEW_COUNT + 1
+    assert len(order.areas._due) <= FEW_COUNT + 1
 
 
 def test_without_a_bound_it_waits_as_long_as_small_ones_come() -> None:

@@ -1,0 +1,219 @@
+"""What `least-area` knows of programs, and whom it lets in first by that, without its settings."""
+
+# compiled: every turn is learned from, and every wait is ranked
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import TYPE_CHECKING
+
+from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.records.learned import LengthsRecord
+from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd
+
+if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
+    from thunderagent.programs.model.program import Program as ProgramView
+    from thunderagent.programs.model.records.signals import Signal
+    from thunderagent.programs.view import SchedulerView as View
+
+ENDS_COUNT = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
+"""The last turn of each interval: 1 to 8, and then four for each doubling, up to 1,024."""
+
+_INTERVAL_OF = {last_count: interval for interval, last_count in enumerate(ENDS_COUNT)}
+
+ENDING_RATIO = 0.1
+"""First guess: how many of those that reach an interval end in it. 0.1 is a Pareto tail with exponent 0.6."""
+
+GUESS_WEIGHT = 2.0
+"""What the first guess weighs, in programs."""
+
+NOBODY_LEFT_RATIO = 0.01
+"""Where so few are left, later turns do not count."""
+
+FIRST_GROWTH_TOKENS = 1000.0
+"""What a turn adds until some were seen: 1,200 to 4,400 tokens were measured on coding agents, less on others."""
+
+FORGETTING_RATIO = 0.999
+"""Weight of a turn over that of the next one in what a turn adds."""
+
+REMEMBERED_COUNT = 1000.0
+"""Programs that count; beyond, what was seen before is halved."""
+
+FEW_COUNT = 64
+"""So many waits that are over may be kept, and as many as there are that are not."""
+
+MOST_COUNT = 1e9
+"""More than is ever counted: what is taken in from a file is checked."""
+
+NOT_OVERDUE_RANK = 1e12
+"""Over every time: ranks of those that waited too long are times."""
+
+
+class Areas:
+    """Learns how long and how large programs become, ranks them, and finds those that waited for too long."""
+
+    __slots__ = (
+        "_begun_ratio",
+        "_bound_ratio",
+        "_contexts_tokens",
+        "_due",
+        "_ended",
+        "_grown_count",
+        "_grown_tokens",
+        "_overdue",
+        "_passed",
+        "_passed_counts",
+        "_waited_s",
+        "_waits",
+    )
+
+    def __init__(self, *, bound_ratio: float, begun_ratio: float) -> None:
+        """Know nothing yet. The settings are those of `LeastArea`."""
+        self._bound_ratio = bound_ratio
+        self._begun_ratio = begun_ratio
+        self._ended = [0.0] * len(ENDS_COUNT)
+        self._passed = [0.0] * len(ENDS_COUNT)
+        self._contexts_tokens: dict[str, int] = {}
+        self._grown_tokens = FIRST_GROWTH_TOKENS
+        self._grown_count = 1.0
+        self._passed_counts: dict[str, int] = {}
+        """How many turns of each program are known to have been passed: one that is tried again is passed once."""
+        self._waits: dict[str, tuple[float, float]] = {}
+        """Since when and in which rank programs wait."""
+        self._overdue: dict[str, float] = {}
+        self._waited_s: dict[str, float] = {}
+        """What programs waited in all, before they wait now."""
+        self._due: list[tuple[float, str, float]] = []
+        """A heap of those that wait: since when if all their waiting were one, and since when this time."""
+
+    @property
+    def growth_tokens(self) -> float:
+        """What a turn adds to a context."""
+        return self._grown_tokens / self._grown_count
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Return the index, or since when it waits, as if all its waiting were one, if that is for too long."""
+        if program.phase is Phase.REASONING:
+            since_s = program.waiting_since_s
+            program_id = program.program_id
+            if self._overdue.get(program_id) == since_s:
+                return since_s - self._waited_s.get(program_id, 0.0)
+            wait = self._waits.get(program_id)
+            if wait is None or wait[0] != since_s:
+                wait = self._waits[program_id] = since_s, self._rank_now(program)
+                self._expect(program_id, since_s)
+            return wait[1]
+        return self._rank_now(program)
+
+    def _expect(self, program_id: str, since_s: float) -> None:
+        """Put a program that begins to wait where it will be found once that is for too long."""
+        if len(self._due) > 2 * len(self._waits) + FEW_COUNT:  # mostly of waits that are over
+            self._due = [each for each in self._due if self._waits.get(each[1], (None,))[0] == each[2]]
+            heapify(self._due)
+        heappush(self._due, (since_s - self._waited_s.get(program_id, 0.0), program_id, since_s))
+
+    def _rank_now(self, program: ProgramView) -> float:
+        area = self.area(program.turn_count, program.claim_tokens)
+        return NOT_OVERDUE_RANK + (self._begun_ratio * area if program.turn_count else area)
+
+    def area(self, turn_count: int, claim_tokens: float) -> float:
+        """Return the index after so many turns, in tokens times turns. Cost: O(intervals), of which there are 36."""
+        ended, passed = self._ended, self._passed
+        growth_tokens = self.growth_tokens
+        least_area = inf
+        area, left_ratio, tokens, done_count = 0.0, 1.0, claim_tokens, turn_count
+        first = bisect_left(ENDS_COUNT, turn_count + 1)
+        previous_count = ENDS_COUNT[first - 1] if first else 0
+        for interval in range(first, len(ENDS_COUNT)):  # a call for each would cost more than all the rest
+            last_count = ENDS_COUNT[interval]
+            turns_count = last_count - done_count
+            ended_count = ended[interval] + ENDING_RATIO * GUESS_WEIGHT
+            staying_ratio = 1 - ended_count / (ended[interval] + passed[interval] + GUESS_WEIGHT)
+            if done_count != previous_count:  # of the interval that it is in only the rest
+                staying_ratio **= turns_count / (last_count - previous_count)
+            grown_tokens = growth_tokens * turns_count
+            area += left_ratio * turns_count * (tokens + grown_tokens / 2) * (1 + staying_ratio) / 2
+            left_ratio *= staying_ratio
+            index = area / (1 - left_ratio)
+            if index < least_area:
+                least_area = index
+            if left_ratio < NOBODY_LEFT_RATIO:
+                break
+            tokens += grown_tokens
+            done_count = previous_count = last_count
+        return least_area if least_area < inf else claim_tokens * turn_count
+
+    def export(self) -> LengthsRecord:
+        """Return what was learned of all programs."""
+        return LengthsRecord(tuple(self._ended), tuple(self._passed), self._grown_tokens, self._grown_count)
+
+    def adopt(self, lengths: LengthsRecord) -> None:
+        """Know what another one knew, in place of what was learned here. Raises ValueError for what cannot be."""
+        if not len(lengths.ended) == len(lengths.passed) == len(ENDS_COUNT):
+            raise ValueError(f"lengths of programs have {len(ENDS_COUNT)} intervals")
+        if not all(0 <= count <= MOST_COUNT for count in (*lengths.ended, *lengths.passed)):
+            raise ValueError(f"lengths of programs: a count is not from 0 to {MOST_COUNT:g}")
+        if not (1 <= lengths.grown_count <= MOST_COUNT and 0 <= lengths.grown_tokens <= MOST_COUNT * MOST_COUNT):
+            raise ValueError("lengths of programs: what turns added is beyond all measure")
+        self._ended, self._passed = list(lengths.ended), list(lengths.passed)
+        self._grown_tokens, self._grown_count = lengths.grown_tokens, lengths.grown_count
+
+    def observe(self, view: View, signal: Signal) -> None:
+        """Learn how long programs are and how they grow, and look who has waited for too long."""
+        if isinstance(signal, GpuSubmit):
+            self._submitted(view, signal.program_id)
+            if signal.held_s:
+                self._waited_s[signal.program_id] = self._waited_s.get(signal.program_id, 0.0) + signal.held_s
+        elif isinstance(signal, GpuEnd) and signal.finished:
+            self._turn_finished(view, signal.program_id)
+        elif isinstance(signal, ProgramEnd):
+            for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
+                known.pop(signal.program_id, None)
+            self._program_ended(signal.turn_count)
+        if isinstance(signal, GpuEnd | ProgramEnd):
+            self._look_for_overdue(view)
+
+    def _submitted(self, view: View, program_id: str) -> None:
+        self._waits.pop(program_id, None)
+        self._overdue.pop(program_id, None)
+        program = view.program(program_id)
+        if program is None or program.turn_count <= self._passed_counts.get(program_id, 0):
+            return
+        self._passed_counts[program_id] = program.turn_count
+        interval = _INTERVAL_OF.get(program.turn_count)
+        if interval is not None:
+            self._passed[interval] += 1
+
+    def _program_ended(self, turn_count: int) -> None:
+        if turn_count:
+            self._ended[min(bisect_left(ENDS_COUNT, turn_count), len(ENDS_COUNT) - 1)] += 1
+        if sum(self._ended) > REMEMBERED_COUNT:
+            self._ended = [count / 2 for count in self._ended]
+            self._passed = [count / 2 for count in self._passed]
+
+    def _turn_finished(self, view: View, program_id: str) -> None:
+        program = view.program(program_id)
+        if program is None:
+            return
+        before_tokens = self._contexts_tokens.get(program_id, 0)
+        self._contexts_tokens[program_id] = program.context_tokens
+        if 0 < before_tokens <= program.context_tokens:
+            grown_tokens = program.context_tokens - before_tokens
+            self._grown_tokens = FORGETTING_RATIO * self._grown_tokens + grown_tokens
+            self._grown_count = FORGETTING_RATIO * self._grown_count + 1
+
+    def _look_for_overdue(self, view: View) -> None:
+        """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
+        before_s, due = view.now_s - self._bound_ratio * view.median_residence_s, self._due
+        while due and due[0][0] < before_s:
+            _, program_id, since_s = heappop(due)
+            wait = self._waits.get(program_id)
+            if wait is None or wait[0] != since_s:
+                continue
+            del self._waits[program_id]
+            program = view.program(program_id)
+            if program is not None and program.status is Status.PAUSED:
+                self._overdue[program_id] = since_s
+                view.rank_anew(program)
