@@ -182,9 +182,7 @@ class Rig:
         else:
             if name in self.watches:
                 self.watches[name].close()
-            process = self.engines[name].process if name in self.engines else self.processes[name].process
-            assert process is not None
-            process.kill()
+            self._signal(name, signal.SIGKILL)
         if back_s is not None:
             task = asyncio.create_task(self._return(name, back_s))
             self._returning.add(task)
@@ -216,7 +214,13 @@ class Rig:
         else:
             process = self.processes[name].process if name in self.processes else None
         if process is not None and process.returncode is None:
-            os.kill(process.pid, number)
+            os.kill(self._pid(process.pid, name), number)
+
+    def _pid(self, process_id: int, name: str) -> int:
+        """Return which process is meant: where a command runs another one, that, which hears no signal of it."""
+        if name not in self.scheduler_within:
+            return process_id
+        return int(Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()[0])
 
     async def silence(self, links: Sequence[SilentLink], ways: Sequence[Way], for_s: float) -> None:
         """Have links go silent for a while."""
