@@ -14,8 +14,12 @@ from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.parts.areas import (
+    ENDING_RATIO,
+    ENDS_COUNT,
     FEW_COUNT,
     FIRST_GROWTH_TOKENS,
+    GUESS_WEIGHT,
+    NOBODY_LEFT_RATIO,
     NOT_OVERDUE_RANK,
     REMEMBERED_COUNT,
 )
@@ -68,6 +72,41 @@ def test_who_outlived_the_short_ones_falls_back() -> None:
     order = taught(([2] * 9 + [100]) * 20)
     assert order.areas.area(3, 5000) > 5 * order.areas.area(0, 5000)
     assert order.areas.area(95, 5000) < order.areas.area(3, 5000)
+
+
+@pytest.mark.parametrize("turn_count", [0, 1, 7, 9, 30, 100, 1000])
+def test_the_index_is_the_least_over_all_ends(turn_count: int) -> None:
+    """Whatever is left out because another end is nearer and smaller: as by the formula for each interval."""
+    areas = taught(([2] * 9 + [100]) * 20, grown_tokens=300).areas
+    for claim_tokens in (10, 1000, 100_000):
+        least, area, left, tokens, done = inf, 0.0, 1.0, float(claim_tokens), turn_count
+        for number, last in enumerate(ENDS_COUNT):
+            if last <= turn_count or left < NOBODY_LEFT_RATIO:
+                continue
+            first = ENDS_COUNT[number - 1] if number else 0
+            ended, passed = areas._ended[number], areas._passed[number]
+            stays = 1 - (ended + ENDING_RATIO * GUESS_WEIGHT) / (ended + passed + GUESS_WEIGHT)
+            stays **= (last - done) / (last - first)
+            grown = areas.growth_tokens * (last - done)
+            area += left * (last - done) * (tokens + grown / 2) * (1 + stays) / 2
+            left *= stays
+            least = min(least, area / (1 - left))
+            tokens, done = tokens + grown, last
+        areas._ends.clear()
+        assert areas.area(turn_count, claim_tokens) == pytest.approx(least)
+
+
+def test_what_is_made_of_the_table_follows_it_by_a_part_in_32() -> None:
+    """It is made anew for each turn that is learned from at the begin, and for a few of a hundred later."""
+    order = LeastArea()
+    driver, made = driver_with(order), []
+    for number in range(200):
+        driver.takes_turn(f"p{number}", 100)
+        order.areas.area(0, 5000)
+        driver.takes_turn(f"p{number}", 100)
+        made.append(not order.areas._ends)
+    assert all(made[:30])
+    assert 1 <= sum(made[100:]) < 30
 
 
 def test_an_area_is_known_however_many_turns_there_were() -> None:
@@ -134,6 +173,7 @@ def test_a_rank_stays_while_a_program_waits_whatever_is_learned() -> None:
     before = [order.restore_rank(program) for program in waiting]
     order.areas._ended[0] += 500
     order.areas._grown_tokens *= 100
+    order.areas._ends.clear()
     assert [order.restore_rank(program) for program in waiting] == before == sorted(before)
     assert order.areas.area(0, 500) != pytest.approx(before[0] - NOT_OVERDUE_RANK)
 

@@ -38,6 +38,9 @@ FIRST_GROWTH_TOKENS = 1000.0
 FORGETTING_RATIO = 0.999
 """Weight of a turn over that of the next one in what a turn adds."""
 
+REFRESH_COUNT = 32
+"""What is made of the table is made anew once one of so many counts in it is new: at the begin with each."""
+
 REMEMBERED_COUNT = 1000.0
 """Programs that count; beyond, what was seen before is halved."""
 
@@ -60,8 +63,11 @@ class Areas:
         "_contexts_tokens",
         "_due",
         "_ended",
+        "_ends",
         "_grown_count",
         "_grown_tokens",
+        "_known_count",
+        "_news_count",
         "_overdue",
         "_passed",
         "_passed_counts",
@@ -76,6 +82,11 @@ class Areas:
         self._ended = [0.0] * len(ENDS_COUNT)
         self._passed = [0.0] * len(ENDS_COUNT)
         self._contexts_tokens: dict[str, int] = {}
+        self._ends: dict[int, list[tuple[float, float]]] = {}
+        """By turns behind a program: see `_ends_after`."""
+        self._news_count = 0
+        """Counts of the table that changed since it was made."""
+        self._known_count = 0.0
         self._grown_tokens = FIRST_GROWTH_TOKENS
         self._grown_count = 1.0
         self._passed_counts: dict[str, int] = {}
@@ -119,31 +130,56 @@ class Areas:
         return NOT_OVERDUE_RANK + (self._begun_ratio * area if program.turn_count else area)
 
     def area(self, turn_count: int, claim_tokens: float) -> float:
-        """Return the index after so many turns, in tokens times turns. Cost: O(intervals), of which there are 36."""
-        ended, passed = self._ended, self._passed
-        growth_tokens = self.growth_tokens
-        least_area = inf
-        area, left_ratio, tokens, done_count = 0.0, 1.0, claim_tokens, turn_count
-        first = bisect_left(ENDS_COUNT, turn_count + 1)
-        previous_count = ENDS_COUNT[first - 1] if first else 0
-        for interval in range(first, len(ENDS_COUNT)):  # a call for each would cost more than all the rest
-            last_count = ENDS_COUNT[interval]
-            turns_count = last_count - done_count
-            ended_count = ended[interval] + ENDING_RATIO * GUESS_WEIGHT
-            staying_ratio = 1 - ended_count / (ended[interval] + passed[interval] + GUESS_WEIGHT)
-            if done_count != previous_count:  # of the interval that it is in only the rest
-                staying_ratio **= turns_count / (last_count - previous_count)
-            grown_tokens = growth_tokens * turns_count
-            area += left_ratio * turns_count * (tokens + grown_tokens / 2) * (1 + staying_ratio) / 2
-            left_ratio *= staying_ratio
-            index = area / (1 - left_ratio)
+        """Return the index after so many turns, in tokens times turns."""
+        if turn_count >= ENDS_COUNT[-1]:
+            return claim_tokens * turn_count
+        ends = self._ends.get(turn_count)
+        if ends is None:
+            ends = self._ends[turn_count] = self._ends_after(turn_count)
+        growth_tokens, least_area = self.growth_tokens, inf
+        for claim_turns, growth_turns in ends:
+            index = claim_turns * claim_tokens + growth_turns * growth_tokens
             if index < least_area:
                 least_area = index
+        return least_area
+
+    def _ends_after(self, turn_count: int) -> list[tuple[float, float]]:
+        """Return by what claim and growth are multiplied for the index, for each d by which that may be least.
+
+        Cost: O(intervals), of which there are 36.
+        """
+        ends: list[tuple[float, float]] = []
+        claim_turns, growth_turns, left_ratio, done_count = 0.0, 0.0, 1.0, turn_count
+        first = bisect_left(ENDS_COUNT, turn_count + 1)
+        previous_count = ENDS_COUNT[first - 1] if first else 0
+        for interval in range(first, len(ENDS_COUNT)):
+            last_count = ENDS_COUNT[interval]
+            turns_count = last_count - done_count
+            ended_count = self._ended[interval] + ENDING_RATIO * GUESS_WEIGHT
+            staying_ratio = 1 - ended_count / (self._ended[interval] + self._passed[interval] + GUESS_WEIGHT)
+            if done_count != previous_count:  # of the interval that it is in only the rest
+                staying_ratio **= turns_count / (last_count - previous_count)
+            taken_turns = left_ratio * turns_count * (1 + staying_ratio) / 2
+            claim_turns += taken_turns
+            growth_turns += taken_turns * (done_count - turn_count + turns_count / 2)
+            left_ratio *= staying_ratio
+            of_claim, of_growth = claim_turns / (1 - left_ratio), growth_turns / (1 - left_ratio)
+            if not any(claim <= of_claim and growth <= of_growth for claim, growth in ends):
+                ends.append((of_claim, of_growth))
             if left_ratio < NOBODY_LEFT_RATIO:
                 break
-            tokens += grown_tokens
             done_count = previous_count = last_count
-        return least_area if least_area < inf else claim_tokens * turn_count
+        return ends
+
+    def _counted(self) -> None:
+        """Take in that a count of the table is another one; make it anew what is known by it, if that changed much."""
+        self._news_count += 1
+        if self._news_count > self._known_count / REFRESH_COUNT:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._ends.clear()
+        self._news_count, self._known_count = 0, sum(self._ended) + sum(self._passed)
 
     def export(self) -> LengthsRecord:
         """Return what was learned of all programs."""
@@ -159,6 +195,7 @@ class Areas:
             raise ValueError("lengths of programs: what turns added is beyond all measure")
         self._ended, self._passed = list(lengths.ended), list(lengths.passed)
         self._grown_tokens, self._grown_count = lengths.grown_tokens, lengths.grown_count
+        self._refresh()
 
     def observe(self, view: View, signal: Signal) -> None:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
@@ -185,6 +222,7 @@ class Areas:
         interval = _INTERVAL_OF.get(program.turn_count)
         if interval is not None:
             self._passed[interval] += 1
+            self._counted()
 
     def _program_ended(self, turn_count: int) -> None:
         if turn_count:
@@ -192,6 +230,7 @@ class Areas:
         if sum(self._ended) > REMEMBERED_COUNT:
             self._ended = [count / 2 for count in self._ended]
             self._passed = [count / 2 for count in self._passed]
+        self._counted()
 
     def _turn_finished(self, view: View, program_id: str) -> None:
         program = view.program(program_id)
