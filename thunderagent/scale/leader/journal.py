@@ -32,8 +32,8 @@ from thunderagent.scale.leader.kept import (
     entry_of,
 )
 
-SLICE_COUNT = 200
-"""So many programs are told again in one entry: 2 ms."""
+SLICE_COUNT = 100
+"""So many programs are told again in one entry: 1 ms, which what changes meanwhile waits for."""
 
 ENTRY_BYTES = 1_000_000
 """An entry that is as large takes in no more programs; half of it is for those that are told again."""
