@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import fsum, inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.model.places import Phase, Status
@@ -179,7 +179,8 @@ class Areas:
 
     def _refresh(self) -> None:
         self._ends.clear()
-        self._news_count, self._known_count = 0, sum(self._ended) + sum(self._passed)
+        self._news_count = 0
+        self._known_count = fsum(self._ended) + fsum(self._passed)
 
     def export(self) -> LengthsRecord:
         """Return what was learned of all programs."""
@@ -227,7 +228,7 @@ class Areas:
     def _program_ended(self, turn_count: int) -> None:
         if turn_count:
             self._ended[min(bisect_left(ENDS_COUNT, turn_count), len(ENDS_COUNT) - 1)] += 1
-        if sum(self._ended) > REMEMBERED_COUNT:
+        if fsum(self._ended) > REMEMBERED_COUNT:
             self._ended = [count / 2 for count in self._ended]
             self._passed = [count / 2 for count in self._passed]
         self._counted()
