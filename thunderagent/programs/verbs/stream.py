@@ -66,21 +66,24 @@ class Stream:
     def submitted(self, program: Program, turn: Turn) -> None:
         """Say that a turn goes to its replica."""
         now_s, projected_tokens = self._book.now_s, turn.prompt_tokens + program.reserve_tokens
-        ids = program.program_id, turn.turn_id, turn.account_id or ""
-        self.send(GpuSubmit(now_s, *ids, projected_tokens, now_s - turn.arrived_s))
+        account_id, held_s = turn.account_id or "", now_s - turn.arrived_s
+        self.send(GpuSubmit(now_s, program.program_id, turn.turn_id, account_id, projected_tokens, held_s))
 
     def began(self, turn: Turn) -> None:
         """Say that the first token of a turn came."""
         if turn.program is not None:
-            now_s, ids = self._book.now_s, (turn.program.program_id, turn.turn_id, turn.account_id or "")
-            self.send(GpuFirstToken(now_s, *ids, now_s - turn.granted_s))
+            now_s, program_id, account_id = self._book.now_s, turn.program.program_id, turn.account_id or ""
+            self.send(GpuFirstToken(now_s, program_id, turn.turn_id, account_id, now_s - turn.granted_s))
 
     def ended(self, turn: Turn, freed_tokens: int, computed_tokens: int, *, finished: bool) -> None:
         """Say that a turn is over, if it was in flight."""
         if turn.account_id is None or turn.program is None:
             return
-        now_s, ids = self._book.now_s, (turn.program.program_id, turn.turn_id, turn.account_id)
-        self.send(GpuEnd(now_s, *ids, freed_tokens, computed_tokens, now_s - turn.granted_s, finished))
+        now_s, program_id, account_id = self._book.now_s, turn.program.program_id, turn.account_id
+        served_s = now_s - turn.granted_s
+        self.send(
+            GpuEnd(now_s, program_id, turn.turn_id, account_id, freed_tokens, computed_tokens, served_s, finished)
+        )
 
     def lost(self, turn: Turn) -> None:
         """Say that a turn is over that leaves no usage: what it computed is a guess."""

@@ -204,13 +204,14 @@ class Areas:
             self._submitted(view, signal.program_id)
             if signal.held_s:
                 self._waited_s[signal.program_id] = self._waited_s.get(signal.program_id, 0.0) + signal.held_s
-        elif isinstance(signal, GpuEnd) and signal.finished:
-            self._turn_finished(view, signal.program_id)
+        elif isinstance(signal, GpuEnd):
+            if signal.finished:
+                self._turn_finished(view, signal.program_id)
+            self._look_for_overdue(view)
         elif isinstance(signal, ProgramEnd):
             for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
                 known.pop(signal.program_id, None)
             self._program_ended(signal.turn_count)
-        if isinstance(signal, GpuEnd | ProgramEnd):
             self._look_for_overdue(view)
 
     def _submitted(self, view: View, program_id: str) -> None:
