@@ -22,28 +22,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from thunderagent.programs.scheduler import Scheduler
 
-WAITING_RATIO = 0.5
+WAITING_RATIO: Final = 0.5
 """So many programs should wait, of those that memory carries."""
 
-UNKNOWN_RATIO = 0.5
+UNKNOWN_RATIO: Final = 0.5
 """Of what memory would carry so many are of use until it is known how large programs become."""
 
-FIRST_COUNT = 4
+FIRST_COUNT: Final = 4
 """Of so many programs a replica has use in any case, until it is known how large they are."""
 
-LARGEST_STEP_RATIO = 2.0
+LARGEST_STEP_RATIO: Final = 2.0
 """Of no more are said to be of use than so many times those that are there."""
 
-ENGINE_QUEUE_RATIO = 0.25
+ENGINE_QUEUE_RATIO: Final = 0.25
 """An engine whose own queue is longer than so much of its turns has more to compute than it can."""
 
-HALF_LIFE_S = 30.0
-DEAD_RATIO = 0.15
+HALF_LIFE_S: Final = 30.0
+DEAD_RATIO: Final = 0.15
 
 
 class Why(StrEnum):

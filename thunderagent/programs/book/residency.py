@@ -14,8 +14,9 @@ is not seen. Where an engine reports what it holds, that replaces the estimate.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Final
 
-PROGRAMS_COUNT = 10_000
+PROGRAMS_COUNT: Final = 10_000
 """Programs without a turn that are remembered: where the memory's size is not known nothing else bounds them."""
 
 

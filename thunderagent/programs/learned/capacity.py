@@ -27,59 +27,59 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from thunderagent.programs.model.records.learned import CapacityRecord
 from thunderagent.programs.model.turn import TurnEnded
 
-LOWEST_RATIO = 0.2
-LOWEST_COUNTED_RATIO = 0.5
+LOWEST_RATIO: Final = 0.2
+LOWEST_COUNTED_RATIO: Final = 0.5
 """The same where counters tell: they say less."""
 
-HIGHEST_RATIO = 3.0
+HIGHEST_RATIO: Final = 3.0
 
-LOSS_SLACK_RATIO = 0.10
+LOSS_SLACK_RATIO: Final = 0.10
 """Part of what should be cached that may be lost without a reaction: ends of blocks, and programs that were edited."""
 
-STEP_DOWN_RATIO = 0.5
+STEP_DOWN_RATIO: Final = 0.5
 """Of the part that was lost, so much goes from the capacity at once."""
 
-LARGEST_STEP_RATIO = 0.25
+LARGEST_STEP_RATIO: Final = 0.25
 """The capacity goes down by at most that at once."""
 
-STEP_UP_RATIO = 0.004
+STEP_UP_RATIO: Final = 0.004
 """While others wait and nothing is lost the capacity goes up: by that at first, and each time by twice as much."""
 
-LARGEST_STEP_UP_RATIO = 0.05
+LARGEST_STEP_UP_RATIO: Final = 0.05
 """But never by more than that at once."""
 
-CEILING_RATIO = 0.95
+CEILING_RATIO: Final = 0.95
 """Nearer than that to where much was lost the last time, the capacity goes up slowly."""
 
-NEAR_CEILING_STEP_RATIO = 0.0005
+NEAR_CEILING_STEP_RATIO: Final = 0.0005
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS: Final = 64
 """An engine caches whole blocks: a turn may miss so much of a block without having lost any."""
 
-WINDOW_S = 5.0
+WINDOW_S: Final = 5.0
 """Time between two steps, at least."""
 
-WINDOW_TURNS_COUNT = 20
+WINDOW_TURNS_COUNT: Final = 20
 """Turns that tell between two steps, at least: what a single one lost says little."""
 
-WINDOW_TURNS_RATIO = 2.0
+WINDOW_TURNS_RATIO: Final = 2.0
 """And so many of each active program: before, most have not noticed the last step."""
 
-LOSS_FREE_RATIO = 0.005
+LOSS_FREE_RATIO: Final = 0.005
 """So little is lost that more may be tried."""
 
-LONGEST_WINDOW_RATIO = 4.0
+LONGEST_WINDOW_RATIO: Final = 4.0
 """A window of counters that shows nothing goes on for so many times the turns that it needs, at most."""
 
-IDLE_SLACK_RATIO = 0.02
+IDLE_SLACK_RATIO: Final = 0.02
 """For so much of the time an engine may be idle while turns wait: all its programs may be at their tools."""
 
-IDLE_STEP_RATIO = 2.0
+IDLE_STEP_RATIO: Final = 2.0
 """Of the time that it is idle beyond that, so much comes back at once, but no more than goes down at once."""
 
 
@@ -92,7 +92,7 @@ class _SeenTurn(NamedTuple):
     other_tokens: int
 
 
-MOST_SEEN_COUNT = 10_000
+MOST_SEEN_COUNT: Final = 10_000
 """Of an engine whose counters stay away for long, the oldest turns are forgotten."""
 
 

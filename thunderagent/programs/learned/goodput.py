@@ -10,24 +10,25 @@ learns them too slow: there goodput looks better than it is, but for all policie
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from thunderagent.programs.learned.growth import TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.model.records.learned import HistogramRecord, PriceRecord
 from thunderagent.programs.model.turn import TurnEnded
 
-ALPHA_RATIOS = (1.0, 2.0, 3.0)
+ALPHA_RATIOS: Final = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or a program may take to be in time."""
 
-LARGEST_ALPHA_RATIO = max(ALPHA_RATIOS)
+LARGEST_ALPHA_RATIO: Final = max(ALPHA_RATIOS)
 
-IDLE_RATIO = 0.1
+IDLE_RATIO: Final = 0.1
 """Turns that shared their engine with fewest others."""
 
-REFRESH_COUNT = 16
+REFRESH_COUNT: Final = 16
 """The speed is looked up again after so many turns: it costs more than all the rest."""
 
-ENOUGH_TOKENS = 8
+ENOUGH_TOKENS: Final = 8
 """Answers that are shorter tell little of how fast tokens are generated."""
 
 

@@ -7,16 +7,17 @@ restores and the time are forgotten at the same pace: what is left of them, divi
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from thunderagent.programs.learned.histogram import check_range
 
-HALF_LIFE_S = 120.0
+HALF_LIFE_S: Final = 120.0
 """Waiting time after which a restore counts half: a few turns of every program."""
 
-LONGEST_INTERVAL_S = 3600.0
+LONGEST_INTERVAL_S: Final = 3600.0
 """Nobody is told to expect more: after so long without a restore, how long it takes is not known any more."""
 
-LEAST_RESTORES_COUNT = 1e-6
+LEAST_RESTORES_COUNT: Final = 1e-6
 """So much is never forgotten: that a restore was seen."""
 
 

@@ -21,22 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from thunderagent.programs.learned.growth import FEW_TOKENS, MANY_TOKENS, TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.model.records.learned import TierRecord
 from thunderagent.programs.model.turn import TurnEnded
 
-LOW_RATIO = 0.25
+LOW_RATIO: Final = 0.25
 """Turns that waited least for others."""
 
-ENOUGH_TURNS_COUNT = 8
+ENOUGH_TURNS_COUNT: Final = 8
 """Until so many told, a loss is taken to cost what it costs without a tier."""
 
-FORGETTING_RATIO = 0.98
+FORGETTING_RATIO: Final = 0.98
 """Weight of a turn over that of the next one: a tier may be full within minutes."""
 
-UNSEEN_REPLICAS_COUNT = 256
+UNSEEN_REPLICAS_COUNT: Final = 256
 """What was learned of so many replicas that did not come back is kept."""
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Rank = float
@@ -16,13 +16,13 @@ Order = Rank | tuple[float, Rank]
 Entry = Any
 """A tuple of order, number and member. Were it typed so, a compiled core would make another tuple at each turn."""
 
-COMPACT_ABOVE = 64
+COMPACT_ABOVE: Final = 64
 """Entries below which the dead are not worth looking for."""
 
-FEW_RATIO = 1 / 4
+FEW_RATIO: Final = 1 / 4
 """Entries that are put into the heap one by one: of more than so many for each that is there it is made anew."""
 
-FRONT_COUNT = 16
+FRONT_COUNT: Final = 16
 """So many are put in order at a time, when somebody looks; there are never more than four times as many by `add`."""
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
@@ -24,7 +24,7 @@ Found = tuple["ReplicaView | None", Reason]
 """Where a program could be active, or None, and why."""
 
 
-MOST_EXPIRED_COUNT = 64
+MOST_EXPIRED_COUNT: Final = 64
 """So many at most are paused to make room for one."""
 
 

@@ -29,15 +29,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
+from typing import Final
 
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.ranked_set import Order, RankedSet
 from thunderagent.programs.rules.verbs import Verbs
 
-REMEMBERED_COUNT = 10_000
+REMEMBERED_COUNT: Final = 10_000
 """So many tenants are remembered that left and had more than others: those first that had least more are forgotten."""
 
-_FIELDS = (
+_FIELDS: Final = (
     "claim_tokens",
     "contended_s",
     "contended_token_s",

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as CounterMetric
@@ -60,7 +60,7 @@ class HeldLimits:
     key_websockets_count: int | None = None
 
 
-NO_LIMITS = HeldLimits()
+NO_LIMITS: Final = HeldLimits()
 
 
 @dataclass(slots=True)

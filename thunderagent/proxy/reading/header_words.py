@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.programs.model.advice.verdicts import OUTCOMES
 
-MAX_PROGRAM_ID_BYTES = 256
+MAX_PROGRAM_ID_BYTES: Final = 256
 
-BRANCH_HEADER = "X-Program-Branch"
-PROGRAM_HEADERS = {
+BRANCH_HEADER: Final = "X-Program-Branch"
+PROGRAM_HEADERS: Final = {
     "X-Program-ID": BRANCH_HEADER,
     "X-Session-ID": BRANCH_HEADER,  # SkyRL, prime-rl, Harbor
     "X-SMG-Routing-Key": BRANCH_HEADER,  # slime, the gateway of SGLang
@@ -32,33 +32,33 @@ PROGRAM_HEADERS = {
 }
 """Headers that name the program, ours first, and those that name its branch beside them."""
 
-FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
+FINAL_HEADERS: Final = ("X-Program-Final", "X-Dynamo-Session-Final")
 """Say that a turn is the program's last."""
 
-OUR_HEADERS = "X-Program-"
+OUR_HEADERS: Final = "X-Program-"
 """What is there and empty is an error in ours; in other people's it is left out."""
 
-PARENT_BRANCH_HEADERS = {
+PARENT_BRANCH_HEADERS: Final = {
     "X-Claude-Code-Agent-Id": "X-Claude-Code-Parent-Agent-Id",
     "Thread-Id": "X-Codex-Parent-Thread-Id",
 }
 """Headers that name a branch, and those that name the branch which waits for it; without one it is the main branch."""
 
-PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
+PARENT_HEADERS: Final = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
 """Name a program that waits for this one. A thread of Codex is one where it is no branch: where each has a session."""
 
-TENANT_HEADER = "X-Program-Tenant"
-GROUP_HEADER = "X-Program-Group"
-ROLE_HEADER = "X-Program-Role"
+TENANT_HEADER: Final = "X-Program-Tenant"
+GROUP_HEADER: Final = "X-Program-Group"
+ROLE_HEADER: Final = "X-Program-Role"
 """Which of a program's agents speaks: what turns of that role generate is learned."""
 
-OUTCOME_HEADER = istr("X-Program-Outcome")
+OUTCOME_HEADER: Final = istr("X-Program-Outcome")
 """What became of a program, with its last turn or its release."""
 
-CLASS_HEADER = istr("X-Program-Class")
+CLASS_HEADER: Final = istr("X-Program-Class")
 """What sort of program it is: says which sandboxes it gets."""
 
-_SPELT = {
+_SPELT: Final = {
     name.lower(): name
     for name in (
         *PROGRAM_HEADERS,
@@ -72,7 +72,7 @@ _SPELT = {
 """The headers that are looked for, as they are spelt above, by their names in small letters."""
 
 _OURS, *_OTHERS = PROGRAM_HEADERS
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 Said = Mapping[str, Sequence[str]]
 """Headers that say something of a turn: their values, by their names as they are spelt above."""
@@ -91,7 +91,7 @@ class Words(NamedTuple):
     is_final: bool = False
 
 
-NO_WORDS = Words()
+NO_WORDS: Final = Words()
 
 
 def heard_in(

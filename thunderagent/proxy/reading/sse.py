@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding bytes of an engine may raise; what cannot be read says nothing."""
 
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_BLANK_LINE: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 
 
 def end_of_last_event(data: bytes, start: int) -> int:

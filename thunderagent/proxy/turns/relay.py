@@ -12,6 +12,7 @@ import asyncio
 import sys
 from functools import partial
 from time import monotonic
+from typing import Final
 
 from multidict import CIMultiDict, istr
 
@@ -33,12 +34,12 @@ from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 from thunderagent.proxy.wire.websockets import Websockets
 
-CONTENT_ENCODING = istr("Content-Encoding")
+CONTENT_ENCODING: Final = istr("Content-Encoding")
 
-MOST_WHOLE_BYTES = 64 * 2**20
+MOST_WHOLE_BYTES: Final = 64 * 2**20
 """A larger answer is not kept until it is whole, and not read."""
 
-PROGRESS_PERIOD_S = 1.0
+PROGRESS_PERIOD_S: Final = 1.0
 """The scheduler hears at most so often how far a stream has come."""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from math import inf
-from typing import cast
+from typing import Final, cast
 
 from thunderagent.proxy.wire.exchange import Channel
 from thunderagent.proxy.wire.failures import (
@@ -37,19 +37,19 @@ from thunderagent.proxy.wire.http11.heads import (
 )
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep, notice_lost_peers
 
-JOINED_BYTES = 64 * 1024
+JOINED_BYTES: Final = 64 * 1024
 """A larger body is not copied to stand behind its head."""
 
-PIECE_BYTES = 512 * 1024
+PIECE_BYTES: Final = 512 * 1024
 """What is larger is sent in such pieces, so that other turns go on meanwhile."""
 
-LOOK_AGAIN_S = 1.0
+LOOK_AGAIN_S: Final = 1.0
 """While a replica is paused its limits are looked at so often."""
 
-STALL_LOOKS_COUNT = 4
+STALL_LOOKS_COUNT: Final = 4
 """Within the limit for a server to listen on a websocket it is looked at so often."""
 
-ROUNDING_S = 1e-6
+ROUNDING_S: Final = 1e-6
 """What is left of a limit that has just passed, by the error of sums of seconds, is less."""
 
 

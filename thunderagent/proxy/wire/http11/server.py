@@ -19,7 +19,7 @@ finish for a moment, because to close on it at once would take the answer away f
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Final, cast
 
 import structlog
 
@@ -33,7 +33,7 @@ from thunderagent.proxy.wire.http11.waiting import Waiting
 
 log = structlog.get_logger("thunderagent.http")
 
-AHEAD_BYTES = 64 * 1024
+AHEAD_BYTES: Final = 64 * 1024
 """Who has sent more than this before the request before it was answered waits."""
 
 
