@@ -22,7 +22,7 @@ from thunderagent.programs.model.fleet_events import (
 )
 from thunderagent.programs.pools import Pools
 
-_OF_REPLICAS: Final = (
+_OF_REPLICAS = (
     ReplicaUp,
     ReplicaDown,
     ReplicaDraining,

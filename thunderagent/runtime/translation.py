@@ -83,7 +83,7 @@ def ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAbando
 
 
 _NOT_FORWARDED: Final = "; the turn was not forwarded"
-_RELEASED: Final = ProgramReleasedError, "program {!r} was released while this turn waited" + _NOT_FORWARDED
+_RELEASED = ProgramReleasedError, "program {!r} was released while this turn waited" + _NOT_FORWARDED
 _REFUSALS: dict[Reason, tuple[type[ThunderAgentError], str]] = {
     Reason.KILLED: (ProgramKilledError, "program {!r} was ended by an operator" + _NOT_FORWARDED),
     Reason.NO_REPLICA: (

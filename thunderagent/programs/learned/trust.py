@@ -30,10 +30,10 @@ FIRST_WEIGHT: Final = 4.0
 RIGHT: Final = "right"
 EARLY: Final = "early"
 LATE: Final = "late"
-OUTCOMES: Final = (RIGHT, EARLY, LATE)
+OUTCOMES = (RIGHT, EARLY, LATE)
 """The turn came when it was said, sooner, or later."""
 
-TURN_EDGES_COUNT: Final = (5, 10, 15, 20, 30, 40, 60, 80)
+TURN_EDGES_COUNT = (5, 10, 15, 20, 30, 40, 60, 80)
 """Turns by which recall is told."""
 
 

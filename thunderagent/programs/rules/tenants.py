@@ -38,7 +38,7 @@ from thunderagent.programs.rules.verbs import Verbs
 REMEMBERED_COUNT: Final = 10_000
 """So many tenants are remembered that left and had more than others: those first that had least more are forgotten."""
 
-_FIELDS: Final = (
+_FIELDS = (
     "claim_tokens",
     "contended_s",
     "contended_token_s",

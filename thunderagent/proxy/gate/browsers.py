@@ -27,7 +27,7 @@ ANY: Final = "*"
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFLIGHT_AGE_S: Final = 600
 
-EXPOSED_HEADERS: Final = (
+EXPOSED_HEADERS = (
     f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, Retry-After, WWW-Authenticate"
 )
 

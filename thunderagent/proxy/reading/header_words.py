@@ -32,7 +32,7 @@ PROGRAM_HEADERS: Final = {
 }
 """Headers that name the program, ours first, and those that name its branch beside them."""
 
-FINAL_HEADERS: Final = ("X-Program-Final", "X-Dynamo-Session-Final")
+FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
 """Say that a turn is the program's last."""
 
 OUR_HEADERS: Final = "X-Program-"
@@ -44,7 +44,7 @@ PARENT_BRANCH_HEADERS: Final = {
 }
 """Headers that name a branch, and those that name the branch which waits for it; without one it is the main branch."""
 
-PARENT_HEADERS: Final = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
+PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
 """Name a program that waits for this one. A thread of Codex is one where it is no branch: where each has a session."""
 
 TENANT_HEADER: Final = "X-Program-Tenant"

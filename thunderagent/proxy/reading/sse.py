@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding bytes of an engine may raise; what cannot be read says nothing."""
 
-_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BLANK_LINE: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 
 

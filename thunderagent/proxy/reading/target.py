@@ -38,12 +38,12 @@ _ESCAPED_PLAIN: Final = re.compile(r"%(?:2[de]|3[0-9]|4[1-9a-f]|5[0-9af]|6[1-9a-
 _ABSOLUTE: Final = re.compile(r"https?://(?P<host>[^/?]*)(?P<rest>.*)", re.IGNORECASE)
 _SLASHES: Final = re.compile(r"//+")
 _SEPARATORS: Final = re.compile(r"[/\\]")
-_DOTS: Final = (".", "..")
+_DOTS = (".", "..")
 
-_NAMING: Final = ("/p/", "/sessions/", "/v1/v1/")
+_NAMING = ("/p/", "/sessions/", "/v1/v1/")
 """What a path begins with that names a program, or needs mending."""
 
-_PROGRAM_PATHS: Final = (
+_PROGRAM_PATHS = (
     re.compile(r"/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/inference/v1/(?:generate|abort_requests)/*)"),
     re.compile(r"/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/skyrl/v1/generate/*)"),
     re.compile(r"/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/v1(?:/.*)?)"),

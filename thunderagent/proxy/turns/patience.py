@@ -24,7 +24,7 @@ from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 
 PATIENCE_HEADER: Final = istr("X-Program-Patience")
-TIMEOUT_HEADERS: Final = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))
+TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))
 RETRY_HEADER: Final = istr("X-Stainless-Retry-Count")
 IDEMPOTENCY_HEADER: Final = istr("Idempotency-Key")
 HINT_HEADER: Final = istr("X-Program-Hint")

@@ -27,7 +27,7 @@ log = structlog.get_logger("thunderagent.stall")
 LINGER_S: Final = 2.0
 """For a client to finish sending what nobody reads."""
 
-PROBES_AFTER_S: Final = (0.0, 0.02, 0.1, 0.5, 2.0)
+PROBES_AFTER_S = (0.0, 0.02, 0.1, 0.5, 2.0)
 """A client that sends nothing more is asked at once whether it is there, and again after each of these times; from the
 last on, always after that. The second one is refused by a client that left, if it was near enough to hear the first."""
 
