@@ -23,28 +23,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from thunderagent.programs.scheduler import Scheduler
 
-WAITING_RATIO = 0.5
+WAITING_RATIO: Final = 0.5
 """How many programs should wait, as a ratio of those that memory carries."""
 
-UNKNOWN_RATIO = 0.5
+UNKNOWN_RATIO: Final = 0.5
 """Ratio of what memory would carry that is useful until it is known how large programs become."""
 
-FIRST_COUNT = 4
+FIRST_COUNT: Final = 4
 """How many programs a replica can use in any case, until their size is known."""
 
-LARGEST_STEP_RATIO = 2.0
+LARGEST_STEP_RATIO: Final = 2.0
 """At most this many times the current number are said to be useful."""
 
-ENGINE_QUEUE_RATIO = 0.25
+ENGINE_QUEUE_RATIO: Final = 0.25
 """An engine whose own queue exceeds this ratio of its turns is short of compute."""
 
-HALF_LIFE_S = 30.0
-DEAD_RATIO = 0.15
+HALF_LIFE_S: Final = 30.0
+DEAD_RATIO: Final = 0.15
 
 
 class Why(StrEnum):

@@ -23,6 +23,7 @@ admin API reports it.
 from __future__ import annotations
 
 from math import isfinite
+from typing import Final
 
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
@@ -30,10 +31,10 @@ from thunderagent.programs.model.advice.routes import Scope, Targets
 from thunderagent.programs.model.decisions import EndReplica, Provision, Reason, SetPriority
 from thunderagent.programs.model.program import Program
 
-MOST_PRIORITY = 1_000_000
+MOST_PRIORITY: Final = 1_000_000
 """Priorities are from minus this to this."""
 
-NOT_THERE = "there is no "
+NOT_THERE: Final = "there is no "
 """How a reason begins that names an unknown program or replica."""
 
 

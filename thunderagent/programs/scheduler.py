@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.paused_queue import PausedQueue
@@ -54,7 +54,7 @@ from thunderagent.programs.verbs.placing import Placing
 from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.view import SchedulerView
 
-IN_DEMAND_RATIO = 0.8
+IN_DEMAND_RATIO: Final = 0.8
 """A replica is in demand while others wait and this ratio of its limit is claimed: then more may be tried."""
 
 

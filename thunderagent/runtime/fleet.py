@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from thunderagent.leases import ReplicaMap, ReplicaState
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import (
@@ -33,7 +35,7 @@ _OF_REPLICAS = (
     GrantsContinued,
 )
 
-OF_REPLICAS = frozenset(_OF_REPLICAS)
+OF_REPLICAS: Final = frozenset(_OF_REPLICAS)
 """The kinds of events after which their replicas are pushed."""
 
 

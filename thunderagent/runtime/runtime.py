@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import inf
 from time import monotonic
+from typing import Final
 
 import structlog
 from msgspec.structs import replace
@@ -86,9 +87,9 @@ class RuntimeSettings:
     """How long a shutdown waits for turns in flight."""
 
 
-ELSEWHERE = "another scheduler leads; ask that, or a gateway"
+ELSEWHERE: Final = "another scheduler leads; ask that, or a gateway"
 
-TIMER_SLACK_S = 0.002
+TIMER_SLACK_S: Final = 0.002
 """An event loop's timer may be early by a millisecond."""
 
 

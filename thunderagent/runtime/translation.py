@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from math import ceil
-from typing import get_args
+from typing import Final, get_args
 
 import structlog
 
@@ -33,7 +33,7 @@ from thunderagent.programs.pools import Pools
 
 log = structlog.get_logger("thunderagent.runtime")
 
-MOST_RETRY_AFTER_S = 60
+MOST_RETRY_AFTER_S: Final = 60
 """Clients treat a longer wait as an error."""
 
 
@@ -82,7 +82,7 @@ def ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAbando
     return TurnFailed(now_s, end.turn_id, refused=end.outcome == "refused")
 
 
-_NOT_FORWARDED = "; the turn was not forwarded"
+_NOT_FORWARDED: Final = "; the turn was not forwarded"
 _RELEASED = ProgramReleasedError, "program {!r} was released while this turn waited" + _NOT_FORWARDED
 _REFUSALS: dict[Reason, tuple[type[ThunderAgentError], str]] = {
     Reason.KILLED: (ProgramKilledError, "program {!r} was ended by an operator" + _NOT_FORWARDED),
@@ -121,7 +121,7 @@ def refusal_of(decision: Reject, pools: Pools) -> ThunderAgentError:
     return error
 
 
-_WORDS = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Decision)}
+_WORDS: Final = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Decision)}
 """Names of decisions in the log."""
 
 

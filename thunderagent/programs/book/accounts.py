@@ -34,11 +34,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import exp2, inf
+from typing import Final
 
 from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.turn import TurnEnded
 
-PREFILL_TO_DECODE_RATIO = 1 / 350
+PREFILL_TO_DECODE_RATIO: Final = 1 / 350
 """Time to prefill a token over time to decode one, used when a turn's first byte was not seen apart from its last.
 
 b/a of the engine fits in `simulator/constants.toml`: 1/344 for Llama-3.1-8B on A100, 1/390 for H100 TP2."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Final
 
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Chain
 
-SIZE_SLACK_RATIO = 0.2
+SIZE_SLACK_RATIO: Final = 0.2
 """Sizes of a cut that differ by less count as equal: each program estimates them from its own prompts."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from typing import Final
 
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.book.prefixes import SharedPrefixes
@@ -14,7 +15,7 @@ from thunderagent.programs.model.ranked_set import Rank, RankedSet
 
 RankOf = Callable[[Program], Rank]
 
-MOST_AT_ONCE_COUNT = 64
+MOST_AT_ONCE_COUNT: Final = 64
 """How many programs are looked up at a time to be paused in one batch."""
 
 

@@ -14,8 +14,9 @@ reports what it holds, that replaces the estimate.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Final
 
-PROGRAMS_COUNT = 10_000
+PROGRAMS_COUNT: Final = 10_000
 """How many programs without a turn are remembered: nothing else bounds them if the memory's size is unknown."""
 
 

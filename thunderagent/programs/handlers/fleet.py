@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
@@ -30,7 +30,7 @@ from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
 
-REMOVED_COUNT = 1000
+REMOVED_COUNT: Final = 1000
 """How many removed replicas are remembered."""
 
 

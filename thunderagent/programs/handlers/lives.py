@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from thunderagent.programs.core import Core
 from thunderagent.programs.model.advice.verdicts import OUTCOMES, Level, Verdict
@@ -30,7 +30,7 @@ from thunderagent.programs.model.records.kept import ProgramRecord
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.views import SandboxSums
 
-MAX_HOPELESS_COUNT = 10_000
+MAX_HOPELESS_COUNT: Final = 10_000
 """How many ids of programs that were ended as hopeless are remembered; the oldest is forgotten first."""
 
 

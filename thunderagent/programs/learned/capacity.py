@@ -27,59 +27,59 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from thunderagent.programs.model.records.learned import CapacityRecord
 from thunderagent.programs.model.turn import TurnEnded
 
-LOWEST_RATIO = 0.2
-LOWEST_COUNTED_RATIO = 0.5
+LOWEST_RATIO: Final = 0.2
+LOWEST_COUNTED_RATIO: Final = 0.5
 """The same limit if only counters tell: they say less."""
 
-HIGHEST_RATIO = 3.0
+HIGHEST_RATIO: Final = 3.0
 
-LOSS_SLACK_RATIO = 0.10
+LOSS_SLACK_RATIO: Final = 0.10
 """Part of the expected cache that may be lost without a reaction: ends of blocks, and programs that were edited."""
 
-STEP_DOWN_RATIO = 0.5
+STEP_DOWN_RATIO: Final = 0.5
 """Part of the loss that is taken from the capacity at once."""
 
-LARGEST_STEP_RATIO = 0.25
+LARGEST_STEP_RATIO: Final = 0.25
 """The largest single step down of the capacity."""
 
-STEP_UP_RATIO = 0.004
+STEP_UP_RATIO: Final = 0.004
 """The first step up, when others wait and nothing is lost; each further step is twice as large."""
 
-LARGEST_STEP_UP_RATIO = 0.05
+LARGEST_STEP_UP_RATIO: Final = 0.05
 """The largest single step up."""
 
-CEILING_RATIO = 0.95
+CEILING_RATIO: Final = 0.95
 """Beyond this ratio of the capacity at which much was last lost, steps up are small."""
 
-NEAR_CEILING_STEP_RATIO = 0.0005
+NEAR_CEILING_STEP_RATIO: Final = 0.0005
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS: Final = 64
 """An engine caches whole blocks: a turn may miss this much of a block without a loss."""
 
-WINDOW_S = 5.0
+WINDOW_S: Final = 5.0
 """Least time between two steps."""
 
-WINDOW_TURNS_COUNT = 20
+WINDOW_TURNS_COUNT: Final = 20
 """Least number of turns with data between two steps: a single turn's loss says little."""
 
-WINDOW_TURNS_RATIO = 2.0
+WINDOW_TURNS_RATIO: Final = 2.0
 """And this many for each active program: before, most have not noticed the last step."""
 
-LOSS_FREE_RATIO = 0.005
+LOSS_FREE_RATIO: Final = 0.005
 """A loss below this ratio lets more be tried."""
 
-LONGEST_WINDOW_RATIO = 4.0
+LONGEST_WINDOW_RATIO: Final = 4.0
 """A window of counters that shows nothing lasts at most for this many times the turns that it needs."""
 
-IDLE_SLACK_RATIO = 0.02
+IDLE_SLACK_RATIO: Final = 0.02
 """Ratio of time for which an engine may be idle while turns wait: all its programs may be at their tools."""
 
-IDLE_STEP_RATIO = 2.0
+IDLE_STEP_RATIO: Final = 2.0
 """Ratio of the idle time beyond the slack that comes back at once, but no more than goes down at once."""
 
 
@@ -92,7 +92,7 @@ class _SeenTurn(NamedTuple):
     other_tokens: int
 
 
-MOST_SEEN_COUNT = 10_000
+MOST_SEEN_COUNT: Final = 10_000
 """If an engine's counters stay away for long, its oldest turns are forgotten."""
 
 

@@ -10,6 +10,7 @@ them too slow: goodput then looks better than it is, but for all policies alike.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from thunderagent.programs.learned.growth import TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
@@ -21,13 +22,13 @@ ALPHA_RATIOS = (1.0, 2.0, 3.0)
 
 LARGEST_ALPHA_RATIO = max(ALPHA_RATIOS)
 
-IDLE_RATIO = 0.1
+IDLE_RATIO: Final = 0.1
 """Ratio of turns that shared their engine with fewest others."""
 
-REFRESH_COUNT = 16
+REFRESH_COUNT: Final = 16
 """The speed is looked up again after this many turns: the lookup costs more than all the rest."""
 
-ENOUGH_TOKENS = 8
+ENOUGH_TOKENS: Final = 8
 """Shorter answers say little of how fast tokens are generated."""
 
 

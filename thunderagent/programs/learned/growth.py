@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from thunderagent.programs.learned.histogram import MOST_TOKENS, LogHistogram, check_range, geometric_edges
 from thunderagent.programs.model.records.learned import GrowthRecord, HistogramRecord, PriceRecord
 from thunderagent.programs.model.turn import TurnEnded
 
-TOKEN_EDGES = geometric_edges(8.0, 2**0.5, 36)
+TOKEN_EDGES: Final = geometric_edges(8.0, 2**0.5, 36)
 """8 tokens to 1.5 million."""
 
-RESIDENCE_EDGES_S = geometric_edges(0.5, 2**0.5, 38)
+RESIDENCE_EDGES_S: Final = geometric_edges(0.5, 2**0.5, 38)
 """Half a second to two days."""
 
-FIRST_PREFILL_TOKEN_S = 5e-5
+FIRST_PREFILL_TOKEN_S: Final = 5e-5
 """Seconds to prefill a token until learned: an H100 with a model of some 30 billion active parameters."""
 
-TOKEN_S_EDGES = geometric_edges(1e-7, 2**0.25, 110)
+TOKEN_S_EDGES: Final = geometric_edges(1e-7, 2**0.25, 110)
 """A tenth of a microsecond to 20 seconds."""
 
-MANY_TOKENS = 512
+MANY_TOKENS: Final = 512
 """This many prompt tokens take much longer than the overhead of an iteration."""
 
-FEW_TOKENS = 128
+FEW_TOKENS: Final = 128
 """This many take almost no time beside a generated answer."""
 
-LOW_RATIO = 0.25
+LOW_RATIO: Final = 0.25
 """Ratio of turns that waited least for others."""
 
-ENOUGH_TURNS_COUNT = 8
-ENOUGH_PROGRAMS_COUNT = 5
+ENOUGH_TURNS_COUNT: Final = 8
+ENOUGH_PROGRAMS_COUNT: Final = 5
 """Number of programs to see before what they tell of growth is believed."""
 
-FORGETTING_RATIO = 0.999
+FORGETTING_RATIO: Final = 0.999
 """Weight of a turn relative to that of the next one."""
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from thunderagent.programs.model.records.learned import HistogramRecord
 
-REMEMBERED_COUNT = 2000.0
+REMEMBERED_COUNT: Final = 2000.0
 """Values that count: above it all counts are halved, so the newest half weighs as much as all before."""
 
-SLACK = 1e-3
+SLACK: Final = 1e-3
 """By how much sums of counts may differ if they were added in another order."""
 
-MOST_TOKENS = 1e9
+MOST_TOKENS: Final = 1e9
 """A larger mean of tokens is not believed."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
@@ -20,32 +21,32 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import CapacityRecord, LearnedRecord, PriceRecord
 from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
 
-FIRST_TOKENS_PER_BYTE_RATIO = 0.25
+FIRST_TOKENS_PER_BYTE_RATIO: Final = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage report."""
 
-MOST_TOKENS_PER_BYTE_RATIO = 1.0
-LEAST_TOKENS_PER_BYTE_RATIO = 1 / 16
+MOST_TOKENS_PER_BYTE_RATIO: Final = 1.0
+LEAST_TOKENS_PER_BYTE_RATIO: Final = 1 / 16
 """A token of text has at least one byte, and few have sixteen. Values outside count only for the program itself: its
 client may have made its usage up, or filled its bodies with something other than a prompt."""
 
-LEARNING_RATIO = 0.05
+LEARNING_RATIO: Final = 0.05
 """Weight of the newest turn in the learned tokens per byte of new programs."""
 
-UNKNOWN_GROWTH_RATIO = 3.0
+UNKNOWN_GROWTH_RATIO: Final = 3.0
 """Until some programs ended, a program is expected to exceed its first prompt by this ratio of it."""
 
-LEAST_IDLE_LIMIT_S = 300.0
+LEAST_IDLE_LIMIT_S: Final = 300.0
 """However quick its tool usually is, a program may take this long: a person may be asked, or a network is slow."""
 
-LATE_RETURNS_RATIO = 0.99
+LATE_RETURNS_RATIO: Final = 0.99
 """Ratio of a tool's returns that count as usual; the idle limit is `IDLE_LIMIT_FACTOR` times their longest time."""
 
-IDLE_LIMIT_FACTOR = 2.0
+IDLE_LIMIT_FACTOR: Final = 2.0
 
-TOOL_LEARNING_RATIO = 0.05
+TOOL_LEARNING_RATIO: Final = 0.05
 """Weight of the newest tool's time in the mean."""
 
-UNSEEN_REPLICAS_COUNT = 256
+UNSEEN_REPLICAS_COUNT: Final = 256
 """How many absent replicas keep what was learned of them: pods come back under other names."""
 
 

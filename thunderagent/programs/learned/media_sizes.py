@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from typing import Final
 
 from thunderagent.programs.learned.histogram import check_range
 from thunderagent.programs.model.events import Media
 
-LEARNING_RATIO = 0.25
+LEARNING_RATIO: Final = 0.25
 """Weight of the newest turn; the first of a class is believed at once."""
 
-LARGEST_FACTOR = 64.0
+LARGEST_FACTOR: Final = 64.0
 """The largest factor by which a guess can be wrong: anything beyond is not about media."""
 
-CLASSES_COUNT = 1024
+CLASSES_COUNT: Final = 1024
 """How many classes are remembered; the one longest unused is forgotten first, since clients name models freely."""
 
 

@@ -7,16 +7,17 @@ and time are forgotten at the same pace: their quotient is the time between two 
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from thunderagent.programs.learned.histogram import check_range
 
-HALF_LIFE_S = 120.0
+HALF_LIFE_S: Final = 120.0
 """Waiting time after which a restore counts half: a few turns of every program."""
 
-LONGEST_INTERVAL_S = 3600.0
+LONGEST_INTERVAL_S: Final = 3600.0
 """The longest wait that is told: after this time without a restore, the pace is unknown."""
 
-LEAST_RESTORES_COUNT = 1e-6
+LEAST_RESTORES_COUNT: Final = 1e-6
 """This much is never forgotten: that a restore was seen."""
 
 

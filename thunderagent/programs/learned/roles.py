@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from typing import Final
 
 from thunderagent.programs.learned.histogram import MOST_TOKENS, SLACK, check_range
 from thunderagent.programs.model.turn import TurnEnded
 
-MAX_ROLES_COUNT = 1024
+MAX_ROLES_COUNT: Final = 1024
 """Clients may name a new role with every turn: the role longest not heard of is forgotten first."""
 
-FORGETTING_RATIO = 0.99
+FORGETTING_RATIO: Final = 0.99
 """Weight of a turn relative to that of the next one of its role."""
 
 

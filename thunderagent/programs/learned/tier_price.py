@@ -21,22 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from thunderagent.programs.learned.growth import FEW_TOKENS, MANY_TOKENS, TOKEN_S_EDGES
 from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.model.records.learned import TierRecord
 from thunderagent.programs.model.turn import TurnEnded
 
-LOW_RATIO = 0.25
+LOW_RATIO: Final = 0.25
 """Ratio of turns that waited least for others."""
 
-ENOUGH_TURNS_COUNT = 8
+ENOUGH_TURNS_COUNT: Final = 8
 """Turns to see before a loss is priced with a tier."""
 
-FORGETTING_RATIO = 0.98
+FORGETTING_RATIO: Final = 0.98
 """Weight of a turn relative to that of the next one: a tier may fill within minutes."""
 
-UNSEEN_REPLICAS_COUNT = 256
+UNSEEN_REPLICAS_COUNT: Final = 256
 """How many absent replicas keep what was learned of them."""
 
 

@@ -25,35 +25,36 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
+from typing import Final
 
 from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
 from thunderagent.programs.model.records.learned import ToolRecord
 
-EDGES_S = geometric_edges(0.05, 2**0.5, 34)
+EDGES_S: Final = geometric_edges(0.05, 2**0.5, 34)
 """Ends of the intervals: 50 ms to 77 min."""
 
-_STARTS_S = (0.0, *EDGES_S)
-_LENGTHS_S = (*(end - start for start, end in zip(_STARTS_S, EDGES_S, strict=False)), EDGES_S[-1])
+_STARTS_S: Final = (0.0, *EDGES_S)
+_LENGTHS_S: Final = (*(end - start for start, end in zip(_STARTS_S, EDGES_S, strict=False)), EDGES_S[-1])
 
-RETURN_RATIO = 0.22
+RETURN_RATIO: Final = 0.22
 """First guess of the ratio of those still away that return in an interval: 0.22 is a Pareto tail with exponent 0.7."""
 
-GUESS_WEIGHT = 2.0
+GUESS_WEIGHT: Final = 2.0
 """Weight of the first guess, in programs at risk."""
 
-ALL_TOOLS_WEIGHT = 8.0
+ALL_TOOLS_WEIGHT: Final = 8.0
 """Weight of all tools together against one name, in programs at risk."""
 
-REMEMBERED_COUNT = 1000.0
+REMEMBERED_COUNT: Final = 1000.0
 """Returns that count per tool; above it, what was seen before is halved."""
 
-NAMES_COUNT = 256
+NAMES_COUNT: Final = 256
 """Names that are remembered; beyond, the name longest unseen is forgotten."""
 
-SEEN_COUNT = 10.0
+SEEN_COUNT: Final = 10.0
 """Returns of a tool that must be seen before their lateness is believed."""
 
-REFRESH_AFTER_COUNT = 16
+REFRESH_AFTER_COUNT: Final = 16
 """Rates are recomputed after this many new observations: sooner while there are few (after each further quarter), later
 while there are many (after each further eighth)."""
 

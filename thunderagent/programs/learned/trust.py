@@ -11,22 +11,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
+from typing import Final
 
 from thunderagent.programs.learned.histogram import SLACK, check_range
 from thunderagent.programs.model.advice.verdicts import OUTCOMES as PROGRAM_OUTCOMES
 from thunderagent.programs.model.advice.verdicts import Level
 from thunderagent.programs.model.program import Program
 
-MAX_TENANTS_COUNT = 1024
+MAX_TENANTS_COUNT: Final = 1024
 """Beyond this number, the tenant longest not heard of is forgotten."""
 
-FORGETTING_RATIO = 0.98
+FORGETTING_RATIO: Final = 0.98
 """Weight of a hint relative to that of the next one of its program, or tenant."""
 
-FIRST_WEIGHT = 4.0
+FIRST_WEIGHT: Final = 4.0
 """Prior belief weighs as much as this many hints of one's own."""
 
-OUTCOMES = RIGHT, EARLY, LATE = ("right", "early", "late")
+RIGHT: Final = "right"
+EARLY: Final = "early"
+LATE: Final = "late"
+OUTCOMES = (RIGHT, EARLY, LATE)
 """The turn came when it was announced, earlier, or later."""
 
 TURN_EDGES_COUNT = (5, 10, 15, 20, 30, 40, 60, 80)

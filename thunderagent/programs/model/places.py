@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from thunderagent.errors import LifecycleError
 
@@ -72,7 +72,7 @@ class Kind(StrEnum):
     ENDED = "ended"
 
 
-_PAUSED = frozenset({Kind.AWAY, Kind.RESTING, Kind.WAITING})
+_PAUSED: Final = frozenset({Kind.AWAY, Kind.RESTING, Kind.WAITING})
 ALLOWED: dict[Kind, frozenset[Kind]] = {
     Kind.AWAY: frozenset({Kind.AWAY, Kind.RESTING, Kind.UNADMITTED, Kind.ASKING, Kind.ACTING, Kind.ENDED}),
     Kind.RESTING: frozenset({Kind.AWAY, Kind.ASKING, Kind.ACTING, Kind.ENDED}),
@@ -86,8 +86,8 @@ ALLOWED: dict[Kind, frozenset[Kind]] = {
     Kind.ENDED: frozenset(),
 }
 
-_ON_A_REPLICA = frozenset({Kind.ASKING, Kind.WORKING, Kind.LEAVING, Kind.STALLED, Kind.ACTING})
-_WITHOUT_TURNS = frozenset({Kind.AWAY, Kind.RESTING, Kind.ACTING, Kind.ENDED})
+_ON_A_REPLICA: Final = frozenset({Kind.ASKING, Kind.WORKING, Kind.LEAVING, Kind.STALLED, Kind.ACTING})
+_WITHOUT_TURNS: Final = frozenset({Kind.AWAY, Kind.RESTING, Kind.ACTING, Kind.ENDED})
 
 
 class Place:

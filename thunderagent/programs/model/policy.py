@@ -40,7 +40,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.ranked_set import Rank
@@ -50,7 +50,7 @@ from thunderagent.programs.model.views import ProgramView, ReplicaView
 
 SomeReplica = TypeVar("SomeReplica", bound=ReplicaView)
 
-HINT_RATIO = 0.25
+HINT_RATIO: Final = 0.25
 """The `hint_ratio` of a policy that does not set another."""
 
 

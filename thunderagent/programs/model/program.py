@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from thunderagent.programs.model.advice.hints import Hint
 from thunderagent.programs.model.advice.routes import Route
@@ -14,19 +14,19 @@ from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Kind, Phase, Place, Status
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 
-STORY_ENTRIES = 48
+STORY_ENTRIES: Final = 48
 """How many of its last events a program's story keeps."""
 
-STORY_FIELDS_COUNT = 6
+STORY_FIELDS_COUNT: Final = 6
 """Of a `StoryEntry`."""
 
-LOST_TURNS_COUNT = 64
+LOST_TURNS_COUNT: Final = 64
 """How many turns without an answer a program remembers, for retries."""
 
-IDLE_BRANCHES_COUNT = 16
+IDLE_BRANCHES_COUNT: Final = 16
 """How many side branches without a turn keep their claim; beyond, the longest unused are taken for ended."""
 
-SCHEDULER_CAUSES = frozenset({Reason.REPLICA_DRAINING, Reason.REPLICA_TRIPPED, Reason.MOVED, Reason.TURN_FAILED})
+SCHEDULER_CAUSES: Final = frozenset({Reason.REPLICA_DRAINING, Reason.REPLICA_TRIPPED, Reason.MOVED, Reason.TURN_FAILED})
 """Causes for which a program leaves its replica whatever its policy says."""
 
 

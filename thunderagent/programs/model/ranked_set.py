@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 Rank = float
@@ -16,13 +16,13 @@ Order = Rank | tuple[float, Rank]
 Entry = Any
 """A tuple of order, number and member. With that type, a compiled core would make another tuple at each turn."""
 
-COMPACT_ABOVE = 64
+COMPACT_ABOVE: Final = 64
 """Up to this many entries, dead ones are not worth removing."""
 
-FEW_RATIO = 1 / 4
+FEW_RATIO: Final = 1 / 4
 """Entries pushed one by one, as a ratio of the heap's size: for more, the heap is rebuilt."""
 
-FRONT_COUNT = 16
+FRONT_COUNT: Final = 16
 """How many entries are sorted at a time on demand; `add` grows them to at most four times as many."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from thunderagent.programs.model.events import Media
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 Chain = tuple[tuple[int, int], ...]
 """Cuts of a prompt: digest of everything before it, tokens before it."""
 
-SIDE_TURN_RATIO = 0.5
+SIDE_TURN_RATIO: Final = 0.5
 """A turn whose prompt is shorter than this ratio of its branch is taken for a side turn, until a second one follows."""
 
-PARENT_TURNS_COUNT = 8
+PARENT_TURNS_COUNT: Final = 8
 """How many turns of the waiting branch may finish beside a branch whose tool runs; after more, it was left.
 
 For example, a branch whose last answer calls the tool that hands in its result."""
 
-MAIN_BRANCH = ""
+MAIN_BRANCH: Final = ""
 
 
 class Turn:

@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 from math import hypot, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.book.replica import Replica as ReplicaView
     from thunderagent.programs.model.program import Program as ProgramView
     from thunderagent.programs.view import SchedulerView as View
 
-MOST_FIRST_GROWTH_RATIO = 1 / 8
+MOST_FIRST_GROWTH_RATIO: Final = 1 / 8
 """But at most this part of a replica's memory."""
 
-FIRST_GROWTH_FACTOR = 2.0
+FIRST_GROWTH_FACTOR: Final = 2.0
 """Until programs were seen to end, one is expected to grow by this many times its claim where memory may be short."""
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
@@ -24,7 +24,7 @@ Found = tuple["ReplicaView | None", Reason]
 """Where a program could be active, or None, and why."""
 
 
-MOST_EXPIRED_COUNT = 64
+MOST_EXPIRED_COUNT: Final = 64
 """How many programs are paused at most to make room for one."""
 
 
@@ -84,8 +84,7 @@ class LettingIn:
         return Placement(*self._find_beside(view, program, candidates, home, reserved, comes_first))
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause where claims exceed the capacity, and let programs in that fit, where something changed or on a tick.
-        """
+        """Pause where claims exceed the capacity, and let programs in that fit, where something changed or on a tick."""
         everywhere = moment is Moment.TICK or moment is Moment.REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.model.policy import GlobalPolicy, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.view import View
 
-NEWLY_WAITING_COUNT = 8192
+NEWLY_WAITING_COUNT: Final = 8192
 """A global policy hears of at most this many newly waiting programs in one period; of the others in the next ones.
 
 No event is handled while it decides, so it must not process a burst in one go. A second's turns are fewer."""

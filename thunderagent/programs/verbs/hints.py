@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from thunderagent.programs.learned.trust import RIGHT
 from thunderagent.programs.model.advice.hints import DROP, OFFLOAD, RETAIN, Hint
@@ -34,13 +34,13 @@ from thunderagent.programs.model.views import ProgramView
 if TYPE_CHECKING:
     from thunderagent.programs.core import Core
 
-LEAST_CONFIDENCE_RATIO = 0.5
+LEAST_CONFIDENCE_RATIO: Final = 0.5
 """A hint that is believed less is ignored."""
 
-LATE_RATIO = 2.0
+LATE_RATIO: Final = 2.0
 """A turn that comes after more than this many times the announced time is late, one before its reciprocal early."""
 
-TOLERANCE_S = 1.0
+TOLERANCE_S: Final = 1.0
 """Any hint may be wrong by this much."""
 
 

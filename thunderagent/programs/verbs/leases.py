@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
@@ -14,7 +15,7 @@ from thunderagent.programs.model.view import View
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.verbs.stream import Stream
 
-PRIORITY_STEP = 2**32
+PRIORITY_STEP: Final = 2**32
 """Weight of one step of a program's priority against the policy's, in the numbers that engines get."""
 
 

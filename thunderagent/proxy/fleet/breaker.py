@@ -25,6 +25,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import structlog
 
@@ -36,8 +37,8 @@ from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDrainin
 
 log = structlog.get_logger("thunderagent.breaker")
 
-_GONE = frozenset({ReplicaDown, ReplicaRemoved})
-_FEWER = _GONE | {ReplicaDraining}
+_GONE: Final = frozenset({ReplicaDown, ReplicaRemoved})
+_FEWER: Final = _GONE | {ReplicaDraining}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ipaddress import ip_address
+from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -21,10 +22,10 @@ from thunderagent.proxy.gate.bodies import Visitor
 from thunderagent.proxy.gate.keys import KEY_HEADER
 from thunderagent.proxy.wire.request_id import REQUEST_ID_HEADER
 
-ANY = "*"
+ANY: Final = "*"
 
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-PREFLIGHT_AGE_S = 600
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+PREFLIGHT_AGE_S: Final = 600
 
 EXPOSED_HEADERS = (
     f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, Retry-After, WWW-Authenticate"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
@@ -42,11 +43,11 @@ from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_OPEN_BODY_BYTES = 64 * 1024
+MAX_OPEN_BODY_BYTES: Final = 64 * 1024
 """For a request that needs no key: it takes nothing of what others may keep."""
 
 
-NEEDS = web.RequestKey("needs", Access)
+NEEDS: Final = web.RequestKey("needs", Access)
 """What a request needs, once the guard has decided."""
 
 

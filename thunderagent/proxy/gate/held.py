@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as CounterMetric
@@ -60,7 +60,7 @@ class HeldLimits:
     key_websockets_count: int | None = None
 
 
-NO_LIMITS = HeldLimits()
+NO_LIMITS: Final = HeldLimits()
 
 
 @dataclass(slots=True)
@@ -103,8 +103,7 @@ class HeldTurns:
         return self._limits_of("key", key)[0]
 
     def turn(self, kept: Kept | None, body_bytes: int) -> HeldTurn:
-        """Return the block in which a turn with a body of this size is held; until now `kept` counted it, if anybody.
-        """
+        """Return the block in which a turn with a body of this size is held; until now `kept` counted it, if anybody."""
         return HeldTurn(self, kept, body_bytes)
 
     def runs(self, body_bytes: int) -> str:

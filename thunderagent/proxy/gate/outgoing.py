@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from multidict import CIMultiDict, istr
 
 from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring
 from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
 
-_KEY_HEADER = istr(KEY_HEADER)
+_KEY_HEADER: Final = istr(KEY_HEADER)
 
 
 class TraceContext(Protocol):

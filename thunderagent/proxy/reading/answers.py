@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,15 +20,15 @@ from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
 from thunderagent.proxy.reading.tool_calls import Calls, may_call
 
-MAX_EVENT_BYTES = 16 * 2**20
+MAX_EVENT_BYTES: Final = 16 * 2**20
 """A stream with a longer event is relayed without looking for events any more."""
 
-MAX_PLAIN_BYTES = 64 * 2**20
+MAX_PLAIN_BYTES: Final = 64 * 2**20
 """A compressed answer that expands beyond this is not read."""
 
 _decode_calls = msgspec.json.Decoder(Calls).decode
 
-MAX_KEPT_CHARS = 4 * 2**20
+MAX_KEPT_CHARS: Final = 4 * 2**20
 """A longer streamed answer is not kept."""
 
 

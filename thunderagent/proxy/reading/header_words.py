@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.programs.model.advice.verdicts import OUTCOMES
 
-MAX_PROGRAM_ID_BYTES = 256
+MAX_PROGRAM_ID_BYTES: Final = 256
 
-BRANCH_HEADER = "X-Program-Branch"
-PROGRAM_HEADERS = {
+BRANCH_HEADER: Final = "X-Program-Branch"
+PROGRAM_HEADERS: Final = {
     "X-Program-ID": BRANCH_HEADER,
     "X-Session-ID": BRANCH_HEADER,  # SkyRL, prime-rl, Harbor
     "X-SMG-Routing-Key": BRANCH_HEADER,  # slime, the gateway of SGLang
@@ -35,10 +35,10 @@ PROGRAM_HEADERS = {
 FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
 """Say that a turn is the program's last."""
 
-OUR_HEADERS = "X-Program-"
+OUR_HEADERS: Final = "X-Program-"
 """Prefix of our headers: an empty one is an error; other people's are ignored if empty."""
 
-PARENT_BRANCH_HEADERS = {
+PARENT_BRANCH_HEADERS: Final = {
     "X-Claude-Code-Agent-Id": "X-Claude-Code-Parent-Agent-Id",
     "Thread-Id": "X-Codex-Parent-Thread-Id",
 }
@@ -47,18 +47,18 @@ PARENT_BRANCH_HEADERS = {
 PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
 """Name a program that waits for this one. A thread of Codex counts if it is no branch: if each has a session."""
 
-TENANT_HEADER = "X-Program-Tenant"
-GROUP_HEADER = "X-Program-Group"
-ROLE_HEADER = "X-Program-Role"
+TENANT_HEADER: Final = "X-Program-Tenant"
+GROUP_HEADER: Final = "X-Program-Group"
+ROLE_HEADER: Final = "X-Program-Role"
 """The agent of a program that sends the turn: what turns of that role generate is learned."""
 
-OUTCOME_HEADER = istr("X-Program-Outcome")
+OUTCOME_HEADER: Final = istr("X-Program-Outcome")
 """The outcome of a program, with its last turn or its release."""
 
-CLASS_HEADER = istr("X-Program-Class")
+CLASS_HEADER: Final = istr("X-Program-Class")
 """The program's class: decides which sandboxes it gets."""
 
-_SPELT = {
+_SPELT: Final = {
     name.lower(): name
     for name in (
         *PROGRAM_HEADERS,
@@ -72,7 +72,7 @@ _SPELT = {
 """The headers to look for, spelt as above, by lower-case name."""
 
 _OURS, *_OTHERS = PROGRAM_HEADERS
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 Said = Mapping[str, Sequence[str]]
 """Headers of a turn that matter: their values, by name as spelt above."""
@@ -91,7 +91,7 @@ class Words(NamedTuple):
     is_final: bool = False
 
 
-NO_WORDS = Words()
+NO_WORDS: Final = Words()
 
 
 def heard_in(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -47,7 +47,7 @@ from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
 from thunderagent.proxy.reading.outline import MIN_BODY_BYTES, Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 
-_OPENAI = OpenAI()
+_OPENAI: Final = OpenAI()
 
 
 class TurnRequest(NamedTuple):
@@ -128,7 +128,7 @@ class IdentityRules(NamedTuple):
     """Model names for clients, and those that engines serve: bodies are forwarded with the latter."""
 
 
-NO_RULES = IdentityRules()
+NO_RULES: Final = IdentityRules()
 
 
 def identify(

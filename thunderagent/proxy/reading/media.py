@@ -16,36 +16,36 @@ import re
 from base64 import b64decode
 from collections import Counter
 from math import ceil, floor, sqrt
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from thunderagent.programs.model.events import Media
 
-_MARK = re.compile(
+_MARK: Final = re.compile(
     rb'"(?:url|image_url|audio_url|video_url|file_url|file_data)"\s*:\s*"data:(?P<mime>[\w.+-]{0,64}/?)[^",]{0,120};base64,'
     rb'|"type"\s*:\s*"(?P<source>base64)"'
     rb'|"input_audio"\s*:\s*(?P<audio>\{)'
     rb'|"(?P<remote>image_url|source)"\s*:\s*(?:\{[^{}]{0,120}?"url"\s*:\s*)?"https?:'
 )
-_DATA = re.compile(rb'"data"\s*:\s*"')
-_MIME = re.compile(rb'"media_type"\s*:\s*"(?P<mime>[\w.+-]{0,64}/?)')
+_DATA: Final = re.compile(rb'"data"\s*:\s*"')
+_MIME: Final = re.compile(rb'"media_type"\s*:\s*"(?P<mime>[\w.+-]{0,64}/?)')
 
-PATCH_PIXELS = 28
-MIN_IMAGE_PIXELS = 56 * 56
-MAX_IMAGE_PIXELS = 12_845_056
+PATCH_PIXELS: Final = 28
+MIN_IMAGE_PIXELS: Final = 56 * 56
+MAX_IMAGE_PIXELS: Final = 12_845_056
 """Qwen2-VL and Qwen2.5-VL: an image is resized to whole patches of 28 x 28 within these limits, each a token
 (`smart_resize` and `preprocessor_config.json` of the models)."""
 
-UNKNOWN_IMAGE_TOKENS = 1024
+UNKNOWN_IMAGE_TOKENS: Final = 1024
 """For an image that the engine must fetch."""
 
-BYTES_PER_TOKEN = {"image": 768, "audio": 640, "video": 2048, "file": 32}
+BYTES_PER_TOKEN: Final = {"image": 768, "audio": 640, "video": 2048, "file": 32}
 """A first guess if nothing better is known. Audio: 25 tokens per second (Qwen2-Audio), 16 kB per second."""
 
-LARGEST_IMAGE_TOKENS = MAX_IMAGE_PIXELS // PATCH_PIXELS**2
-HEADER_CHARS = 96 * 1024
+LARGEST_IMAGE_TOKENS: Final = MAX_IMAGE_PIXELS // PATCH_PIXELS**2
+HEADER_CHARS: Final = 96 * 1024
 """How much base64 is read for the size of a picture; a JPEG may begin with long comments."""
 
-MAX_MODEL_CHARS = 64
+MAX_MODEL_CHARS: Final = 64
 
 
 class MediaFound(NamedTuple):
@@ -55,7 +55,7 @@ class MediaFound(NamedTuple):
     media: Media
 
 
-NO_MEDIA = MediaFound(0, ())
+NO_MEDIA: Final = MediaFound(0, ())
 
 
 def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:

@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
-MIN_BODY_BYTES = 64 * 1024
+MIN_BODY_BYTES: Final = 64 * 1024
 """A smaller body is read directly."""
 
-_PLACEHOLDER = b"[7046029254386353131]"
+_PLACEHOLDER: Final = b"[7046029254386353131]"
 """Replaces the list; a body that contains it already is read directly."""
 
-_OPENING = re.compile(rb"\s*:\s*\[")
+_OPENING: Final = re.compile(rb"\s*:\s*\[")
 
 
 class Outline(NamedTuple):
@@ -70,7 +70,7 @@ class Outline(NamedTuple):
 
 Read = TypeVar("Read")
 
-LARGE_BODY_BYTES = 512 * 1024
+LARGE_BODY_BYTES: Final = 512 * 1024
 """A larger body is read on a thread."""
 
 

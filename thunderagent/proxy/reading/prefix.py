@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Raw
@@ -28,24 +28,24 @@ from thunderagent.proxy.reading.outline import Outline
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-STEPS = (1, *chain.from_iterable((2**exponent, 3 * 2 ** (exponent - 1)) for exponent in range(1, 32)))
+STEPS: Final = (1, *chain.from_iterable((2**exponent, 3 * 2 ** (exponent - 1)) for exponent in range(1, 32)))
 """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: a prompt is cut after this many messages, or half kibibytes of a text."""
 
-TEXT_STEP_BYTES = 512
-MIN_TEXT_BYTES = 1024
+TEXT_STEP_BYTES: Final = 512
+MIN_TEXT_BYTES: Final = 1024
 """The first cut of a prompt that is not a list of messages."""
 
-MAX_HASHED_BYTES = 4 * 2**20
+MAX_HASHED_BYTES: Final = 4 * 2**20
 """Beyond it a prompt is not cut: there are images rather than shared parts, and hashing takes time."""
 
-LARGE_PIECE_BYTES = 16 * 1024
-KNOWN_COUNT = 4096
+LARGE_PIECE_BYTES: Final = 16 * 1024
+KNOWN_COUNT: Final = 4096
 """How many digests of large pieces are cached, half a kilobyte each."""
 
-_TEXT_CUTS_BYTES = tuple(
+_TEXT_CUTS_BYTES: Final = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
 )
-_TOKEN_IDS = re.compile(rb"\[[\s\[]*[0-9]")
+_TOKEN_IDS: Final = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
 Piece = bytes | memoryview
 """Also msgspec's own bytes type, which a compiled function does not accept as bytes."""

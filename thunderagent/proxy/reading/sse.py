@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 
@@ -13,7 +14,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding an engine's bytes may raise; unreadable data is ignored."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_BLANK_LINE = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+_BLANK_LINE: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 
 
 def end_of_last_event(data: bytes, start: int) -> int:

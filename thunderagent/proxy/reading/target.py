@@ -22,21 +22,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final
 from urllib.parse import quote, unquote
 
 from thunderagent.errors import RequestError
 
-CACHED_BYTES = 256
-CACHED_COUNT = 4096
+CACHED_BYTES: Final = 256
+CACHED_COUNT: Final = 4096
 """Most targets repeat. A longer one is parsed each time, so the cache stays small."""
 
-_ASCII = bytes(range(0x21, 0x7F)).decode()
-_UNFIT = re.compile(r"[\x00-\x20\x7f#]")
-_ESCAPED_CONTROL = re.compile(r"%(?:[01][0-9a-f]|7f)", re.IGNORECASE)
-_ESCAPED_PLAIN = re.compile(r"%(?:2[de]|3[0-9]|4[1-9a-f]|5[0-9af]|6[1-9a-f]|7[0-9ae])", re.IGNORECASE)
-_ABSOLUTE = re.compile(r"https?://(?P<host>[^/?]*)(?P<rest>.*)", re.IGNORECASE)
-_SLASHES = re.compile(r"//+")
-_SEPARATORS = re.compile(r"[/\\]")
+_ASCII: Final = bytes(range(0x21, 0x7F)).decode()
+_UNFIT: Final = re.compile(r"[\x00-\x20\x7f#]")
+_ESCAPED_CONTROL: Final = re.compile(r"%(?:[01][0-9a-f]|7f)", re.IGNORECASE)
+_ESCAPED_PLAIN: Final = re.compile(r"%(?:2[de]|3[0-9]|4[1-9a-f]|5[0-9af]|6[1-9a-f]|7[0-9ae])", re.IGNORECASE)
+_ABSOLUTE: Final = re.compile(r"https?://(?P<host>[^/?]*)(?P<rest>.*)", re.IGNORECASE)
+_SLASHES: Final = re.compile(r"//+")
+_SEPARATORS: Final = re.compile(r"[/\\]")
 _DOTS = (".", "..")
 
 _NAMING = ("/p/", "/sessions/", "/v1/v1/")

@@ -30,16 +30,17 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Final
 
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.turns.patience import Patience
 
-REMEMBER_S = 120.0
+REMEMBER_S: Final = 120.0
 """How long an attempt that ended without an answer is remembered: clients usually wait seconds between tries."""
 
-REMEMBER_COUNT = 10_000
-HASHED_BYTES = 2**20
-TOLD_BYTES = 2**12
+REMEMBER_COUNT: Final = 10_000
+HASHED_BYTES: Final = 2**20
+TOLD_BYTES: Final = 2**12
 """The end of a body by which another gateway knows it, together with its size and its client's key."""
 
 

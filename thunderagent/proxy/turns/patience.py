@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from multidict import istr
 
@@ -23,13 +23,13 @@ from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 
-PATIENCE_HEADER = istr("X-Program-Patience")
+PATIENCE_HEADER: Final = istr("X-Program-Patience")
 TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout"))
-RETRY_HEADER = istr("X-Stainless-Retry-Count")
-IDEMPOTENCY_HEADER = istr("Idempotency-Key")
-HINT_HEADER = istr("X-Program-Hint")
+RETRY_HEADER: Final = istr("X-Stainless-Retry-Count")
+IDEMPOTENCY_HEADER: Final = istr("Idempotency-Key")
+HINT_HEADER: Final = istr("X-Program-Hint")
 
-LARGEST_COUNT = 1000
+LARGEST_COUNT: Final = 1000
 
 
 class Patience(NamedTuple):

@@ -13,6 +13,7 @@ import asyncio
 import sys
 from functools import partial
 from time import monotonic
+from typing import Final
 
 from multidict import CIMultiDict, istr
 
@@ -34,12 +35,12 @@ from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
 from thunderagent.proxy.wire.websockets import Websockets
 
-CONTENT_ENCODING = istr("Content-Encoding")
+CONTENT_ENCODING: Final = istr("Content-Encoding")
 
-MOST_WHOLE_BYTES = 64 * 2**20
+MOST_WHOLE_BYTES: Final = 64 * 2**20
 """A larger answer is not buffered, and not read."""
 
-PROGRESS_PERIOD_S = 1.0
+PROGRESS_PERIOD_S: Final = 1.0
 """The least time between two progress reports of a stream to the scheduler."""
 
 
@@ -64,8 +65,7 @@ class Relay:
         self._websockets = websockets
 
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
-        """Relay an answer whose head has arrived. Raises `ReplicaError` if it breaks off before its client heard of it.
-        """
+        """Relay an answer whose head has arrived. Raises `ReplicaError` if it breaks off before its client heard of it."""
         granted, record.status = lease.granted, upstream.status
         if upstream.status == CHANGES_PROTOCOL and exchange.channel is not None:
             await self._converse(exchange, exchange.channel, record, lease, upstream)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class RetrySettings:
     window_s: float = 30.0
 
 
-DEFAULT_RETRIES = RetrySettings()
+DEFAULT_RETRIES: Final = RetrySettings()
 
 
 class RetryBudget:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf
 from time import time
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as CounterMetric
@@ -26,10 +27,10 @@ BETWEEN_TOKENS_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.1
 DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800, 7200)
 LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
-LAG_PERIOD_S = 0.1
+LAG_PERIOD_S: Final = 0.1
 """How often the event loop's lag is measured."""
 
-NO_STATUS = "none"
+NO_STATUS: Final = "none"
 """The status of a turn whose client left before there was one."""
 
 Labels = tuple[str, ...]

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
 import structlog
@@ -61,7 +61,7 @@ class Way(NamedTuple):
     """Whether every POST for the same target is answered this way."""
 
 
-KNOWN_COUNT = 4096
+KNOWN_COUNT: Final = 4096
 """For how many targets the handler is cached."""
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
 from multidict import CIMultiDict, CIMultiDictProxy, istr
@@ -13,7 +13,7 @@ from multidict import CIMultiDict, CIMultiDictProxy, istr
 from thunderagent.errors import ReplicaError, ReplicaRedirectError, ThunderAgentError
 from thunderagent.proxy.reading.target import Target
 
-_HOP_BY_HOP = frozenset(
+_HOP_BY_HOP: Final = frozenset(
     {
         istr("connection"),
         istr("keep-alive"),
@@ -28,22 +28,22 @@ _HOP_BY_HOP = frozenset(
 )
 """RFC 9110, section 7.6.1."""
 
-_REQUEST_DROPPED = _HOP_BY_HOP | {istr("host"), istr("content-length"), istr("expect")}
+_REQUEST_DROPPED: Final = _HOP_BY_HOP | {istr("host"), istr("content-length"), istr("expect")}
 """Content-Length is computed again, because the body may have been spliced; Host names the replica."""
 
 
-_RESPONSE_DROPPED = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")}
+_RESPONSE_DROPPED: Final = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")}
 """The last two would lead a client to the engine, or elsewhere, without a redirect."""
 
 # The program of a request, where it ran, how long it was held.
-PROGRAM_ID_HEADER = "X-Program-ID"
-SOURCE_HEADER = "X-Program-ID-Source"
-REPLICA_HEADER = "X-Replica-ID"
-HOLD_HEADER = "X-Hold-Ms"
-FAIL_OPEN_HEADER = "X-ThunderAgent-Fail-Open"
+PROGRAM_ID_HEADER: Final = "X-Program-ID"
+SOURCE_HEADER: Final = "X-Program-ID-Source"
+REPLICA_HEADER: Final = "X-Replica-ID"
+HOLD_HEADER: Final = "X-Hold-Ms"
+FAIL_OPEN_HEADER: Final = "X-ThunderAgent-Fail-Open"
 """Set for a turn that ran without a scheduler's permission."""
 
-_PORTS = {"http": 80, "https": 443}
+_PORTS: Final = {"http": 80, "https": 443}
 
 
 def forwarded_request_headers(headers: CIMultiDictProxy[str], notes: dict[str, Any] | None = None) -> CIMultiDict[str]:

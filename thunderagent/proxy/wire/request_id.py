@@ -8,16 +8,17 @@ import re
 from contextvars import ContextVar
 from itertools import count
 from secrets import token_hex
+from typing import Final
 
 from multidict import CIMultiDictProxy, istr
 
-REQUEST_ID_HEADER = istr("X-Request-Id")
+REQUEST_ID_HEADER: Final = istr("X-Request-Id")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Of the current request: each has a context of its own."""
 
-_USABLE = re.compile(r"[!-~]{1,256}")
-_BEGIN = token_hex(8)  # per process; a random id for each request would cost a system call
+_USABLE: Final = re.compile(r"[!-~]{1,256}")
+_BEGIN: Final = token_hex(8)  # per process; a random id for each request would cost a system call
 _numbers = count(1)
 
 

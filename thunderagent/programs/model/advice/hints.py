@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 RETAIN, OFFLOAD, DROP = KEEPS = ("retain", "offload", "drop")
 """What may become of a program's memory: kept as long as a hint may, or free for others for now, or for good."""
 
-MAX_NEXT_TURN_S = 366 * 86_400.0
+MAX_NEXT_TURN_S: Final = 366 * 86_400.0
 """Nobody knows of a turn that is more than a year away."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.records.learned import LengthsRecord
@@ -18,36 +18,36 @@ if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.model.records.signals import Signal
     from thunderagent.programs.view import SchedulerView as View
 
-ENDS_COUNT = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
+ENDS_COUNT: Final = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
 """The last turn of each interval: 1 to 8, and then four for each doubling, up to 1,024."""
 
-_INTERVAL_OF = {last_count: interval for interval, last_count in enumerate(ENDS_COUNT)}
+_INTERVAL_OF: Final = {last_count: interval for interval, last_count in enumerate(ENDS_COUNT)}
 
-ENDING_RATIO = 0.1
+ENDING_RATIO: Final = 0.1
 """First guess: how many of those that reach an interval end in it. 0.1 is a Pareto tail with exponent 0.6."""
 
-GUESS_WEIGHT = 2.0
+GUESS_WEIGHT: Final = 2.0
 """What the first guess weighs, in programs."""
 
-NOBODY_LEFT_RATIO = 0.01
+NOBODY_LEFT_RATIO: Final = 0.01
 """Where so few are left, later turns do not count."""
 
-FIRST_GROWTH_TOKENS = 1000.0
+FIRST_GROWTH_TOKENS: Final = 1000.0
 """What a turn adds until some were seen: 1,200 to 4,400 tokens were measured on coding agents, less on others."""
 
-FORGETTING_RATIO = 0.999
+FORGETTING_RATIO: Final = 0.999
 """Weight of a turn over that of the next one in what a turn adds."""
 
-REMEMBERED_COUNT = 1000.0
+REMEMBERED_COUNT: Final = 1000.0
 """Programs that count; beyond, what was seen before is halved."""
 
-FEW_COUNT = 64
+FEW_COUNT: Final = 64
 """So many waits that are over may be kept, and as many as there are that are not."""
 
-MOST_COUNT = 1e9
+MOST_COUNT: Final = 1e9
 """More than is ever counted: what is taken in from a file is checked."""
 
-NOT_OVERDUE_RANK = 1e12
+NOT_OVERDUE_RANK: Final = 1e12
 """Over every time: ranks of those that waited too long are times."""
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from multidict import CIMultiDictProxy
 
@@ -22,7 +22,7 @@ from thunderagent.proxy.wire.exchange import Channel, Sink, Wait
 from thunderagent.proxy.wire.failures import Failure
 from thunderagent.proxy.wire.http11.heads import AnswerHead
 
-READ_AHEAD_BYTES = 2**20
+READ_AHEAD_BYTES: Final = 2**20
 """How much of an answer without a reader is read ahead before the server must wait."""
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from email.utils import formatdate
 from time import time
-from typing import Any
+from typing import Any, Final
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -31,16 +31,16 @@ from thunderagent.proxy.wire.http11.heads import (
 )
 from thunderagent.proxy.wire.http11.line import Line, Room
 
-JOINED_BYTES = 64 * 1024
+JOINED_BYTES: Final = 64 * 1024
 """A larger body is not copied to join its head."""
 
-READ_AHEAD_BYTES = 2**20
+READ_AHEAD_BYTES: Final = 2**20
 """How much of a body without a reader is read ahead before the client must wait."""
 
-EARLY_BYTES = 64 * 1024
+EARLY_BYTES: Final = 64 * 1024
 """How much may follow a request for another protocol before its answer; clients of it wait for that."""
 
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def refusal(why: str) -> bytes:

@@ -9,17 +9,17 @@ unchecked headers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import httptools
 
 from thunderagent.proxy.wire.failures import NotHttpError
 
-FRAMING_BYTES = 16 * 1024
-FRAMING_RATIO = 16
+FRAMING_BYTES: Final = 16 * 1024
+FRAMING_RATIO: Final = 16
 """How many bytes may be framing, in total and for each byte of data: a byte in a chunk of its own takes six."""
 
-_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+_HEAD: Final = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Chunks:

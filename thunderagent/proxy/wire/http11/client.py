@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from math import inf
-from typing import cast
+from typing import Final, cast
 
 from thunderagent.proxy.wire.exchange import Channel
 from thunderagent.proxy.wire.failures import (
@@ -37,19 +37,19 @@ from thunderagent.proxy.wire.http11.heads import (
 )
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep, notice_lost_peers
 
-JOINED_BYTES = 64 * 1024
+JOINED_BYTES: Final = 64 * 1024
 """A larger body is not copied to join its head."""
 
-PIECE_BYTES = 512 * 1024
+PIECE_BYTES: Final = 512 * 1024
 """A larger body is sent in pieces of this size, so that other turns go on meanwhile."""
 
-LOOK_AGAIN_S = 1.0
+LOOK_AGAIN_S: Final = 1.0
 """How often limits are checked while a replica is paused."""
 
-STALL_LOOKS_COUNT = 4
+STALL_LOOKS_COUNT: Final = 4
 """How often progress is checked within a server's stall limit on a websocket."""
 
-ROUNDING_S = 1e-6
+ROUNDING_S: Final = 1e-6
 """Tolerance for rounding errors of a limit that has just passed."""
 
 

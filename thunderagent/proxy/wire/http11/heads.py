@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import quote_from_bytes
 
 import httptools
@@ -34,37 +34,37 @@ from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 from thunderagent.proxy.wire.failures import NotHttpError
 
-MAX_HEAD_BYTES = 64 * 1024
-MAX_HEADERS_COUNT = 128
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_HEADERS_COUNT: Final = 128
 """A head with more is refused."""
 
-MAX_KNOWN_BYTES = 4096
+MAX_KNOWN_BYTES: Final = 4096
 """A longer head is read each time."""
-KNOWN_COUNT = 4096
-KNOWN_BYTES = 2 * 2**20
-CAME_ONCE_COUNT = 4 * KNOWN_COUNT
+KNOWN_COUNT: Final = 4096
+KNOWN_BYTES: Final = 2 * 2**20
+CAME_ONCE_COUNT: Final = 4 * KNOWN_COUNT
 """How many heads, or bytes of them, are known, plus as many less recent ones; and of how many it is known that they
 came once. A parsed head is ten times as large, and anybody may send some: this comes before any key."""
-MAX_LENGTH_DIGITS = 18
+MAX_LENGTH_DIGITS: Final = 18
 
-CHUNKED = -1
-TO_THE_END = -2
+CHUNKED: Final = -1
+TO_THE_END: Final = -2
 """Instead of a length: the body is chunked, or ends with the connection."""
 
-BODILESS_STATUSES = frozenset({204, 304})
-CHANGES_PROTOCOL = 101
+BODILESS_STATUSES: Final = frozenset({204, 304})
+CHANGES_PROTOCOL: Final = 101
 """The status after which both sides send anything, as with websockets, until one closes."""
 
-_REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]*) ([!-~\x80-\xff]+) HTTP/1\.([01])\r\n")
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t -~\x80-\xff]*))?\r\n")
-_HEADER = re.compile(r"([^:]++):[ \t]*+([^\r]*+)\r\n")
+_REQUEST_LINE: Final = re.compile(rb"([A-Z][A-Z-]*) ([!-~\x80-\xff]+) HTTP/1\.([01])\r\n")
+_STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t -~\x80-\xff]*))?\r\n")
+_HEADER: Final = re.compile(r"([^:]++):[ \t]*+([^\r]*+)\r\n")
 """Splits lines that llhttp accepted; if it had not, the count of lines would differ. Two single-character classes
 without backtracking: twice as fast as excluding line feeds, too."""
-_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
-_LENGTH = re.compile(f"[0-9]{{1,{MAX_LENGTH_DIGITS}}}")
+_BARE_LINE_FEED: Final = re.compile(rb"(?<!\r)\n")
+_LENGTH: Final = re.compile(f"[0-9]{{1,{MAX_LENGTH_DIGITS}}}")
 _HOST, _CONNECTION = istr("Host"), istr("Connection")
 _TRANSFER_ENCODING, _CONTENT_LENGTH = istr("Transfer-Encoding"), istr("Content-Length")
-_ASCII = bytes(range(0x21, 0x7F)).decode()
+_ASCII: Final = bytes(range(0x21, 0x7F)).decode()
 
 
 class RequestHead(NamedTuple):

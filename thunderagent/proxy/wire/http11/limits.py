@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-LEAST_PAUSE_S = 0.01
-PAUSE_FOR_EACH_S = 20e-6
+LEAST_PAUSE_S: Final = 0.01
+PAUSE_FOR_EACH_S: Final = 20e-6
 
 
 class Limits(NamedTuple):

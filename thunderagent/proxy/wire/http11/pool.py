@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from ssl import SSLContext, create_default_context
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from multidict import CIMultiDict
@@ -23,16 +23,16 @@ from thunderagent.proxy.wire.http11.client import Connection
 from thunderagent.proxy.wire.http11.heads import known_answers, written
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
-_BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+_BODILESS_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 """Without a body they have no Content-Length header either."""
 
-_IDEMPOTENT_METHODS = _BODILESS_METHODS | {"PUT", "DELETE"}
+_IDEMPOTENT_METHODS: Final = _BODILESS_METHODS | {"PUT", "DELETE"}
 """RFC 9110, 9.2.2."""
 
-STALE_WITHIN_S = 1.0
+STALE_WITHIN_S: Final = 1.0
 """A kept connection that dies later than this after a request was not stale: the engine had the request."""
 
-_SENDABLE = re.compile(r"/[!\"$-~]*")
+_SENDABLE: Final = re.compile(r"/[!\"$-~]*")
 """Printable ASCII without `#`: no server can see an earlier end of such a path."""
 
 

@@ -19,7 +19,7 @@ client may finish for a moment, because closing at once would take the answer aw
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Final, cast
 
 import structlog
 
@@ -33,7 +33,7 @@ from thunderagent.proxy.wire.http11.waiting import Waiting
 
 log = structlog.get_logger("thunderagent.http")
 
-AHEAD_BYTES = 64 * 1024
+AHEAD_BYTES: Final = 64 * 1024
 """A client that has sent more than this before its current request was answered waits."""
 
 

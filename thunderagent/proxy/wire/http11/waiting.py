@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
@@ -24,17 +24,17 @@ from thunderagent.proxy.wire.http11.limits import Sweep
 
 log = structlog.get_logger("thunderagent.stall")
 
-LINGER_S = 2.0
+LINGER_S: Final = 2.0
 """For a client to finish sending unread bytes."""
 
 PROBES_AFTER_S = (0.0, 0.02, 0.1, 0.5, 2.0)
 """A client that sends nothing more is probed at once, and again after each of these times; then always after the last.
 A client that left refuses the second probe, if it was near enough to get the first."""
 
-OLD_CLIENT_S = 1.0
+OLD_CLIENT_S: Final = 1.0
 """For an answer to a client of HTTP/1.0 that sends nothing more."""
 
-STALL_LOOKS_COUNT = 4
+STALL_LOOKS_COUNT: Final = 4
 """How often a client is checked within the limit before it counts as reading nothing."""
 
 
