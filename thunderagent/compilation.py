@@ -1,15 +1,16 @@
-"""Say whether what is hot was compiled ahead of time, and from which sources.
+"""Tells whether the hot modules were compiled ahead of time, and from which sources.
 
 Theory of operation
 -------------------
-`THUNDERAGENT_COMPILE=1` has `setup.py` compile what is hot by mypyc. The sources stay beside what was made of them, but
-Python prefers that, so an edited source would be ignored without a word. So the build leaves a digest of what it
-compiled, and whoever starts the program asks `build_kind` first.
+`THUNDERAGENT_COMPILE=1` makes `setup.py` compile the hot modules by mypyc. The sources stay beside the compiled
+modules, but Python prefers the latter, so an edited source would be silently ignored. So the build stores a digest of
+what it compiled, and every start of the program first calls `build_kind`.
 
-Compiled is the core: all of `programs/` but the policies, and but what says that it must be interpreted, by a line that
-begins with `# interpreted:` and gives the reason. Of the policies, and of the shell (`proxy/` and the modules beside
-it), it is what says by a line `# compiled:` why it should be. The settings of policies are dataclasses whose types are
-read: these are interpreted. Nothing of the package is imported here: `setup.py` loads this file by itself.
+The core is compiled: all of `programs/` except the policies, and except modules that must be interpreted: these have a
+line that begins with `# interpreted:` and gives the reason. Policies, and modules of the shell (`proxy/` and the
+modules beside it), are compiled if they have a line `# compiled:` with the reason. The settings of policies are
+dataclasses whose types are read: these are interpreted. This file imports nothing of the package: `setup.py` loads it
+on its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 DIGEST_FILE: Final = "compiled.sha256"
-"""In the package of a compiled build: the digest of the sources that were compiled."""
+"""In the package of a compiled build: the digest of the compiled sources."""
 
 STALE: Final = (
     "what is compiled is not of the sources beside it, so they would not run: install thunderagent again, or delete "
@@ -37,7 +38,7 @@ _COMPILED: Final = "\n# compiled: "
 
 
 def compiled_sources(package: Path) -> tuple[Path, ...]:
-    """Return the modules that are compiled, of the package in that folder."""
+    """Return the modules to compile, for the package in that folder."""
     return tuple(sorted(_of_the_core(package))) + tuple(sorted(_of_the_shell(package)))
 
 
@@ -66,7 +67,7 @@ def sources_digest(package: Path) -> str:
 
 
 def kind_of(package: Path) -> Literal["compiled", "interpreted", "stale"]:
-    """Say how the package in that folder runs; `stale` is compiled from other sources than are there.
+    """Return how the package in that folder runs; `stale` is compiled from other sources than are there.
 
     One module more or less than should be compiled is stale, too.
     """
@@ -86,5 +87,5 @@ def kind_of(package: Path) -> Literal["compiled", "interpreted", "stale"]:
 
 @cache
 def build_kind() -> Literal["compiled", "interpreted", "stale"]:
-    """Say how this package runs. Costs the reading of its sources, once."""
+    """Return how this package runs. Costs reading its sources, once."""
     return kind_of(Path(__file__).parent)

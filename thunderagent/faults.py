@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with what came from outside, said in the same way wherever it came from."""
+"""Pydantic's complaints about external input, in one format wherever it came from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pydantic import ValidationError
 
 
 def faults_of(error: ValidationError, whole: str = "body") -> list[str]:
-    """Return a line for each fault, with its place and without what stands there; `whole` is the place of them all.
+    """Return a line for each fault, with its place but without the value; `whole` is the place of the whole input.
 
-    A sentence of our own about the whole stands for itself.
+    Our own sentence about the whole is used alone.
     """
     lines = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):

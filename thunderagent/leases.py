@@ -1,15 +1,15 @@
-"""What passes between who carries the bytes of turns and who grants their leases: all of it, and nothing else.
+"""What passes between the carriers of turns' bytes and the grantor of their leases: all of it, and nothing else.
 
 Theory of operation
 ===================
-A turn needs a lease. Whoever carries its bytes says in a `TurnAsk` all that a scheduler may know of it, waits, and is
-given a `Lease`: where the turn may run, at which URL and priority, and which incarnation of its program it is of. When
-the answer is whole, or there will be none, a `TurnEnd` says how it went. The three know no HTTP request, no socket and
-no scheduler. They are msgspec structs, so that a gateway can send the same (as arrays, by msgpack) that are passed by
-reference here, where both are one process. Times are lengths, not moments: two processes share no clock.
+A turn needs a lease. The carrier of its bytes says in a `TurnAsk` all that a scheduler may know of it, waits, and is
+given a `Lease`: where the turn may run, at which URL and priority, and the generation of its program. When the answer
+is complete, or there will be none, a `TurnEnd` says how it went. The three know no HTTP request, no socket and no
+scheduler. They are msgspec structs: a gateway can send (as arrays, by msgpack) what a single process passes by
+reference. Times are durations, not moments: two processes share no clock.
 
-Beside that, who carries bytes has a `ReplicaMap`, which is pushed to it and which it only reads, and a few questions,
-each of which a link to a scheduler elsewhere can answer too (`LeaseSource`). It never reads the scheduler's tables.
+A carrier also has a `ReplicaMap`, which is pushed to it and which it only reads, and may ask a few questions, each of
+which a link to a remote scheduler can answer too (`LeaseSource`). It never reads the scheduler's tables.
 """
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
@@ -27,17 +27,16 @@ from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Media, PrefixCut
 
 Outcome = Literal["finished", "failed", "refused", "abandoned"]
-"""How a turn ended: its answer is whole, its replica failed it, its engine said that it will not do it, or its client
-left."""
+"""How a turn ended: its answer is complete, its replica failed it, its engine refused it, or its client left."""
 
 UNBOUNDED = nullcontext()
 
 FAIL_OPEN = "fail_open"
-"""The reason of a lease that whoever carries the bytes gave itself, because there was no scheduler for long."""
+"""The reason of a lease that a carrier granted itself, because there was no scheduler for long."""
 
 
 class TurnHint(Struct, frozen=True, array_like=True, gc=False):
-    """What a client says of its program's next turn; more is as in `ProgramHinted`."""
+    """A client's hint on its program's next turn; for details see `ProgramHinted`."""
 
     next_turn_in_s: float | None = None
     confidence_ratio: float = 1.0
@@ -45,10 +44,10 @@ class TurnHint(Struct, frozen=True, array_like=True, gc=False):
 
 
 class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire", gc=False):
-    """A turn that wants to run: all that a scheduler may know of it. More is as in `TurnArrived`.
+    """A turn that wants to run: all that a scheduler may know of it. For details see `TurnArrived`.
 
-    `turn_id` is of `LeaseSource.new_turn_id`. A turn without a `program_id` is nobody's, and no other may be pinned to
-    the replica that its client chose itself.
+    `turn_id` is from `LeaseSource.new_turn_id`. A turn without a `program_id` is anonymous, and only such a turn may be
+    pinned to the replica that its client chose.
     """
 
     turn_id: int
@@ -64,11 +63,11 @@ class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire",
     prefix: tuple[PrefixCut, ...] = ()
     media: Media = ()
     patience_s: float | None = None
-    """How long its client goes on waiting for it; None is for ever."""
+    """How long its client will still wait for it; None is for ever."""
     waited_s: float | None = None
-    """How long its client waited already, with earlier attempts at it; None where this is the first."""
+    """How long its client already waited, with earlier attempts; None for the first."""
     supersedes_id: int | None = None
-    """The attempt that this one takes the place of. Whoever waits for a lease of that, or has one, is not told."""
+    """The attempt that this one replaces. A waiter for its lease, or its holder, is not told."""
     avoid_replica_id: str | None = None
     pinned_replica_id: str | None = None
     wanted_replica_id: str | None = None
@@ -77,30 +76,30 @@ class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire",
     hint: TurnHint | None = None
     """What comes after it, counted from its end."""
     model: str = ""
-    """The model that it is for; empty where none is named, and where nobody asks (`ReplicaMap.names_models`)."""
+    """Its model; empty if none is named, or it does not matter (`ReplicaMap.names_models`)."""
     attempt_key: str = ""
-    """The same for all attempts at one turn, whichever gateway they come to; empty if its client did not say it."""
+    """Common to all attempts at one turn, whichever gateway they come to; empty if its client gave none."""
 
 
 class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):
-    """Leave for one turn to run on one replica."""
+    """Permission for one turn to run on one replica."""
 
     turn_id: int
     program_id: str | None
     generation: int
-    """Of its program; 0 for a turn of nobody."""
+    """Of its program; 0 for an anonymous turn."""
     replica_id: str
     url: str
-    """Where the replica is; empty if nobody said."""
+    """The replica's URL; empty if unknown."""
     engine_priority: int | None
-    """What the engine is told, lower first; None is nothing."""
+    """Priority for the engine, lower first; None is none."""
     reason: str
     held_s: float
     """How long the turn was held."""
 
 
 class TurnEnd(Struct, frozen=True, array_like=True, tag="end", gc=False):
-    """How a turn ended that had a lease, with its usage as far as the engine said it."""
+    """The end of a turn with a lease, with its usage as far as the engine reported it."""
 
     turn_id: int
     program_id: str | None
@@ -114,7 +113,7 @@ class TurnEnd(Struct, frozen=True, array_like=True, tag="end", gc=False):
 
 
 class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
-    """What whoever carries bytes knows of a replica."""
+    """What the carriers of bytes know of a replica."""
 
     replica_id: str
     url: str = ""
@@ -125,40 +124,40 @@ class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
     """Causes for which nothing is granted there."""
     capacity_tokens: int | None = None
     pool: str = ""
-    """The name of its pool; empty where there is one."""
+    """The name of its pool; empty if there is only one."""
 
 
 class ReplicaMap:
-    """The replicas, as they were pushed last. Only who grants leases pushes; all others read."""
+    """The replicas, as last pushed. Only the grantor pushes; all others read."""
 
     def __init__(self) -> None:
         """Begin with no replica."""
         self._states: dict[str, ReplicaState] = {}
         self.states: Mapping[str, ReplicaState] = MappingProxyType(self._states)
-        """By their ids, in the order in which they were first heard of."""
+        """By id, in the order in which they were first heard of."""
         self.open_ids: Sequence[str] = ()
-        """Of those that are open, in their order."""
+        """Ids of open replicas, in order."""
         self.names_models = False
-        """Whether it may matter which model a turn is for: only then it must say so."""
+        """Whether a turn's model may matter: only then it must be given."""
         self.has_pools = False
         """Whether replicas are in several pools."""
         self.on_push: Callable[[Sequence[ReplicaState], Sequence[str]], None] | None = None
-        """Hears of what was pushed, and of the ids that were removed."""
+        """Called with what was pushed, and with the removed ids."""
 
     def __repr__(self) -> str:
         return f"<ReplicaMap: {len(self._states)} replicas, {len(self.open_ids)} open>"
 
     def get(self, replica_id: str) -> ReplicaState | None:
-        """Return what is known of a replica; None if it is not known, or was removed."""
+        """Return what is known of a replica; None if it is unknown, or was removed."""
         return self._states.get(replica_id)
 
     def is_up(self, replica_id: str | None) -> bool:
-        """Say whether there is such a replica and it is up."""
+        """Return whether there is such a replica and it is up."""
         state = self._states.get(replica_id or "")
         return state is not None and state.is_up
 
     def push(self, states: Iterable[ReplicaState], removed_ids: Iterable[str] = ()) -> None:
-        """Take in what changed. Cost: O(what is said), and O(replicas) if that opens or closes one."""
+        """Apply changes. Cost: O(changes), and O(replicas) if they open or close one."""
         opens_or_closes = False
         states, removed_ids = tuple(states), tuple(removed_ids)
         for state in states:
@@ -175,32 +174,32 @@ class ReplicaMap:
 
 
 class LeaseKeeper(Protocol):
-    """Who hears how a turn with a lease goes. What is said of a turn that is not known changes nothing."""
+    """Hears how a turn with a lease goes. Reports on an unknown turn change nothing."""
 
     def unverified(self, turn_id: int) -> None:
-        """Hear that only a stranger will tell how it goes: nothing that all share is to be learned from it."""
+        """Record that nobody trusted will report how it goes: nothing shared may be learned from it."""
 
     def started(self, turn_id: int) -> None:
-        """Hear that the first byte of the answer came."""
+        """Record that the first byte of the answer arrived."""
 
     def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Hear about how many tokens were generated so far."""
+        """Record about how many tokens were generated so far."""
 
     def ended(self, end: TurnEnd) -> None:
         """Take a lease back."""
 
 
 class OpenLease:
-    """A lease in somebody's hands. Use it in a `with` block and end it with what happened.
+    """A held lease. Use it in a `with` block and end it with the result.
 
-    It ends exactly once, by the first word; leaving its block ends it as abandoned. So a handler that is cancelled, or
-    raises, always gives its lease back.
+    It ends exactly once, by the first report; leaving its block ends it as abandoned. So a handler that is cancelled,
+    or raises, always returns its lease.
     """
 
     __slots__ = ("_ended", "_keeper", "granted")
 
     def __init__(self, keeper: LeaseKeeper, granted: Lease) -> None:
-        """Hold what was granted, until `keeper` is told of its end."""
+        """Hold the grant, until its end is reported to `keeper`."""
         self._keeper = keeper
         self._ended = False
         self.granted = granted
@@ -219,15 +218,15 @@ class OpenLease:
             self.abandoned()
 
     def unverified(self) -> None:
-        """Say that what is said of this turn from now on is a stranger's word."""
+        """Mark further reports on this turn as a stranger's."""
         self._keeper.unverified(self.granted.turn_id)
 
     def started(self) -> None:
-        """Say that the first byte of the answer came."""
+        """Report that the first byte of the answer arrived."""
         self._keeper.started(self.granted.turn_id)
 
     def progressed(self, output_tokens: int) -> None:
-        """Say about how many tokens were generated so far."""
+        """Report about how many tokens were generated so far."""
         self._keeper.progressed(self.granted.turn_id, output_tokens)
 
     def finished(
@@ -237,7 +236,7 @@ class OpenLease:
         cached_tokens: int | None = None,
         tool: str = "",
     ) -> None:
-        """End it: the answer is whole, with this usage as far as the engine said it, and calls this tool."""
+        """End it: the answer is complete, with this usage as far as the engine reported it, and calls this tool."""
         self._end("finished", prompt_tokens, output_tokens, cached_tokens, tool)
 
     def failed(self) -> None:
@@ -245,7 +244,7 @@ class OpenLease:
         self._end("failed")
 
     def refused(self) -> None:
-        """End it: the engine answered that it will not do the turn."""
+        """End it: the engine refused the turn."""
         self._end("refused")
 
     def abandoned(self) -> None:
@@ -272,11 +271,11 @@ class OpenLease:
 
 
 class LeaseSource(Protocol):
-    """Who grants leases: the runtime of this process, or a link to a scheduler elsewhere."""
+    """Grants leases: the runtime of this process, or a link to a remote scheduler."""
 
     @property
     def replicas(self) -> ReplicaMap:
-        """Return the replicas, as they were pushed last."""
+        """Return the replicas, as last pushed."""
 
     def now_s(self) -> float:
         """Return monotonic seconds."""
@@ -285,50 +284,49 @@ class LeaseSource(Protocol):
         """Return an id that no turn had before."""
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
-        """Wait for leave to run one turn. `while_held` is entered if it is held, and left with the lease.
+        """Wait for permission to run one turn. `while_held` is entered if it is held, and left with the lease.
 
         Raises what `while_held` raises, and `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`,
         `NoRoomInTimeError`, `TooManyProgramsError`, `TurnAbortedError`, `UnknownModelError` or `ShuttingDownError` if
-        there will be none.
-        Cancelling the wait takes the turn out of the queue.
+        there will be none. Cancelling the wait takes the turn out of the queue.
         """
 
     def home_of(self, program_id: str, model: str = "") -> str | None:
-        """Return the replica that a program is on, if that is up; None for a program that is on none, or not known.
+        """Return the replica of a program, if that is up; None for a program without one, or an unknown one.
 
-        Where there are several pools it is that of the model's.
+        With several pools it is that of the model's.
         """
 
     def tenant_of(self, program_id: str) -> str | None:
-        """Return whose a live program is; None if there is none."""
+        """Return a live program's tenant; None if there is no such program."""
 
     def lives(self, program_id: str, generation: int) -> bool:
-        """Say whether this incarnation of a program did not end yet."""
+        """Return whether this incarnation of a program still lives."""
 
     def turns_count(self, replica_id: str) -> int:
         """Return how many turns have leases on a replica."""
 
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
-        """End a program; False if there is none of that id, or not of that generation. Idempotent.
+        """End a program; return False if there is none of that id and generation. Idempotent.
 
-        `outcome` says what became of it: `success`, `failure`, or nothing.
+        `outcome` says how it ended: `success`, `failure`, or empty.
         """
 
 
 class FleetSource(LeaseSource, Protocol):
-    """The same, for who keeps the replicas: it hears of them, and says what it sees of them."""
+    """The same, for the keeper of the replicas: it is told of them, and reports what it sees of them."""
 
     def observe(self, observer: Callable[[Event, Sequence[Decision]], None], *about: type) -> Callable[[], None]:
-        """Have `observer` called with each event, or with those that it is `about`; return what ends that."""
+        """Call `observer` with each event, or with those that it is `about`; return a function that ends that."""
 
     def ids_serving(self, model: str) -> Collection[str]:
         """Return the replicas that serve a model. Raises `UnknownModelError`."""
 
     def replica_at(self, replica_id: str, url: str) -> None:
-        """Hear where a replica is."""
+        """Set a replica's URL."""
 
     def replica_removed(self, replica_id: str) -> None:
-        """Hear that a replica is gone for good."""
+        """Report that a replica is gone for good."""
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
-        """Hear that a replica that is up fails turn after turn, or that it may be tried again."""
+        """Report that a replica that is up fails turn after turn, or that it may be tried again."""

@@ -1,12 +1,11 @@
-"""The log as JSON lines, written by a thread: a reader that is slow, or stands still, stops nobody.
+"""The log as JSON lines, written by a thread: a slow or stuck reader stops nobody.
 
-Those of a twentieth of a second go out together: a busy proxy ends many turns in that time, and to wake the thread for
-the line of each costs more than all else about it. Nothing waits for longer; what warns, or is worse, goes out at once
-with all before it. While nobody reads, lines wait up to a limit; what comes beyond that is counted, and told once there
-is room again.
+The lines of a twentieth of a second are written together: a busy proxy ends many turns in that time, and waking the
+thread for each line costs more than everything else about it. Nothing waits for longer; warnings and worse are written
+at once with everything before them. While nobody reads, lines queue up to a limit; beyond it they are counted, and the
+count is logged once there is room again.
 
-A line that comes with every turn is a struct, and passes by structlog: the thread renders those of a moment in one
-call.
+A line for every turn is a struct, and bypasses structlog: the thread renders those of a moment in one call.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ import msgspec
 import structlog
 
 LINGER_S = 0.05
-"""For so long a line may wait for others."""
+"""How long a line may wait for others."""
 
 MAX_WAITING_BYTES = 16 * 2**20
 STRUCT_BYTES = 512
-"""A struct that waits to be rendered counts as so much."""
+"""Assumed size of a struct that waits to be rendered."""
 
 CLOSE_S = 2.0
-"""How long the end of the process waits for what is left to be read."""
+"""How long the end of the process waits for the rest to be read."""
 
 
 class Line(msgspec.Struct, kw_only=True, gc=False):
-    """A line with fields of its own, which a subclass has."""
+    """A line with its own fields, which a subclass has."""
 
     event: str
     level: str = "info"
@@ -58,7 +57,7 @@ class TurnLine(Line):
 
 
 class LineLogger:
-    """What structlog hands its lines to. Any thread may, and none waits."""
+    """Takes structlog's lines. Any thread may call it, and none waits."""
 
     def __init__(
         self,
@@ -68,10 +67,10 @@ class LineLogger:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         wants_info: bool = True,
     ) -> None:
-        """Write to `file`; what is left is written when the process ends."""
+        """Write to `file`; the rest is written when the process ends."""
         self._file = file
         self.wants_info = wants_info
-        """Whether the log's level takes lines that tell of nothing bad."""
+        """Whether the log's level accepts informational lines."""
         self._linger_s = linger_s
         self._max_waiting_bytes = max_waiting_bytes
         self._lines: list[bytes | Line] = []
@@ -97,7 +96,7 @@ class LineLogger:
             self._waiting_bytes += size_bytes
             self._lines.append(line)
             if len(self._lines) > 1:
-                return  # the thread knows
+                return  # the thread already knows
             if self._thread is None:
                 self._thread = Thread(target=self._write, name="log", daemon=True)
                 self._thread.start()
@@ -106,20 +105,20 @@ class LineLogger:
     debug = msg = info
 
     def warning(self, line: bytes) -> None:
-        """Take a line that goes out at once."""
+        """Take a line that is written at once."""
         self.info(line)
         self._is_urgent.set()
 
     error = critical = warning
 
     def flush(self, within_s: float | None = None) -> bool:
-        """Wait until all lines so far are written, or the time is over; say whether they are."""
+        """Wait until all lines so far are written, or the time is over; return whether they are."""
         self._is_urgent.set()
         with self._changed:
             return self._changed.wait_for(lambda: not self._lines and not self._is_writing, within_s)
 
     def _write(self) -> None:
-        """Write what there is, again and again. A file that cannot be written to any more takes nothing."""
+        """Write what there is, again and again. Once a write fails, the rest is dropped."""
         while True:
             with self._changed:
                 self._is_writing = False
@@ -136,12 +135,12 @@ class LineLogger:
             try:
                 self._file.write(_rendered(lines))
                 self._file.flush()
-            except (OSError, ValueError):  # whoever read it is gone, or it was closed
+            except (OSError, ValueError):  # its reader is gone, or it was closed
                 continue
 
 
 def _rendered(lines: list[bytes | Line]) -> bytes:
-    """Return lines as they are written, in their order. Cost: one call for all of them that are structs."""
+    """Return lines as written, in order. Cost: one call for all of them that are structs."""
     return _encoder.encode_lines([msgspec.Raw(line) if isinstance(line, bytes) else line for line in lines])
 
 
@@ -149,7 +148,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def line_writer(logger: structlog.typing.FilteringBoundLogger) -> Callable[[Line], None]:
-    """Return what writes lines of one kind for a logger: past structlog where its lines are JSON, else by it."""
+    """Return a function that writes lines of one kind for a logger: bypassing structlog if its lines are JSON."""
     bound = logger.bind()
     lines = getattr(bound, "_logger", None)
     if isinstance(lines, LineLogger):

@@ -1,4 +1,4 @@
-"""Wire up several gateways and their scheduler by one command, for one machine."""
+"""Runs several gateways and their scheduler by one command, for one machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thunderagent.serving.security import check_security
 log = structlog.get_logger("thunderagent")
 
 RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
-"""Gateways that end are started again, all together so often within that time; then all of it ends."""
+"""Gateways that end are restarted, in total this often within that time; then everything ends."""
 
 
 async def serve_with_gateways(
@@ -32,7 +32,7 @@ async def serve_with_gateways(
 ) -> None:
     """Run a scheduler, and `config.gateways` gateways on one port, each a process given `options`.
 
-    A gateway that ends is started again, within a bound; past that all of it ends. Raises as `serve` does.
+    A gateway that ends is restarted, within a bound; beyond that everything ends. Raises as `serve` does.
     """
     check_gateways(config, in_one_command=True)
     check_security(config)  # the scheduler is on loopback, where more is allowed
@@ -69,7 +69,7 @@ async def serve_with_gateways(
 
 @contextlib.contextmanager
 def _port_of(config: ServeConfig) -> Any:
-    """Keep a port for the gateways: they share it, and nobody else gets it while they start."""
+    """Reserve a port for the gateways: they share it, and nobody else gets it while they start."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family) as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -78,7 +78,7 @@ def _port_of(config: ServeConfig) -> Any:
 
 
 class _Gateways:
-    """Starts gateways, and starts again those that end."""
+    """Starts gateways, and restarts those that end."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], count: int, patience_s: float) -> None:
         self._command = command
@@ -128,7 +128,7 @@ class _Gateways:
             self._ended_s.append(now_s)
 
     async def end(self) -> None:
-        """Have all end after their turns; those that take too long are killed."""
+        """End all after their turns; those that take too long are killed."""
         self._ending = True
         processes = list(self._processes)
         for process in processes:

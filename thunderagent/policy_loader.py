@@ -1,4 +1,4 @@
-"""Make a policy from what a configuration says: a name or `package.module:Class`, and settings as text."""
+"""Creates a policy from the configuration: a name or `package.module:Class`, and settings as text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _TRUTHS = {"true": True, "false": False}
 
 
 def parse_setting(text: str) -> Setting:
-    """Read a policy's setting from the command line: `true` or `false`, a whole number, a number, or a word."""
+    """Parse a policy's setting from the command line: `true` or `false`, a whole number, a number, or a word."""
     if text.lower() in _TRUTHS:
         return _TRUTHS[text.lower()]
     for read in (int, float):
@@ -69,15 +69,15 @@ def parse_setting(text: str) -> Setting:
 
 
 def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
-    """Make a policy from its name, that of a preset, or `package.module:Class`, with its settings.
+    """Create a policy from its name, that of a preset, or `package.module:Class`, with its settings.
 
     `admission`, `order`, `victims`, `priority` and `global_policy` among the settings choose a part of the policy
-    apart, by its name or as `package.module:Class`; a setting of a part begins with its kind, as in `admission.n`. A
-    setting of the policy that was for its own part (`part_settings` of the policy) is for the one in its place, unless
-    that was given its own.
+    separately, by its name or as `package.module:Class`; a setting of a part begins with its kind, as in `admission.n`.
+    A setting of the policy for its own part (`part_settings` of the policy) applies to the part that replaces it,
+    unless that was given its own.
 
-    Raises `ConfigurationError` that names what exists where the policy, a part or a setting is unknown, and what is
-    missing where a class is of another kind, or a value.
+    Raises `ConfigurationError` that names what exists if the policy, a part or a setting is unknown, and what is
+    missing if a class is of another kind, or a value is invalid.
     """
     policy_name, preset = PRESETS.get(name, (name, {}))
     settings = preset | dict(settings)
@@ -114,7 +114,7 @@ def _settings_of_part(kind: str, name: str) -> list[str]:
 
 
 def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
-    """Make a part. Several global policies may be named, with a + between; each setting is for those that have it."""
+    """Create a part. Several global policies may be named, joined by +; each setting applies to those that have it."""
     names = name.split("+") if kind == "global_policy" else [name]
     factories = {each: PARTS[kind].get(each) or _imported(kind, each) for each in names}
     if len(names) == 1:
@@ -130,7 +130,7 @@ def _part(kind: str, name: str, settings: Mapping[str, Setting]) -> object:
 
 
 def _settings_of(factory: Callable[..., object]) -> dict[str, str]:
-    """Return the settings by their names, each with its type as it is written; none if that is no dataclass."""
+    """Return the settings by name, each with its type as written; empty if it is no dataclass."""
     made = factory.func if isinstance(factory, partial) else factory
     if not is_dataclass(made):
         return {}
@@ -148,7 +148,7 @@ def _made(
     settings: Mapping[str, Setting],
     of_chosen: Sequence[str] = (),
 ) -> object:
-    """Make a policy or a part; `of_chosen` are the settings of parts that were chosen beside it."""
+    """Create a policy or a part; `of_chosen` are the settings of parts that were chosen beside it."""
     what = f"{kind} {name}"
     known = _settings_of(factory)
     if known or is_dataclass(factory):
@@ -172,7 +172,7 @@ def _made(
 
 
 def _wanted_instead(type_words: str, value: Setting) -> str:
-    """Say what a setting of that type must be, if the value is none; of other types than numbers and truths nothing."""
+    """Return what a setting of that type must be, if the value is not; only for numbers and booleans."""
     types = {word.strip() for word in type_words.split("|")} - {"None"}
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if types <= {"int", "float"} and not is_number:

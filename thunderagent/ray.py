@@ -2,16 +2,17 @@
 
 Theory of operation
 ===================
-Ray places processes and starts them again; what they are is `thunderagent gateway` and `thunderagent scheduler`. Each
-is the child of a detached actor, which outlives the driver that made it. It ends with its actor, because its standard
-input does, and takes its actor with it, so that Ray starts both again. An actor has no state to lose: what it is given
-at first holds for each restart, its port included. So base URLs stay.
+Ray places processes and restarts them; they are `thunderagent gateway` and `thunderagent scheduler`. Each is the child
+of a detached actor, which outlives the driver that created it. It ends with its actor, because its standard input does,
+and takes its actor with it, so that Ray restarts both. An actor has no state to lose: its first arguments hold for each
+restart, including its port. So base URLs stay.
 
-One gateway is on each node, and on no other. A scheduler has a few nodes that it may be on, and gateways look for it
-on all of them: when its node is lost, Ray starts it on the next. With a store there are two, which share no node where
-there are several; without, what one of them knew is told to the next by the gateways.
+There is one gateway on each node. A scheduler has a few nodes that it may be on, and gateways look for it on all of
+them: when its node is lost, Ray starts it on the next. With a store there are two, on different nodes if there are
+several; without, the gateways tell the next scheduler what the last one knew.
 
-A cluster is one domain of trust: who can send to it runs code. Its network is not, so what listens there has keys.
+A cluster is one domain of trust: anybody who can send to it runs code. Its network is not, so listeners there have
+keys.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from thunderagent.serving.security import is_loopback
 
 NAMESPACE = "thunderagent"
 START_S = 60.0
-"""A process has so long until it listens: its port may still be an earlier one's."""
+"""How long a process may take to listen: its port may still belong to an earlier one."""
 
 RETRY_S = 0.5
 CLOSE_S = 5.0
 SCHEDULER_NODES_COUNT = 2
-"""So many nodes each scheduler may be on; gateways dial all of them all the time."""
+"""How many nodes each scheduler may be on; gateways dial all of them all the time."""
 
 GATEWAY, SCHEDULER = "gateway", "scheduler"
 
@@ -56,7 +57,7 @@ class Cell:
     urls: Mapping[str, str]
     """Base URLs of the gateways, by Ray's ids of their nodes."""
     key: str = field(default="", repr=False)
-    """What clients must send, as a key of an API; empty where nothing is needed, or keys were given."""
+    """What clients must send as an API key; empty if nothing is needed, or keys were given."""
     admin_key: str = field(default="", repr=False)
     """The same for everything else."""
 
@@ -66,7 +67,7 @@ class Cell:
         return self.urls.get(_own_node_id()) or next(iter(self.urls.values()))
 
     def stop(self, *, grace_s: float = 30.0) -> None:
-        """End all of it; see `stop`."""
+        """End the whole cell; see `stop`."""
         stop(self.name, grace_s=grace_s)
 
 
@@ -98,12 +99,12 @@ class Process:
             if words[:3] == ["thunderagent", "ready", "at"]:
                 return process, words[3].rstrip(":")
             process.kill()
-            if process.wait() == 2 or monotonic() > deadline_s:  # 2: it is configured wrongly
+            if process.wait() == 2 or monotonic() > deadline_s:  # 2: its configuration is invalid
                 raise ConfigurationError(f"{' '.join(self._command[3:])} does not start; Ray's logs say why")
             sleep(RETRY_S)
 
     def _watch(self) -> None:
-        """End this actor with its process, so that Ray starts both again."""
+        """End this actor with its process, so that Ray restarts both."""
         self._process.wait()
         if not self._is_stopping:
             os._exit(1)
@@ -117,11 +118,11 @@ class Process:
         return self._process.pid
 
     def shutdown_delay_s(self) -> float:
-        """Return how long it serves on once it is told to end."""
+        """Return how long it continues to serve once it is told to end."""
         return float(self._environment.get(f"{ENVIRONMENT_PREFIX}SHUTDOWN_DELAY_S", 0))
 
     def stop(self, grace_s: float) -> None:
-        """End it after its delay and its turns, `grace_s` after the delay at most."""
+        """End it after its delay and its turns, at most `grace_s` after the delay."""
         self._is_stopping = True
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -142,13 +143,13 @@ def start(
     num_cpus: float = 0,
     **settings: object,
 ) -> Cell:
-    """Start a gateway on each node, and one scheduler, or two with a `store`; return where they are once they listen.
+    """Start a gateway on each node, and one scheduler, or two with a `store`; return the cell once they listen.
 
-    `ray.init` comes first. `nodes` are Ray's ids; without, all that are alive. A port of 0 is one that is free on the
-    node. `settings` are those of `serve`, as in its configuration file: `backends`, `policy` and all others. Without a
-    source of replicas there is none until one is added. Each process asks for `num_cpus`.
-    On a network, clients need the key that is returned, unless `settings` have `api_keys` or `allow_open`.
-    Raises `ConfigurationError`; then nothing is left running.
+    Call `ray.init` first. `nodes` are Ray's ids; without them, all that are alive. Port 0 is a free one on the node.
+    `settings` are those of `serve`, as in its configuration file: `backends`, `policy` and all others. Without a source
+    of replicas there is none until one is added. Each process asks for `num_cpus`. On a network, clients need the
+    returned key, unless `settings` have `api_keys` or `allow_open`. Raises `ConfigurationError`; then nothing is left
+    running.
     """
     if not ray.is_initialized():
         raise ConfigurationError("ray: this process is in no cluster; call ray.init(...) first")
@@ -160,7 +161,7 @@ def start(
         raise ConfigurationError(f"name: {name} runs already; thunderagent.ray.stop({name!r}) ends it")
     given: dict[str, Any] = {"embedded_engines": 0, **settings, **({"store": store, "cell": name} if store else {})}
     key, admin_key, of_gateways = _with_keys(given, [alive[each] for each in wanted])
-    ServeConfig.load(**given)  # what is wrong is said here, and not in the log of some node
+    ServeConfig.load(**given)  # errors are raised here, not in the log of some node
     scheduler_ports = _ports(wanted[0], scheduler_port, 2 if store else 1)
     homes = [wanted[n :: len(scheduler_ports)][:SCHEDULER_NODES_COUNT] or wanted for n in range(len(scheduler_ports))]
     urls = dict.fromkeys(
@@ -198,9 +199,9 @@ def start(
 
 
 def stop(name: str = "thunderagent", *, grace_s: float = 30.0) -> None:
-    """End a cell, first its gateways; nothing is done if none runs.
+    """End a cell, first its gateways; do nothing if none runs.
 
-    They serve on for their `shutdown_delay_s`, then end after their turns, `grace_s` later at most.
+    They continue to serve for their `shutdown_delay_s`, then end after their turns, at most `grace_s` later.
     """
     actors, patience_s = _actors(name), grace_s + 2 * CLOSE_S
     for role in (GATEWAY, SCHEDULER):
@@ -210,14 +211,14 @@ def stop(name: str = "thunderagent", *, grace_s: float = 30.0) -> None:
             if known.split("/")[-2] == role
         ]
         for delay_s, end in ending:
-            with suppress(RayError):  # one that is not there, or is just started again
+            with suppress(RayError):  # one that is missing, or just restarting
                 ray.get(end, timeout=ray.get(delay_s, timeout=patience_s) + patience_s)
     for each in actors.values():
         ray.kill(each, no_restart=True)
 
 
 def url(name: str = "thunderagent") -> str:
-    """Return the base URL of this node's gateway, or of another one if it has none, for whoever runs on the cluster.
+    """Return the base URL of this node's gateway, or of another one if it has none, for code on the cluster.
 
     Raises `ConfigurationError`.
     """
@@ -230,7 +231,7 @@ def url(name: str = "thunderagent") -> str:
 
 
 def environment_of(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return settings as variables: a command line is seen by others."""
+    """Return settings as environment variables: a command line is visible to others."""
     return {f"{ENVIRONMENT_PREFIX}{name.upper()}": _spelt(value) for name, value in settings.items()}
 
 
@@ -243,7 +244,7 @@ def _spelt(value: object) -> str:
 
 
 def _with_keys(given: dict[str, Any], addresses: Sequence[str]) -> tuple[str, str, dict[str, str]]:
-    """Add keys where others could come; return those for clients and for everything, and what gateways need."""
+    """Add keys if others could connect; return those for clients and for everything, and what gateways need."""
     has_own = any(name in given for name in ("api_keys", "admin_keys"))
     if given.get("allow_open") or (not has_own and all(map(is_loopback, addresses))):
         return "", "", {}
@@ -259,7 +260,7 @@ def _with_keys(given: dict[str, Any], addresses: Sequence[str]) -> tuple[str, st
 
 
 def _ports(node: str, first: int, count: int) -> list[int]:
-    """Return ports from `first` on; for 0 those that are free on a node."""
+    """Return ports from `first` on; for 0, free ports on a node."""
     if first:
         return [first + n for n in range(count)]
     there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -270,7 +271,7 @@ def _ports(node: str, first: int, count: int) -> list[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on here."""
+    """Return free ports on this machine."""
     sockets = [socket.create_server(("", 0)) for _ in range(count)]
     try:
         return [each.getsockname()[1] for each in sockets]
@@ -280,7 +281,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _actors(name: str) -> dict[str, Any]:
-    """Return the actors of a cell, by their names."""
+    """Return the actors of a cell, by name."""
     known = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     found = {}
     for each in known:

@@ -1,4 +1,4 @@
-"""Wire up what several processes share: a scheduler, and a gateway."""
+"""Wires up what several processes share: a scheduler, and a gateway."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ NOT_WITH_GATEWAYS = (
     "otlp_endpoint",
     "sandboxes",
 )
-"""Settings that need whoever carries the bytes and whoever schedules to be one process."""
+"""Settings that need the carrier of bytes and the scheduler in one process."""
 
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """Where a pod finds the name of its namespace."""
 
 LEASE_ANSWER_S = 1.0
-"""An API server that takes longer to answer for a Lease does not answer."""
+"""An API server that takes longer to answer for a Lease counts as not answering."""
 
 
 def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None:
-    """Raise `ConfigurationError` for what does not go with gateways, or not with those of the same command."""
+    """Raise `ConfigurationError` for settings that do not work with gateways, or not with those of the same command."""
     if in_one_command and config.store is not None:
         raise ConfigurationError(
             "store: `serve --gateways` cannot use a store; start `thunderagent scheduler` and `thunderagent gateway` "
@@ -123,7 +123,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 def _store_of(config: ServeConfig) -> Store | None:
-    """Return what a scheduler shares with others. Raises `ConfigurationError`."""
+    """Return the store that schedulers share. Raises `ConfigurationError`."""
     if config.store is None:
         return None
     try:
@@ -153,7 +153,7 @@ def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
 
 @asynccontextmanager
 async def scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leading | None]]:
-    """Run a scheduler; yield its URL, its policy's name, and its place among others, if there may be any."""
+    """Run a scheduler; yield its URL, its policy's name, and its leader role, if there may be several."""
     check_security(config)
     store = _store_of(config)
     runtime, event_log = build_runtime(config)
@@ -194,7 +194,7 @@ async def scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leadin
 
 
 def _own_url(config: ServeConfig) -> str:
-    """Return where this process listens, for its peers; empty where nobody could be sent to."""
+    """Return where this process listens, for its peers; empty if they could not reach it."""
     if config.host in ("0.0.0.0", "::") or not config.port:  # noqa: S104 - it is asked about
         return ""
     return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
@@ -206,7 +206,7 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
     if not config.schedulers:
         raise ConfigurationError("schedulers: a gateway needs the base URL of its scheduler")
     stop = begin_process()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end it; a gateway reads nothing again
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the default would end it; a gateway reloads nothing
     async with gateway(config) as (url, runtime, dialling, app):
         calm_garbage_collector()
         ready(url, f"gateway {runtime.turns.gateway_id}")
@@ -215,7 +215,7 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
         await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
         await leave(app, runtime, config.shutdown_delay_s if runtime.turns.is_led else 0)
-        if ends_with_stdin:  # whoever started it may be gone, and another one of it about to listen in its place
+        if ends_with_stdin:  # its parent may be gone, and another one about to listen in its place
             await leave_port(app)
         await runtime.close()
         await dialling.last_words()
@@ -223,7 +223,7 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
 
 @asynccontextmanager
 async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime, Dialling, web.Application]]:
-    """Run a gateway for the length of the block; yield its URL, and what it works with."""
+    """Run a gateway for the length of the block; yield its URL, and its parts."""
     keyring, tls = build_keyring(config), ServerTls.of(config)
     boot_id = secrets.randbits(53)
     runtime = RemoteRuntime(
@@ -282,14 +282,14 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
 
 
 class _Fleet:
-    """Keeps a gateway's replicas as its scheduler tells them."""
+    """Keeps a gateway's replicas in line with its scheduler's reports."""
 
     def __init__(self, replicas: Replicas, group: asyncio.TaskGroup) -> None:
         self._replicas = replicas
         self._group = group
 
     def take(self, changed: Sequence[RemoteReplica], removed_ids: Sequence[str]) -> None:
-        """Add, remove, and begin anew with what came up."""
+        """Add, remove, and start over with replicas that came up."""
         for each in changed:
             state = each.state
             endpoint = ReplicaEndpoint(state.replica_id, state.url, backend_of(each.kind), each.rank_id)
@@ -320,7 +320,7 @@ class _Ends(asyncio.Protocol):
 
 
 def begin_process() -> asyncio.Event:
-    """Prepare a process that serves; return what a signal sets."""
+    """Prepare a serving process; return the event that a signal sets."""
     raise_file_limit()
     keep_freed_memory()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -25,7 +25,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def backend_of(kind: str) -> Backend:
-    """Return the backend for one replica of an engine kind; raise ConfigurationError for a kind that is not known."""
+    """Return the backend for one replica of an engine kind; raise ConfigurationError for an unknown kind."""
     make = BACKENDS.get(kind)
     if make is None:
         raise ConfigurationError(f"unknown backend {kind!r}; known are: {', '.join(sorted(BACKENDS))}")

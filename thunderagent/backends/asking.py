@@ -1,6 +1,6 @@
-"""One poll of one URL: what it says of its health, its metrics, its models, and its capacity where only that says it.
+"""One poll of one URL: its health, its metrics, its models, and its capacity if only that says it.
 
-Whoever asks need not be whoever concludes: `Found` is all that a poll found, and can be sent.
+The asker need not draw the conclusions: `Found` is the whole result of a poll, and can be sent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from thunderagent.errors import ConfigurationError
 
 MODELS_PATH = "/v1/models"
 MODELS_EVERY_POLLS = 10
-"""An engine that is up is asked so often which models it serves; at once when it is suspected."""
+"""How often an engine that is up is asked for its models; at once when it is suspected."""
 
 _FIGURES = tuple(each.name for each in fields(ReplicaReading) if each.compare)
 
 
 class Watch(Struct, frozen=True, array_like=True):
-    """One URL to be polled: its number, its engine's kind, and which ranks there are replicas; None is the whole."""
+    """One URL to be polled: its number, its engine's kind, and which of its ranks are replicas; None is the whole."""
 
     number: int
     url: str
@@ -48,14 +48,14 @@ class Failure(Struct, frozen=True, array_like=True):
 
 
 class RankReading(Struct, frozen=True, array_like=True):
-    """What the metrics say of one rank, or of the whole: the figures of a `ReplicaReading` in their order."""
+    """The metrics of one rank, or of the whole: the figures of a `ReplicaReading` in order."""
 
     rank_id: int | None
     figures: tuple[int | float | None, ...] = ()
 
     @property
     def reading(self) -> ReplicaReading:
-        """Return it as it was read; what a later version adds is left out."""
+        """Return the reading; fields that a later version adds are left out."""
         return ReplicaReading(**dict(zip(_FIGURES, self.figures, strict=False)))  # type: ignore[arg-type]
 
 
@@ -65,15 +65,15 @@ class Found(Struct, frozen=True, array_like=True):
     age_s: Annotated[float, Meta(ge=0)]
     """How long ago the engine was asked."""
     failure: Failure | None = None
-    """Of its health; None is that it can serve."""
+    """Of its health; None means that it can serve."""
     metrics_failure: Failure | None = None
     readings: tuple[RankReading, ...] = ()
     kind: str = "auto"
-    """Of the engine, as far as it is known by now."""
+    """Of the engine, as far as known."""
     ranks_count: int = 0
-    """How many ranks there are; 0 if that was not asked, or not said."""
+    """Number of ranks; 0 if not asked for, or not reported."""
     info_capacity_tokens: int | None = None
-    """The capacity, where it is said besides the metrics."""
+    """The capacity, if it is reported beside the metrics."""
     models: tuple[str, ...] | None = None
     """The names that it lists; None if it was not asked now, or did not answer."""
     lists_no_models: bool = False
@@ -81,13 +81,13 @@ class Found(Struct, frozen=True, array_like=True):
 
     @property
     def is_bad(self) -> bool:
-        """Whether it is a word against the engine: one that answers for its metrics alone is not silent."""
+        """Whether the poll counts against the engine: one that answers for its metrics alone is not silent."""
         failure = self.failure
         return failure is not None and not (failure.is_silence and self.metrics_failure is None)
 
 
 class Answers(NamedTuple):
-    """What a URL answered, not yet read."""
+    """A URL's unread answers."""
 
     asked_s: float
     failure: Failure | None
@@ -97,10 +97,10 @@ class Answers(NamedTuple):
 
 
 class Asker:
-    """Polls one URL, each answer within a deadline."""
+    """Polls one URL, with a deadline for each answer."""
 
     def __init__(self, url: str, backend: Backend, deadline_s: float) -> None:
-        """Ask at `url`, as `backend` does. Raises `ConfigurationError` for a URL that is none."""
+        """Ask at `url`, for `backend`. Raises `ConfigurationError` for an invalid URL."""
         self.url = url
         self.backend = backend
         self.health_url = url_of(url, backend.health_path)
@@ -110,15 +110,15 @@ class Asker:
         self._deadline_s = deadline_s
 
     def client(self, authorization: str, ssl_context: SSLContext | None) -> httpx2.AsyncClient:
-        """Return what to ask with: a client of its own, so that its connections close with it."""
-        # Redirects are not followed: one that speaks no TLS needs nobody to trust. httpx2's timeouts are for each
-        # read, where our deadline is for the whole answer.
+        """Return a client of its own, so that its connections close with it."""
+        # Redirects are not followed: a server without TLS needs no trusted certificates. httpx2's timeouts are for each
+        # read, but our deadline is for the whole answer.
         tls = (ssl_context or _system_trust()) if self.health_url.scheme == "https" else False
         headers = {"Authorization": authorization} if authorization else None
         return httpx2.AsyncClient(verify=tls, trust_env=False, timeout=None, headers=headers)
 
     async def ask(self, client: httpx2.AsyncClient) -> Answers:
-        """Ask for health and metrics at the same time, then for what else is to be known."""
+        """Ask for health and metrics at the same time, then for everything else needed."""
         asked_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             asking = group.create_task(self._get(client, self.health_url))
@@ -127,14 +127,14 @@ class Asker:
         failure = health if isinstance(health, Failure) else None
         models = None
         if self.polls_to_models <= 0 and (isinstance(metrics, str) or failure is None):
-            models = await self._get(client, url_of(self.url, MODELS_PATH))  # on a connection that is there
+            models = await self._get(client, url_of(self.url, MODELS_PATH))  # on an open connection
             if isinstance(models, str) or models.is_answer:
                 self.polls_to_models = MODELS_EVERY_POLLS
         self.polls_to_models -= 1
         return Answers(asked_s, failure, metrics, await self._info(metrics, client), models)
 
     async def _info(self, metrics: str | Failure, client: httpx2.AsyncClient) -> str | None:
-        """Ask for the capacity where its kind says it besides the metrics, if those lack it."""
+        """Ask for the capacity if its kind reports it beside the metrics, and those lack it."""
         reading = NOTHING_READ if isinstance(metrics, Failure) else self.backend.read_metrics(metrics)
         if reading.capacity_tokens is None:
             for path in self.backend.info_paths:
@@ -157,7 +157,7 @@ class Asker:
                 return Failure("connection refused", is_refusal=True)
             return Failure(f"{type(error).__name__}: {error}")
         finally:
-            if response is not None:  # it and its stream hold each other, body and connection, for a collection
+            if response is not None:  # it, its stream, body and connection form a reference cycle
                 del response.stream
         assert response is not None
         if not response.is_success:
@@ -165,7 +165,7 @@ class Asker:
         return response.text
 
     def found(self, answers: Answers, rank_ids: Collection[int | None], *, finds_ranks: bool) -> Found:
-        """Read what was answered, for these ranks and, if they are to be found, for all that there are."""
+        """Read the answers, for these ranks and, if they are to be found, for all."""
         metrics, models, backend = answers.metrics, answers.models, self.backend
         ranks_count = 0
         if finds_ranks and isinstance(metrics, str):
@@ -178,7 +178,7 @@ class Asker:
             answers.failure,
             metrics if isinstance(metrics, Failure) else None,
             readings,
-            # Looked up last: what was read says the kind.
+            # Last, because reading the metrics finds the kind.
             info_capacity_tokens=backend.read_info(info) if info is not None and None in all_ids else None,
             kind=backend.kind,
             ranks_count=ranks_count,
@@ -195,7 +195,7 @@ class Asker:
 
 
 def models_in(answer: str) -> tuple[str, ...]:
-    """Return the names in a list of models as OpenAI's API has it, each once; none if it is no such list."""
+    """Return the names in a list of models of OpenAI's API, each once; none if it is no such list."""
     try:
         data = msgspec.json.decode(answer)["data"]
         return tuple(dict.fromkeys(each["id"] for each in data if each["id"] and isinstance(each["id"], str)))
@@ -204,7 +204,7 @@ def models_in(answer: str) -> tuple[str, ...]:
 
 
 def url_of(url: str, path: str) -> httpx2.URL:
-    """Return the URL of a path below another one. Raises `ConfigurationError` if that is none."""
+    """Return the URL of a path below another one. Raises `ConfigurationError` if that is invalid."""
     try:
         joined = httpx2.URL(url.rstrip("/") + path)
     except httpx2.InvalidURL as error:
@@ -216,12 +216,12 @@ def url_of(url: str, path: str) -> httpx2.URL:
 
 @cache
 def _system_trust() -> SSLContext:
-    """Trust whom the system trusts. It takes 20 ms to read."""
+    """Return the system's trusted certificates. Reading them takes 20 ms."""
     return httpx2.create_ssl_context(trust_env=False)
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Say whether nobody listens there: the connection was refused, at every address that was tried."""
+    """Return whether nobody listens there: the connection was refused, at every address that was tried."""
     if isinstance(error, BaseExceptionGroup):
         return all(_is_refusal(each) for each in error.exceptions)
     if error is None or isinstance(error, ConnectionRefusedError):

@@ -1,4 +1,4 @@
-"""What every engine kind must be able to say about a replica, whatever it calls it."""
+"""What every engine kind must report about a replica, under whatever name."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """Hold what one poll of one replica said; None is what it did not say, which is never the same as zero.
+    """One poll of one replica; None is what it did not report, which is never the same as zero.
 
-    Counts and totals are sums over the replica's data-parallel ranks, ratios the mean over them. Totals start
-    again from zero when the engine does.
+    Counts and totals are sums over the replica's data-parallel ranks, ratios the mean over them. Totals start again
+    from zero when the engine does.
 
-    - `capacity_tokens`: the size of the KV pool. Never zero: an engine that claims no pool has not said its
-      size.
-    - `kv_used_ratio`: 0 to 1; the part of the pool that running requests reference. Blocks that are only
-      cached count as free, so a program whose tool runs is invisible here.
+    - `capacity_tokens`: the size of the KV pool. Never zero: an engine that reports no pool has not told its size.
+    - `kv_used_ratio`: 0 to 1; the part of the pool that running requests reference. Blocks that are only cached count
+      as free, so a program whose tool runs is invisible here.
     - `running_count`, `waiting_count`: requests in the engine's batch, and in its queue.
-    - `pending_encode_count`: requests whose images are encoded or wait for it, of an engine that encodes one after the
-      other and decodes meanwhile.
-    - `preemptions_total`: requests thrown out of the batch for want of blocks; an engine where it grows
-      thrashes.
-    - `cache_query_tokens_total`, `cache_hit_tokens_total`: prompt tokens looked up in the prefix cache, and
-      found there.
-    - `tier_query_tokens_total`, `tier_hit_tokens_total`: prompt tokens that the pool had not and that were looked up in
-      a tier behind it (memory of the host, a disk, a store), and found there. None until an engine has such a tier and
-      it was asked once.
-    - `models`: the names that it serves, of its list at `/v1/models`, LoRA adapters too; empty if it has no such list.
-    - `age_s`: how long ago the engine was asked: what it did since then may not be in it. No part of what it said.
+    - `pending_encode_count`: requests whose images are being or waiting to be encoded, of an engine that encodes one
+      after the other and decodes meanwhile.
+    - `preemptions_total`: requests thrown out of the batch for lack of blocks; an engine where it grows thrashes.
+    - `cache_query_tokens_total`, `cache_hit_tokens_total`: prompt tokens looked up in the prefix cache, and found
+      there.
+    - `tier_query_tokens_total`, `tier_hit_tokens_total`: prompt tokens that the pool missed and that were looked up in
+      a tier behind it (host memory, a disk, a store), and found there. None until an engine has such a tier and it was
+      asked once.
+    - `models`: the names in its list at `/v1/models`, including LoRA adapters; empty if it has no such list.
+    - `age_s`: how long ago the engine was asked: later changes may not be in it. Not reported by the engine.
     """
 
     capacity_tokens: int | None = None
@@ -52,10 +50,10 @@ NOTHING_READ = ReplicaReading()
 
 
 class NamedTurn(NamedTuple):
-    """Hold a turn's body with the names that the engine is to know it by.
+    """A turn's body with the names by which the engine will know it.
 
-    `engine_request_id` is an id of ours for the request, empty if it has none; `is_tagged` says whether the engine will
-    know the turn's KV cache as its program's.
+    `engine_request_id` is our id for the request, empty if it has none; `is_tagged` says whether the engine will know
+    the turn's KV cache as its program's.
     """
 
     body: bytes
@@ -64,34 +62,34 @@ class NamedTurn(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Tell an engine something: the path and the JSON of a POST."""
+    """A notice to an engine: the path and the JSON of a POST."""
 
     path: str
     body: bytes
 
 
 class Notices(Protocol):
-    """Know how to tell an engine kind what it cannot see: that a client left its turn, that a program ended."""
+    """How to tell an engine kind what it cannot see: that a client left its turn, that a program ended."""
 
     def name_turn(self, path: str, body: bytes, program_id: str | None, *, tags_programs: bool) -> NamedTurn:
-        """Return a turn's body with an id of ours in it and, if `tags_programs`, its program's; never raise.
+        """Return a turn's body with our id and, if `tags_programs`, its program's id; never raise.
 
-        Only bytes are put in: what the client named itself is left as it is.
+        Bytes are only inserted: the client's own names are left unchanged.
         """
 
     def turn_left(self, engine_request_id: str) -> Notice:
-        """Return what ends a request."""
+        """Return the notice that ends a request."""
 
     def program_ended(self, program_id: str) -> Notice:
-        """Return what gives the memory tagged with a program back."""
+        """Return the notice that frees the memory tagged with a program."""
 
 
 class Priorities(Protocol):
-    """Know how an engine kind is given the priority of a turn."""
+    """How to give an engine kind the priority of a turn."""
 
     @property
     def info_path(self) -> str:
-        """Return the path whose answer says whether it has priorities, and which go first; empty if none does."""
+        """Return the path whose answer says whether it has priorities, and which go first; empty if there is none."""
 
     def read_polarity(self, info: bytes) -> int:
         """Return 1 if lower numbers go first, -1 if higher ones do, 0 if it has no priorities; never raise."""
@@ -99,51 +97,51 @@ class Priorities(Protocol):
     def put(self, path: str, body: bytes, headers: CIMultiDict[str], priority: int) -> bytes:
         """Return a turn's body with its priority, or put that into its headers; never raise.
 
-        One that the client gave stays as it is. What is no body for a priority is returned as it is.
+        A priority from the client is kept. A body that cannot hold a priority is returned unchanged.
         """
 
     def is_refusal(self, answer: bytes) -> bool:
-        """Say whether an answer with status 400 says that the engine has no priorities."""
+        """Return whether an answer with status 400 means that the engine has no priorities."""
 
 
 class Backend(Protocol):
-    """Know one engine kind: where it tells its health and its metrics, and what the metrics mean."""
+    """One engine kind: where it reports its health and metrics, and what the metrics mean."""
 
     @property
     def kind(self) -> str:
-        """Return the word for this kind in the configuration."""
+        """Return this kind's name in the configuration."""
 
     @property
     def metrics_path(self) -> str:
-        """Return the path of the Prometheus exposition, from the replica's URL."""
+        """Return the path of the Prometheus exposition, relative to the replica's URL."""
 
     @property
     def health_path(self) -> str:
-        """Return the path that answers 2xx while the engine can serve, from the replica's URL."""
+        """Return the path that answers 2xx while the engine can serve, relative to the replica's URL."""
 
     @property
     def info_paths(self) -> tuple[str, ...]:
-        """Return where the engine says its capacity if its metrics do not, the newest path first; none if nowhere."""
+        """Return the paths that report its capacity if its metrics do not, the newest first; empty if none."""
 
     @property
     def notices(self) -> Notices | None:
-        """Return how to tell it of turns and programs; None for a kind that sees all by the connection alone."""
+        """Return how to tell it of turns and programs; None for a kind that learns all from the connection."""
 
     @property
     def priorities(self) -> Priorities | None:
-        """Return how it is given priorities; None for a kind of which that is not known."""
+        """Return how to give it priorities; None for a kind for which that is unknown."""
 
     @property
     def observed_paths(self) -> tuple[str, ...]:
-        """Return the paths whose JSON tells `is_paused` or `weight_version`; an engine may not serve them."""
+        """Return the paths whose JSON has `is_paused` or `weight_version`; an engine may not serve them."""
 
     @property
     def readiness_path(self) -> str:
-        """Return the path that answers 503 while the engine is paused, and 200 else; empty if there is none."""
+        """Return the path that answers 503 while the engine is paused, and 200 otherwise; empty if there is none."""
 
     @property
     def rank_label(self) -> str:
-        """Return the label of its metrics that says which data-parallel rank they are of."""
+        """Return the label of its metrics for the data-parallel rank."""
 
     @property
     def rank_header(self) -> str:
@@ -151,10 +149,10 @@ class Backend(Protocol):
 
     @property
     def refuses_models(self) -> bool:
-        """Return whether it refuses each model that it does not list; others answer as if it were their own."""
+        """Return whether it rejects models that it does not list; others answer as if these were their own."""
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
-        """Read an exposition; never raise: what cannot be read is None in the reading."""
+        """Read an exposition; never raise: unreadable values are None."""
 
     def read_info(self, info: str) -> int | None:
-        """Read the capacity, in tokens, from what one of `info_paths` answered; never raise: None if it is not said."""
+        """Read the capacity, in tokens, from the answer of one of `info_paths`; never raise: None if missing."""

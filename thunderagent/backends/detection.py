@@ -1,4 +1,4 @@
-"""Find out which engine kind answers at a URL, from what it says of itself."""
+"""Finds out which engine kind answers at a URL, from its own reports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BY_PREFIX: Final[Mapping[str, Backend]] = {"vllm:": VllmBackend(), "sglang:": S
 
 @dataclass(slots=True)
 class DetectedBackend:
-    """Read an engine of a kind that nobody named: by the prefix of its metrics, or by the information it gives.
+    """An engine of unspecified kind, detected by the prefix of its metrics, or by its server information.
 
-    One object for each replica: it remembers what it found, and follows a replica whose engine is replaced. All kinds
-    answer at the same paths. Until one is found, `kind` is "auto", and nothing is asked that only one kind knows.
+    One object for each replica: it remembers the kind, and follows a replica whose engine is replaced. All kinds answer
+    at the same paths. Until one is found, `kind` is "auto", and nothing specific to one kind is asked.
     """
 
     metrics_path: str = "/metrics"
@@ -30,58 +30,58 @@ class DetectedBackend:
 
     @property
     def kind(self) -> str:
-        """Return the kind that was found."""
+        """Return the detected kind."""
         return self.found.kind if self.found is not None else "auto"
 
     @property
     def info_paths(self) -> tuple[str, ...]:
-        """Return the paths of the kind that was found; until then SGLang's, whose metrics may be off."""
+        """Return the paths of the detected kind; until then SGLang's, whose metrics may be off."""
         return (self.found or _BY_PREFIX["sglang:"]).info_paths
 
     @property
     def rank_label(self) -> str:
-        """Return the label of the kind that was found."""
+        """Return the label of the detected kind."""
         return (self.found or _BY_PREFIX["vllm:"]).rank_label
 
     @property
     def rank_header(self) -> str:
-        """Return the header of the kind that was found."""
+        """Return the header of the detected kind."""
         return (self.found or _BY_PREFIX["vllm:"]).rank_header
 
     @property
     def observed_paths(self) -> tuple[str, ...]:
-        """Return the paths of the kind that was found."""
+        """Return the paths of the detected kind."""
         return self.found.observed_paths if self.found is not None else ()
 
     @property
     def priorities(self) -> Priorities | None:
-        """Return how the kind that was found is given priorities."""
+        """Return how to give priorities to the detected kind."""
         return self.found.priorities if self.found is not None else None
 
     @property
     def readiness_path(self) -> str:
-        """Return the path of the kind that was found."""
+        """Return the path of the detected kind."""
         return self.found.readiness_path if self.found is not None else ""
 
     @property
     def refuses_models(self) -> bool:
-        """Return whether the kind that was found does; one that is not known may take any name."""
+        """Return whether the detected kind does; an unknown one may accept any name."""
         return self.found is not None and self.found.refuses_models
 
     @property
     def notices(self) -> Notices | None:
-        """Return how to tell the kind that was found."""
+        """Return how to tell the detected kind."""
         return self.found.notices if self.found is not None else None
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
-        """Read an exposition as that of the kind whose metrics it holds."""
+        """Read an exposition as the kind whose metrics it contains."""
         for prefix, backend in _BY_PREFIX.items():
             if exposition.startswith(prefix) or f"\n{prefix}" in exposition:
                 self.found = backend
         return self.found.read_metrics(exposition) if self.found is not None else NOTHING_READ
 
     def read_info(self, info: str) -> int | None:
-        """Read the server's information; only SGLang gives any that says a capacity."""
+        """Read the server's information; only SGLang's contains a capacity."""
         capacity_tokens = _BY_PREFIX["sglang:"].read_info(info)
         if capacity_tokens is not None:
             self.found = _BY_PREFIX["sglang:"]
@@ -89,7 +89,7 @@ class DetectedBackend:
 
 
 def learn_kind(backend: Backend, kind: str) -> None:
-    """Have a backend know which kind answers, as another one found; one that was named stays what it is."""
+    """Set the kind that another poller found; a configured kind is kept."""
     found = next((each for each in _BY_PREFIX.values() if each.kind == kind), None)
     if isinstance(backend, DetectedBackend) and found is not None:
         backend.found = found

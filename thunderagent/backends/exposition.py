@@ -1,4 +1,4 @@
-"""Find a few metrics in an engine's Prometheus exposition, without reading all of it."""
+"""Finds a few metrics in an engine's Prometheus exposition, without reading all of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def samples_of(exposition: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
-    """Return the samples of the metrics of these whole names, in their order; never raise. About 1 ms for 500 KB."""
+    """Return the samples of the metrics with exactly these names, in order; never raise. About 1 ms for 500 KB."""
     # An engine's exposition is up to several hundred KB of histogram buckets, and the parser is pure Python:
     # some 70 ms for 500 KB, in which every stream on the event loop stands still. So only the dozen lines we
     # need reach it. Each is parsed on its own: a broken line costs that line and no other. With no TYPE line
@@ -21,14 +21,14 @@ def samples_of(exposition: str, names: tuple[str, ...]) -> dict[str, list[Sample
         if not line.startswith(names):
             continue
         for sample in _parse_line(line):
-            # The prefix let vllm:num_requests_waiting_by_reason through; the whole name does not.
+            # The prefix also matches vllm:num_requests_waiting_by_reason; the whole name does not.
             if sample.name in names:
                 samples.setdefault(sample.name, []).append(sample)
     return samples
 
 
 def is_sane(value: float) -> bool:
-    """Say whether a value can be a count or a ratio: not NaN, not negative, not endless."""
+    """Return whether a value can be a count or a ratio: not NaN, not negative, not infinite."""
     return 0 <= value < 2**63
 
 
@@ -36,5 +36,5 @@ def _parse_line(line: str) -> list[Sample]:
     try:
         families = list(text_string_to_metric_families(line))
         return [sample._replace(value=float(sample.value)) for family in families for sample in family.samples]
-    except (ValueError, IndexError, OverflowError):  # each is how the parser says that a line is broken
+    except (ValueError, IndexError, OverflowError):  # the parser raises any of these for a broken line
         return []

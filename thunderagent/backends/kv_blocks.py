@@ -1,20 +1,20 @@
-"""Which blocks lie in an engine's KV pool, and how much of each program they are: an index without a clock or a socket.
+"""Which blocks are in an engine's KV pool, and how much of each program they are: an index without clock and socket.
 
 Theory of operation
 ===================
-A block's hash covers all tokens before it, so blocks form trees: a root is the beginning of a prompt, and programs that
-begin alike share it. A block can be hit only if every block before it lies there too. It is *reachable* then, and knows
-its depth: the tokens from the root up to its end. A block whose past is not known (it was stored before we listened) is
-not reachable, and its program has no figure: not known is not zero.
+A block's hash covers all tokens before it, so blocks form trees: a root is the beginning of a prompt, and programs with
+the same beginning share it. A block can be hit only if every block before it is there too. Then it is *reachable*, and
+knows its depth: the tokens from the root up to its end. A block with an unknown past (it was stored before we listened)
+is not reachable, and its program has no figure: not known is not zero.
 
-Who stores a block used all blocks before it, so one pointer says what a program has: the end of its chain. When a block
-goes, the ends of chains at or behind it retreat to the block before. Engines take the tails of chains first, so that is
-one step. A program has several chains if it asked side questions or runs sub-agents; its figure counts each block once,
-and a block that programs share counts for each of them.
+A program that stores a block used all blocks before it, so one pointer says what a program has: the end of its chain.
+When a block goes, the ends of chains at or behind it retreat to the block before. Engines evict the tails of chains
+first, so that is one step. A program has several chains if it asked side questions or runs sub-agents; its figure
+counts each block once, and a block that programs share counts for each of them.
 
 A pool may hold the same block twice; it is gone when its last copy is. A report of blocks that were *hit* looks like a
-report of blocks stored (vLLM sends them for requests with `kv_cache_report_mode` "full"): one that repeats a chain from
-its root on, where the root lies there, is taken for the former and adds no copies.
+report of blocks stored (vLLM sends them for requests with `kv_cache_report_mode` "full"). A report that repeats a chain
+from its root on, while the root is there, is taken for a hit and adds no copies.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Final
 from thunderagent.backends.kv_messages import BlockHash, BlocksRemoved, BlocksStored, KvEvent
 
 MAX_BLOCKS: Final = 1_000_000
-"""A pool that seems to hold more was not followed well: whoever feeds an index begins a new one then."""
+"""A pool that seems to hold more was not followed correctly: the caller then starts a new index."""
 MAX_PROGRAMS: Final = 50_000
-"""Programs that end leave what they shared behind; those longest without a new block are forgotten beyond so many."""
+"""Ended programs leave shared blocks behind; beyond this number, those longest without a new block are forgotten."""
 MAX_CHAINS: Final = 8
-"""Ends of chains kept for each program; the one longest without a new block is dropped first."""
+"""Ends of chains kept per program; the one longest without a new block is dropped first."""
 _NEAR_BLOCKS: Final = 8
-"""How far before new blocks the end that they go on from is looked for. One left over costs time, no tokens."""
+"""How far before new blocks their chain's old end is searched. A leftover end costs time, not tokens."""
 
 
 class _Block:
@@ -50,14 +50,14 @@ class _Block:
 
 
 class KvBlocks:
-    """Index one pool by what its engine says of it. Each block costs O(1), a block out of order its subtree."""
+    """Indexes one pool by its engine's reports. Each block costs O(1), a block out of order its subtree."""
 
     def __init__(self) -> None:
-        """Know of nothing."""
+        """Start empty."""
         self._blocks: dict[BlockHash, _Block] = {}
         self._children: dict[BlockHash, set[_Block]] = {}
         self._chains: OrderedDict[str, list[_Block]] = OrderedDict()
-        """Ends of chains by program, the newest last; programs in the order of their last new block."""
+        """Ends of chains by program, the newest last; programs in order of their last new block."""
         self._changed: dict[str, None] = {}
         self._reported_tokens: dict[str, int] = {}
         self._group_id: int | None = None
@@ -67,11 +67,11 @@ class KvBlocks:
 
     @property
     def blocks_count(self) -> int:
-        """Return how many different blocks lie there."""
+        """Return how many different blocks are there."""
         return len(self._blocks)
 
     def apply(self, event: KvEvent) -> None:
-        """Take in what happened in the pool. Of a model's groups of layers only the first is followed."""
+        """Apply an event of the pool. Of a model's groups of layers only the first is followed."""
         if type(event) is BlocksStored:
             if self._group_id is None:
                 self._group_id = event.group_id
@@ -85,7 +85,7 @@ class KvBlocks:
             self.clear()
 
     def clear(self) -> None:
-        """Note that the pool is empty: nothing of any program lies there."""
+        """Note that the pool is empty."""
         self._changed.update(dict.fromkeys(self._chains))
         for chain_ends in self._chains.values():
             chain_ends.clear()
@@ -93,7 +93,7 @@ class KvBlocks:
         self._children.clear()
 
     def resident_tokens(self, program_id: str) -> int | None:
-        """Return how many tokens of a program lie there; None is not known. O(1) for a program with one chain."""
+        """Return how many tokens of a program are there; None is unknown. O(1) for a program with one chain."""
         chain_ends = self._chains.get(program_id)
         if chain_ends is None:
             return None
@@ -102,9 +102,9 @@ class KvBlocks:
         return self._union_tokens(chain_ends)
 
     def take_changes(self, limit_count: int) -> list[tuple[str, int]]:
-        """Return programs whose figure is another than when it was last taken, with the new one.
+        """Return programs whose figure changed since it was last taken, with the new one.
 
-        Looks at `limit_count` programs at most; `has_changes` says whether there are more.
+        Checks at most `limit_count` programs; `has_changes` says whether there are more.
         """
         changes = []
         for program_id in list(islice(self._changed, limit_count)):
@@ -119,7 +119,7 @@ class KvBlocks:
 
     @property
     def has_changes(self) -> bool:
-        """Say whether there are programs that `take_changes` would look at."""
+        """Return whether there are programs for `take_changes` to check."""
         return bool(self._changed)
 
     # --- blocks that come -------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class KvBlocks:
             self._reach(block, parent.depth_tokens)
 
     def _reach(self, block: _Block, before_tokens: int) -> None:
-        """Give a block its depth, and all that are reachable through it."""
+        """Give a block its depth, and all blocks that are reachable through it."""
         block.depth_tokens = before_tokens + block.own_tokens
         reached = [block]
         while reached:
@@ -160,7 +160,7 @@ class KvBlocks:
                     reached.append(child)
 
     def _extend(self, program_id: str, event: BlocksStored) -> None:
-        """Let a chain of a program end at new blocks; the end that they go on from is one no longer."""
+        """End a chain of a program at new blocks, instead of at the block that they continue."""
         end = self._blocks[event.block_hashes[-1]]
         if end.depth_tokens is None:
             self._drop_program(program_id)
@@ -178,7 +178,7 @@ class KvBlocks:
             self._drop_program(next(iter(self._chains)))
 
     def _some_before(self, block_hash: BlockHash | None) -> list[BlockHash]:
-        """Return a block and some before it, as far as they lie there."""
+        """Return a block and some before it, as far as they are there."""
         before: list[BlockHash] = []
         while block_hash is not None and block_hash in self._blocks and len(before) < _NEAR_BLOCKS:
             before.append(block_hash)
@@ -204,7 +204,7 @@ class KvBlocks:
             self._retreat(block)
 
     def _retreat(self, gone: _Block) -> None:
-        """Let chains that end at a block that is gone, or behind it, end at the one before; what is behind is lost."""
+        """Move chains that end at a removed block, or behind it, to the one before; what is behind is lost."""
         parent = self._parent(gone)
         lost = [gone]
         while lost:
@@ -219,7 +219,7 @@ class KvBlocks:
             lost.extend(child for child in self._children.get(block.block_hash, ()) if child.depth_tokens is not None)
 
     def _drop_program(self, program_id: str) -> None:
-        """Forget a program; its blocks lie where they lie."""
+        """Forget a program; its blocks stay."""
         for end in tuple(self._chains.get(program_id, ())):
             self._take_end(program_id, self._chains[program_id], end)
         self._chains.pop(program_id, None)
@@ -245,7 +245,7 @@ class KvBlocks:
         return None if block.parent_hash is None else self._blocks.get(block.parent_hash)
 
     def _union_tokens(self, chain_ends: list[_Block]) -> int:
-        """Count the tokens of several chains, those that they share once. O(blocks of all)."""
+        """Count the tokens of several chains, shared ones once. O(blocks of all)."""
         seen: set[_Block] = set()
         for end in chain_ends:
             block: _Block | None = end

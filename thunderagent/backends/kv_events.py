@@ -1,19 +1,19 @@
-"""The subscriber: follows what engines say about their KV pools, and tells how much of each program lies there.
+"""The subscriber: follows engines' reports on their KV pools, and reports how much of each program is there.
 
 Theory of operation
 ===================
 An engine publishes its messages with a sequence number and keeps the last of them for a replay. Each replica has a task
-that takes them in their order. One that is not the next means that some were lost (ZeroMQ drops what a full queue does
-not take), or that the engine is another one, which counts from 0 again. With a replay endpoint, which of both is found
-by asking from the message that was taken last: an engine that sends the very same bytes is still the one we know, and
-goes on with what is missing. Otherwise what is known is given up. The first message after a lost connection is asked
-about in the same way, even if it is the next: another engine may have said as many before. A hint, never the truth:
+that processes them in order. A gap means that messages were lost (ZeroMQ drops what a full queue cannot hold), or that
+the engine is another one, which counts from 0 again. With a replay endpoint, asking from the last processed message
+tells which: an engine that sends the very same bytes is still the same one, and continues with what is missing.
+Otherwise the known state is dropped. The first message after a lost connection is checked in the same way, even if it
+is the next: another engine may have sent as many before. A hint, never the truth:
 
-- the engine restarted: nothing lies there; that is reported;
-- messages are lost for good: what lies there is not known; programs keep their last figure until there is a new one.
+- the engine restarted: nothing is there; that is reported;
+- messages are permanently lost: the content is unknown; programs keep their last figure until there is a new one.
 
-ZeroMQ connects, and connects again, by itself; an engine that is not there is silent, and no error. Nothing here is on
-the path of a request, and the event loop is given to others after every few messages.
+ZeroMQ connects, and reconnects, by itself; a missing engine is silent, and no error. Nothing here is on the path of a
+request, and the event loop is yielded after every few messages.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = structlog.get_logger(__name__)
 
 
 class ResidencyListener(Protocol):
-    """Hear what lies in the engines' memory. Called on the event loop only; must not block."""
+    """Receives what is in the engines' memory. Called on the event loop only; must not block."""
 
     def residency_reported(self, replica_id: str, resident_tokens: tuple[tuple[str, int], ...]) -> None:
-        """Take the programs whose figure changed, each with how many of its tokens lie there now."""
+        """Take the programs whose figure changed, each with its tokens there now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +57,21 @@ class KvEventsEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class KvEventsSettings:
-    """How often to report, and how much to take at a time."""
+    """How often to report, and how much to process at a time."""
 
     report_interval_s: float = 0.5
-    # An engine looks for requests for a replay between two messages of its own, or every 0.1 s.
+    # An engine checks for replay requests between two of its messages, or every 0.1 s.
     replay_silence_limit_s: float = 2.0
-    # How often a replay may break off and be asked for again, as long as each brings something new.
+    # How often a replay may break off and be repeated, as long as each brings something new.
     replays_count: int = 32
-    # Messages that wait to be taken; vLLM keeps 10,000 for a replay. Beyond, they are dropped, which is noticed.
+    # Queued messages; vLLM keeps 10,000 for a replay. Beyond, they are dropped, which is noticed.
     queue_messages_count: int = 10_000
-    # Messages, or programs in a report, that are handled before others get the event loop; each takes some 50 us.
+    # Messages, or programs in a report, that are handled before yielding the event loop; each takes some 50 us.
     slice_count: int = 16
 
 
 class KvEvents:
-    """Follow the KV events of some replicas until cancelled; add and remove them at any time."""
+    """Follows the KV events of some replicas until cancelled; add and remove them at any time."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class KvEvents:
         endpoints: Iterable[KvEventsEndpoint],
         settings: KvEventsSettings | None = None,
     ) -> None:
-        """Follow `endpoints` once it runs. Raises `ConfigurationError` for an address that is none."""
+        """Follow `endpoints` while it runs. Raises `ConfigurationError` for an invalid address."""
         self._listener = listener
         self._settings = settings or KvEventsSettings()
         self._endpoints: dict[str, KvEventsEndpoint] = {}
@@ -92,14 +92,14 @@ class KvEvents:
         return f"<KvEvents of {len(self._endpoints)} replicas>"
 
     def add(self, endpoint: KvEventsEndpoint) -> None:
-        """Follow one more replica. Raises `ConfigurationError` for an address that is none."""
+        """Follow one more replica. Raises `ConfigurationError` for an invalid address."""
         _check(endpoint)
         self._endpoints[endpoint.replica_id] = endpoint
         if self._start is not None:
             self._tasks[endpoint.replica_id] = self._start(endpoint)
 
     def remove(self, replica_id: str) -> None:
-        """Follow a replica no longer. An unknown id is no error."""
+        """Stop following a replica. An unknown id is ignored."""
         self._endpoints.pop(replica_id, None)
         task = self._tasks.pop(replica_id, None)
         if task is not None:
@@ -128,25 +128,25 @@ class KvEvents:
 
 
 class _Followed:
-    """One replica's pool, and how far its messages were taken."""
+    """One replica's pool, and how far its messages were processed."""
 
     def __init__(self, endpoint: KvEventsEndpoint, context: Context, settings: KvEventsSettings) -> None:
         self._endpoint = endpoint
         self._context = context
         self._settings = settings
         self._blocks = KvBlocks()
-        # The last message that was taken in, and the number that the next one published should have: while a
-        # replay runs ahead of what was published, these are not neighbours.
+        # The last processed message, and the number that the next published one should have: while a replay is ahead of
+        # what was published, these are not neighbours.
         self._last: KvMessage | None = None
         self._next_id: int | None = None
-        # Whether the connection is the one on which the last message came.
+        # Whether the last message came on the current connection.
         self._is_same_engine = True
         self._handled_count = 0
         self._is_readable = True
         self._log = _log.bind(replica_id=endpoint.replica_id)
 
     async def receive(self) -> None:
-        """Take what the engine publishes, until cancelled."""
+        """Receive what the engine publishes, until cancelled."""
         with (
             self._connected(zmq.SUB, self._endpoint.address) as socket,
             socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as losses,
@@ -167,7 +167,7 @@ class _Followed:
                 await self._give_way()
 
     async def report(self, listener: ResidencyListener) -> None:
-        """Tell the listener what changed, until cancelled."""
+        """Report changes to the listener, until cancelled."""
         while True:
             await asyncio.sleep(self._settings.report_interval_s)
             changes: list[tuple[str, int]] = []
@@ -187,7 +187,7 @@ class _Followed:
             self._take(message)
 
     def _take(self, message: KvMessage) -> None:
-        """Take in a message; one that cannot be read may have said anything."""
+        """Process a message; an unreadable one may have contained anything."""
         self._last = message
         try:
             events = read_events(message.payload)
@@ -205,7 +205,7 @@ class _Followed:
     # --- what was not published to us -------------------------------------------------------------------------------
 
     async def _catch_up(self, message: KvMessage) -> None:
-        """Get what lies between the last message taken and one that is not the next, or give up what is known."""
+        """Get what is missing between the last message and one that is not the next, or drop the known state."""
         if self._next_id is not None and message.sequence_id < self._next_id:
             self._engine_restarted()
         for _ in range(self._settings.replays_count if self._endpoint.replay_address else 0):
@@ -217,7 +217,7 @@ class _Followed:
             self._lost(self._last.sequence_id, message.sequence_id)
 
     async def _replay(self) -> None:
-        """Take what the engine replays after the last message taken, up to where it leaves something out."""
+        """Process what the engine replays after the last message, up to the first gap."""
         known = self._last
         async with aclosing(self._replayed(known.sequence_id if known is not None else 0)) as messages:
             async for message in messages:
@@ -232,7 +232,7 @@ class _Followed:
                 await self._give_way()
 
     def _goes_on(self, known: KvMessage, message: KvMessage) -> bool:
-        """Say whether the first new message of a replay follows the last known one; if not, begin anew."""
+        """Return whether the first new message of a replay follows the last known one; if not, start over."""
         if message.sequence_id == known.sequence_id + 1:
             return True
         if message.sequence_id == known.sequence_id:
@@ -243,9 +243,9 @@ class _Followed:
         return False
 
     async def _replayed(self, from_id: int) -> AsyncGenerator[KvMessage, None]:
-        """Ask for all messages from a number on, and give them as they come."""
+        """Request all messages from a number on, and yield them as they arrive."""
         assert self._endpoint.replay_address is not None
-        # A socket for each request: what is left of an answer that broke off is never taken for another one.
+        # A socket for each request: the rest of a broken answer is never taken for another one.
         with self._connected(zmq.DEALER, self._endpoint.replay_address) as socket:
             try:
                 async with asyncio.timeout(self._settings.replay_silence_limit_s):
@@ -280,20 +280,20 @@ class _Followed:
         return socket
 
     def _is_unreadable(self, error: KvMessageError) -> None:
-        """Say that a message cannot be read, once until one can."""
+        """Log that a message is unreadable, once until one is readable."""
         if self._is_readable:
             self._is_readable = False
             self._log.warning("kv_events_unreadable", why=str(error))
 
     async def _give_way(self) -> None:
-        """Let others have the event loop, every few times: a socket with messages waiting never does."""
+        """Yield the event loop, every few times: a socket with waiting messages never does."""
         self._handled_count += 1
         if self._handled_count % self._settings.slice_count == 0:
             await asyncio.sleep(0)
 
 
 def _check(endpoint: KvEventsEndpoint) -> None:
-    """Raise `ConfigurationError` if an address is none. No connection is made, and no name looked up."""
+    """Raise `ConfigurationError` if an address is invalid. No connection is made, and no name looked up."""
     for address in (endpoint.address, endpoint.replay_address):
         if address is None:
             continue

@@ -1,11 +1,11 @@
-"""What vLLM says about its KV pool: its messages and their payloads, read (`vllm/distributed/kv_events.py`; 0.32).
+"""vLLM's messages about its KV pool, and their payloads (`vllm/distributed/kv_events.py`; 0.32).
 
 A message has three frames: a topic, a sequence number of 8 bytes (big-endian, from 0 at each start of the engine), and
-a batch in msgpack: `[unix time, [event, ...], data-parallel rank]`. An event is a map with the key `type`; in versions
-before, an array of the type and the same fields in their order. Fields and kinds that we do not know are skipped, those
-that a version does not have yet are as if they were not known.
+a batch in msgpack: `[unix time, [event, ...], data-parallel rank]`. An event is a map with the key `type`; in earlier
+versions, an array of the type and the same fields in order. Unknown fields and kinds are skipped; those that a version
+does not have yet count as unknown.
 
-An answer to a request for a replay has an empty frame before the same three; in some versions there is no topic.
+An answer to a replay request has an empty frame before the same three; in some versions there is no topic.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 BlockHash = int | bytes
-"""Of a block and all before it: a number of 64 bits, or all bytes, as VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES says."""
+"""Of a block and all before it: a 64-bit number, or all bytes, depending on VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
 
 
 class KvMessageError(ValueError):
-    """A message of an engine about its KV pool cannot be read; nobody but the subscriber gets to see it."""
+    """An engine's message about its KV pool is unreadable; only the subscriber sees this error."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks of one chain, each of `block_tokens` tokens, lie there now; there is at least one.
+    """Blocks of one chain, each of `block_tokens` tokens, are there now; at least one.
 
     `parent_hash` is the block before the first, None at the beginning of a prompt. `program_id` is the session that the
     request named (`X-Session-ID`, or `session_id` in the body), None if it named none.
@@ -48,28 +48,28 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class PoolCleared:
-    """No block lies there any more."""
+    """The pool is empty."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | PoolCleared
 
 
 class KvMessage(NamedTuple):
-    """One batch as it was sent."""
+    """One batch as sent."""
 
     sequence_id: int
     payload: bytes
 
     @property
     def is_end(self) -> bool:
-        """Whether it only says that a replay is over: the number is -1."""
+        """Whether it only marks the end of a replay: the number is -1."""
         return self.sequence_id < 0
 
 
-_POOL_MEDIA: Final = {None, "GPU"}  # the pool itself, whatever it is made of; others are what it is offloaded to
+_POOL_MEDIA: Final = {None, "GPU"}  # the pool itself, whatever its medium; others are offload targets
 _POOL_LOCALITIES: Final = {None, "LOCAL"}
 _HIT_BY_ALL_BEFORE: Final = ("full_attention", "mla_attention", "unknown")  # sink_full_attention too
-# The order of fields where an event is an array.
+# The order of fields if an event is an array.
 _STORED_FIELDS: Final = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
     *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership"),
@@ -80,7 +80,7 @@ _SKIPPED_FIELDS: Final = {"token_ids", "extra_keys"}
 
 
 class _WireEvent(msgspec.Struct):
-    """The fields of all kinds of events that we look at; all others are skipped, not built."""
+    """The fields of all kinds of events that matter; all others are skipped, not built."""
 
     kind: str = msgspec.field(name="type")
     block_hashes: list[BlockHash] = []
@@ -106,7 +106,7 @@ def read_message(frames: list[bytes]) -> KvMessage:
 
 
 def read_events(payload: bytes) -> list[KvEvent]:
-    """Read a batch: what happened to the pool, in its order; nothing of other media. Raises `KvMessageError`."""
+    """Read a batch: the pool's events, in order; nothing of other media. Raises `KvMessageError`."""
     try:
         _, raw_events, *_ = _decode_batch(payload)
         read = [_read_event(bytes(raw)) for raw in _decode_batch(raw_events)]
@@ -141,7 +141,7 @@ def _is_map(raw: bytes) -> bool:
 
 
 def _read_array(raw: bytes) -> _WireEvent | None:
-    """Read an event of an older version; None if its kind is none that we know."""
+    """Read an event of an older version; None if its kind is unknown."""
     values = _decode_batch(raw)
     if not values:
         raise KvMessageError("an event without a kind")
@@ -149,7 +149,7 @@ def _read_array(raw: bytes) -> _WireEvent | None:
     names = {"BlockStored": _STORED_FIELDS, "BlockRemoved": _REMOVED_FIELDS, "AllBlocksCleared": ("type",)}.get(kind)
     if names is None:
         return None
-    # Versions may have ended, or ordered, the later fields otherwise, so these are dropped where they make no sense.
+    # Versions may end, or order, the later fields differently, so implausible values are dropped.
     fields: dict[str, Any] = {
         name: msgspec.msgpack.decode(value)
         for name, value in zip(names, values, strict=False)
@@ -162,15 +162,15 @@ def _read_array(raw: bytes) -> _WireEvent | None:
 
 
 def _is_followed(attention: str | None) -> bool:
-    """Say whether a hit needs all blocks before: not so where only a window, or only a state, is kept."""
+    """Return whether a hit needs all blocks before: not if only a window, or only a state, is kept."""
     return attention is None or attention.endswith(_HIT_BY_ALL_BEFORE)
 
 
 def _program_id(text: str | None) -> str | None:
-    """Return the id as it was sent: a server reads the bytes of a header as Latin-1, where a program id is UTF-8."""
+    """Return the id as sent: a server reads the bytes of a header as Latin-1, but a program id is UTF-8."""
     if text is None or text.isascii():
         return text or None
     try:
         return text.encode("latin-1").decode()
-    except UnicodeError:  # it came in the body, as it is
+    except UnicodeError:  # it came in the body, unchanged
         return text

@@ -1,7 +1,7 @@
-"""Nova: what the metrics of our own engine for vision-language agents mean, and how it is told that a program ended.
+"""Nova: the metrics of our own engine for vision-language agents, and how to tell it that a program ended.
 
-Its memory is slots, one for a request, of so many tokens each: their product is the capacity. Images are encoded one
-after the other, which is what turns wait for there, so their number is told apart (`docs/research/nova.md`).
+Its memory is slots, one per request, of a fixed number of tokens: their product is the capacity. Images are encoded one
+after the other, which is what turns wait for there, so their number is reported separately (`docs/research/nova.md`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ RELEASE_PATH: Final = "/release"
 
 @dataclass(frozen=True, slots=True)
 class NovaNotices:
-    """Name the program of a turn, so that it may keep its slot, and say when it ended.
+    """Names the program of a turn, so that it may keep its slot, and reports its end.
 
-    Whose client leaves is seen by the connection alone.
+    A client that leaves is noticed by the connection alone.
     """
 
     def name_turn(self, path: str, body: bytes, program_id: str | None, *, tags_programs: bool) -> NamedTurn:
-        """Put `program_id` at the front of a body, if that is wished for; what is no object is left as it is."""
+        """Put `program_id` at the front of a body, if wanted; a body that is not an object is left unchanged."""
         opening = body.find(b"{") + 1
         is_object = opening > 0 and not body[: opening - 1].strip() and body[opening:].lstrip()[:1] == b'"'
         if not (tags_programs and program_id is not None and is_object and path.startswith("/v1/")):
@@ -48,11 +48,11 @@ class NovaNotices:
         return NamedTurn(b"".join((body[:opening], tag, memoryview(body)[opening:])), is_tagged=True)
 
     def turn_left(self, engine_request_id: str) -> Notice:
-        """Refuse: turns have no ids there, so none is ever asked for."""
+        """Refuse: turns have no ids there, so this is never called."""
         raise AssertionError(f"no turn has the id {engine_request_id!r}")
 
     def program_ended(self, program_id: str) -> Notice:
-        """Return what gives its slot back; 200 for one that is not known."""
+        """Return the notice that frees its slot; 200 for an unknown one."""
         return Notice(RELEASE_PATH, msgspec.json.encode({"program_id": program_id}))
 
 
@@ -73,7 +73,7 @@ class NovaBackend:
     rank_header: str = "X-data-parallel-rank"
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
-        """Read an exposition; never raise: what cannot be read is None."""
+        """Read an exposition; never raise: unreadable values are None."""
         samples = samples_of(exposition, _NEEDED)
         slots, slot_tokens = _count(samples, SLOTS), _count(samples, SLOT_TOKENS)
         used = _count(samples, SLOTS_USED)
@@ -86,7 +86,7 @@ class NovaBackend:
         )
 
     def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature
-        """Read nothing: Nova says all in its metrics."""
+        """Read nothing: Nova reports all in its metrics."""
         return None
 
 

@@ -1,12 +1,12 @@
-"""The poller: asks every replica how it is, and tells a listener what changed.
+"""The poller: asks every replica for its state, and tells a listener what changed.
 
-Each URL has a task of its own, so that a slow or dead one delays no other; replicas that are data-parallel ranks
-behind one URL share it. A poll asks for health and for metrics at the same time, each with its own deadline. Health
-alone says whether a replica is up: one success brings it up, a refused connection or several failures in a row take it
-down. Metrics that cannot be read are no reason to send turns elsewhere; they give a reading that holds nothing. But an
-engine that answers for its metrics is not silent: SGLang answers for its health with a token that it generates, and so
-not while it is paused for new weights. Which models it serves it is asked before it comes up, and now and then: LoRA
-adapters come and go.
+Each URL has a task of its own, so that a slow or dead one delays no other; replicas that are data-parallel ranks behind
+one URL share it. A poll asks for health and for metrics at the same time, each with its own deadline. Health alone
+decides whether a replica is up: one success brings it up, a refused connection or several failures in a row take it
+down. Unreadable metrics are no reason to send turns elsewhere; they give an empty reading. But an engine that answers
+for its metrics is not silent: SGLang answers for its health with a token that it generates, and so not while it is
+paused for new weights. A replica is asked for its models before it comes up, and now and then: LoRA adapters come and
+go.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-# The part of an interval between the first polls of replicas added one after the other: multiples of the
-# golden ratio spread evenly over the interval, however many there are, and the same way every time.
+# The part of an interval between the first polls of replicas added one after the other: multiples of the golden ratio
+# spread evenly over the interval, however many there are, and the same way every time.
 _GOLDEN_RATIO = 0.6180339887
 
 ELSEWHERE_POLLS_COUNT = 3
-"""A URL that others poll is polled here once nothing was heard of it for so many intervals."""
+"""A URL that others poll is polled here after this many intervals without news."""
 
 
 class ReplicaListener(Protocol):
-    """Hear what the poller finds.
+    """Receives what the poller finds.
 
     Called on the event loop only. Must not block; may add and remove replicas.
     """
 
     def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
-        """Take what a healthy replica's metrics said; at a replica's coming up this comes just before it."""
+        """Take a healthy replica's metrics; when a replica comes up this is called just before it."""
 
     def replica_up(self, replica_id: str) -> None:
-        """Learn that a replica can serve: for the first time, or again."""
+        """Note that a replica can serve: for the first time, or again."""
 
     def replica_down(self, replica_id: str, why: str) -> None:
-        """Learn that a replica can no longer serve, or, once, that it cannot at the start."""
+        """Note that a replica can no longer serve, or, once, that it cannot at the start."""
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
-        """Learn how many data-parallel ranks a URL has whose endpoints are `finds_ranks`, when that changes."""
+        """Note how many data-parallel ranks a URL has whose endpoints are `finds_ranks`, when that changes."""
 
 
 class Elsewhere(Protocol):
-    """Who has others poll in place of the poller, and tells it what they find: see `Poller.told`."""
+    """Lets others poll instead of the poller, and reports their results: see `Poller.told`."""
 
     def watch(self, watch: Watch) -> None:
-        """Learn of a URL that is to be polled, or what changed of it."""
+        """Add a URL to be polled, or apply its changes."""
 
     def unwatch(self, number: int) -> None:
-        """Learn that a URL is not to be polled any more."""
+        """Stop polling a URL."""
 
     def look(self, number: int) -> None:
-        """Have a URL polled at once."""
+        """Poll a URL at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PollerSettings:
-    """How often to ask, how long to wait, and what to make of silence."""
+    """How often to ask, how long to wait, and how to treat silence."""
 
     # Time between two polls of a replica.
     interval_s: float = 1.0
@@ -80,12 +80,12 @@ class PollerSettings:
     deadline_s: float = 2.0
     # Failed polls in a row that take a replica down; a refused connection does so at once.
     down_after_failures: int = 2
-    # Silence is weaker evidence: a loaded engine may let a poll wait for many seconds while its streams flow
-    # (vLLM on a busy CPU: 10 s seen). Polls that only got no answer in time take a replica down after so long.
+    # Silence is weaker evidence: a loaded engine may delay a poll for many seconds while its streams flow (vLLM on a
+    # busy CPU: 10 s seen). Polls that only got no answer in time take a replica down after this time.
     silence_limit_s: float = 30.0
     # The header Authorization of polls; empty: none.
     authorization: str = ""
-    # Whom to trust where a replica speaks https; None is whom the system trusts.
+    # Which certificates to trust if a replica speaks https; None is the system's.
     ssl_context: SSLContext | None = None
 
 
@@ -93,7 +93,7 @@ class PollerSettings:
 class ReplicaEndpoint:
     """Where a replica is, which engine kind answers there, and which data-parallel rank it is; None is the whole.
 
-    Two are equal whatever their backends are: each has one of its own, which may find out its kind.
+    Equality ignores their backends: each has one of its own, which may find out its kind.
     """
 
     replica_id: str
@@ -101,41 +101,41 @@ class ReplicaEndpoint:
     backend: Backend = field(compare=False)
     rank_id: int | None = None
     finds_ranks: bool = False
-    """Whether the listener wants to hear how many ranks the URL has."""
+    """Whether the listener wants to know how many ranks the URL has."""
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """One URL under watch: the only mutable thing here, written by its own task alone."""
+    """One watched URL: the only mutable thing here, written by its own task alone."""
 
     number: int
     key: tuple[str, str, str] = field(repr=False)
-    """Under which it was added: a backend that finds out its kind changes it."""
+    """The key under which it was added: a backend that finds out its kind changes it."""
     asker: Asker
     first_poll_after_s: float
     endpoints: dict[str, ReplicaEndpoint] = field(default_factory=dict)
     is_up: dict[str, bool] = field(default_factory=dict)
-    """Of each replica there that was heard of."""
+    """For each replica there with news."""
     ranks_count: int = 0
     models: tuple[str, ...] | None = None
     failure_count: int = 0
     silent_since_s: float | None = None
     trouble: dict[str, str | None] = field(default_factory=dict)
     asked_s: float = float("-inf")
-    """When the last poll began that was heard of."""
+    """Begin of the last poll with a result."""
     told_s: float | None = None
-    """When others were last heard of it, or were first asked to poll it; None while nobody else is."""
+    """When others last reported it, or were first asked to poll it; None if nobody else does."""
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
 class Poller:
-    """Poll replicas until cancelled; add and remove them at any time, before or while it runs."""
+    """Polls replicas until cancelled; add and remove them at any time, before or while it runs."""
 
     def __init__(self, listener: ReplicaListener, settings: PollerSettings) -> None:
         self._listener = listener
         self._watched: dict[str, _Watched] = {}
-        """By the id of each replica; ranks of one URL share theirs."""
+        """By replica id; ranks of one URL share theirs."""
         self._by_url: dict[tuple[str, str, str], _Watched] = {}
         self._by_number: dict[int, _Watched] = {}
         self._added_count = 0
@@ -148,7 +148,7 @@ class Poller:
         return f"<Poller {up_count} up of {len(self._watched)}>"
 
     def add(self, replica: ReplicaEndpoint) -> None:
-        """Watch a replica; raise ConfigurationError for an id already watched, or a URL that is none."""
+        """Watch a replica; raise ConfigurationError for an id already watched, or an invalid URL."""
         if replica.replica_id in self._watched:
             raise ConfigurationError(f"replica {replica.replica_id!r} is there already")
         key = _key_of(replica)
@@ -169,7 +169,7 @@ class Poller:
         self._say(watched)
 
     def _say(self, watched: _Watched) -> None:
-        """Have whoever polls in place of this know of a URL as it is now."""
+        """Report a URL's current state to whoever polls instead."""
         if self.elsewhere is not None:
             self.elsewhere.watch(_watch_of(watched))
 
@@ -179,7 +179,7 @@ class Poller:
         return [_watch_of(watched) for watched in self._by_url.values()]
 
     def remove(self, replica_id: str) -> None:
-        """Watch a replica no longer; the listener hears nothing more of it. An unknown id is no error."""
+        """Stop watching a replica; the listener hears nothing more of it. An unknown id is ignored."""
         watched = self._watched.pop(replica_id, None)
         if watched is None:
             return
@@ -192,42 +192,42 @@ class Poller:
             del self._by_url[watched.key], self._by_number[watched.number]
             if self.elsewhere is not None:
                 self.elsewhere.unwatch(watched.number)
-            # A task in which a listener removes what it hears of ends by itself: it closes its connections then.
+            # A task in which a listener removes the reported replica ends by itself: it closes its connections then.
             if watched.task is not None and watched.task is not asyncio.current_task():
                 watched.task.cancel()
 
     def suspect(self, replica_id: str) -> None:
-        """Poll a replica at once, because a request just failed there. An unknown id is no error."""
+        """Poll a replica at once, because a request just failed there. An unknown id is ignored."""
         watched = self._watched.get(replica_id)
         if watched is not None:
             watched.suspected.set()
 
     def suspect_all(self, replica_ids: Iterable[str]) -> None:
-        """Poll some replicas at once, and ask them which models they serve."""
+        """Poll some replicas at once, and ask them for their models."""
         for replica_id in replica_ids:
             self.suspect(replica_id)
 
     def refused(self, replica_id: str) -> None:
-        """Take a replica for down until a poll finds it healthy, because it refused a connection."""
+        """Treat a replica as down until a poll finds it healthy, because it refused a connection."""
         watched = self._watched.get(replica_id)
         if watched is not None:
             self._heard_failure(watched, Failure("connection refused", is_refusal=True))
             watched.suspected.set()
 
     def entrusted(self, number: int, *, elsewhere: bool) -> None:
-        """Learn whether others poll a URL from now on. An unknown number is no error."""
+        """Record whether others poll a URL from now on. An unknown number is ignored."""
         if (watched := self._by_number.get(number)) is not None:
             watched.told_s = asyncio.get_running_loop().time() if elsewhere else None
 
     def told(self, number: int, found: Found) -> None:
-        """Take what another one found as if it had been found here; polls that come too late are passed over."""
+        """Take another poller's result like an own one; late polls are ignored."""
         if (watched := self._by_number.get(number)) is not None:
             if watched.told_s is not None:
                 watched.told_s = asyncio.get_running_loop().time()
             self._heard(watched, found)
 
     async def run(self) -> None:
-        """Poll until cancelled. Runs once at a time; a bug in a listener ends it, loudly."""
+        """Poll until cancelled. Runs once at a time; an error in a listener ends it and is raised."""
         if self._start is not None:
             raise RuntimeError("the poller runs already")
         try:
@@ -247,7 +247,7 @@ class Poller:
             await self._watch(watched, client)
 
     async def _watch(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
-        """Poll one URL, on the beat of its first poll, and between beats when it is suspected."""
+        """Poll one URL, in the rhythm of its first poll, and between when it is suspected."""
         loop = asyncio.get_running_loop()
         origin_s = loop.time() + watched.first_poll_after_s
         wait_s = watched.first_poll_after_s
@@ -267,7 +267,7 @@ class Poller:
             wait_s = (origin_s - loop.time()) % self.settings.interval_s
 
     def _is_told(self, watched: _Watched) -> bool:
-        """Say whether others poll a URL, and tell of it."""
+        """Return whether others poll a URL, and report on it."""
         limit_s = ELSEWHERE_POLLS_COUNT * self.settings.interval_s + self.settings.deadline_s
         return watched.told_s is not None and asyncio.get_running_loop().time() - watched.told_s < limit_s
 
@@ -277,7 +277,7 @@ class Poller:
         self._heard(watched, watched.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks))
 
     def _heard(self, watched: _Watched, found: Found) -> None:
-        """Take in what a poll found, unless a later one was heard of."""
+        """Process the result of a poll, unless a later one was processed."""
         asked_s = asyncio.get_running_loop().time() - found.age_s
         if asked_s < watched.asked_s:
             return
@@ -297,10 +297,10 @@ class Poller:
         watched.failure_count = 0
         watched.silent_since_s = None
         self._find_ranks(watched, found.ranks_count)
-        for endpoint in list(watched.endpoints.values()):  # a listener may remove the very replica it hears of
+        for endpoint in list(watched.endpoints.values()):  # a listener may remove the very replica it is told of
             replica_id = endpoint.replica_id
             is_split = endpoint.finds_ranks and endpoint.rank_id is None and watched.ranks_count > 1
-            if is_split or replica_id not in watched.endpoints:  # its ranks stand for it, or it was removed
+            if is_split or replica_id not in watched.endpoints:  # its ranks replace it, or it was removed
                 continue
             reading = self._read(watched, endpoint, found)
             if reading is None:
@@ -312,13 +312,13 @@ class Poller:
                 self._listener.replica_up(replica_id)
 
     def _find_ranks(self, watched: _Watched, ranks_count: int) -> None:
-        """Tell the listener how many ranks there are, if that is news; it may change them."""
+        """Tell the listener how many ranks there are, if that is new; it may change them."""
         if ranks_count and ranks_count != watched.ranks_count:
             watched.ranks_count = ranks_count
             self._listener.ranks_found(watched.asker.url, ranks_count)
 
     def _heard_metrics_alone(self, watched: _Watched, found: Found) -> None:
-        """Leave replicas as they are, up or down, and take the readings of those that are up."""
+        """Keep replicas as they are, up or down, and take the readings of those that are up."""
         watched.silent_since_s = None
         for endpoint in list(watched.endpoints.values()):
             if endpoint.replica_id in watched.endpoints and watched.is_up.get(endpoint.replica_id):
@@ -344,9 +344,9 @@ class Poller:
                 self._listener.replica_down(replica_id, failure.why)
 
     def _read(self, watched: _Watched, endpoint: ReplicaEndpoint, found: Found) -> ReplicaReading | None:
-        """Return what metrics say of a replica, and the capacity from elsewhere; None if it was not asked about.
+        """Return a replica's metrics, with the capacity from elsewhere; None if it was not asked for.
 
-        What is wrong with them is logged when that changes.
+        Errors in them are logged when they change.
         """
         learn_kind(endpoint.backend, found.kind)
         reading = next((each.reading for each in found.readings if each.rank_id == endpoint.rank_id), None)
@@ -374,7 +374,7 @@ class Poller:
 
 
 def _key_of(replica: ReplicaEndpoint) -> tuple[str, str, str]:
-    """Return what replicas have in common that share their polls: ranks, and what may turn out to have some."""
+    """Return the key of replicas that share their polls: ranks, and what may turn out to have some."""
     is_whole = replica.rank_id is None and not replica.finds_ranks
     return replica.url.rstrip("/"), replica.backend.kind, replica.replica_id if is_whole else ""
 

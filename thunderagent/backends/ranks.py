@@ -1,4 +1,4 @@
-"""Data-parallel ranks behind one URL: which there are, and which lines of an exposition are of one of them."""
+"""Data-parallel ranks behind one URL: which exist, and which lines of an exposition belong to one of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def rank_count_of(exposition: str, label: str) -> int:
-    """Return how many ranks an exposition is about: those from 0 on without a gap, else 0. About 2 ms for 500 KB.
+    """Return how many ranks an exposition has: those from 0 on without a gap, otherwise 0. About 2 ms for 500 KB.
 
     A server that knows only some of the ranks (vLLM with a load balancer outside) has a gap: it is one replica.
     """
@@ -15,6 +15,6 @@ def rank_count_of(exposition: str, label: str) -> int:
 
 
 def of_rank(exposition: str, label: str, rank: int) -> str:
-    """Return the lines of an exposition that are of one rank. About 0.5 ms for 500 KB."""
+    """Return the lines of an exposition for one rank. About 0.5 ms for 500 KB."""
     first, later = f'{{{label}="{rank}"', f',{label}="{rank}"'
     return "\n".join(line for line in exposition.split("\n") if first in line or later in line)

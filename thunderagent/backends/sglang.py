@@ -47,12 +47,12 @@ _NEEDED: Final = (CAPACITY, KV_USED, TOKEN_USAGE, RUNNING, WAITING, RETRACTIONS,
 
 @dataclass(frozen=True, slots=True)
 class SglangPriorities:
-    """Higher goes first unless the engine was told otherwise; it has none without `--enable-priority-scheduling`."""
+    """Higher goes first unless the engine is configured otherwise; none without `--enable-priority-scheduling`."""
 
     info_path: str = "/server_info"
 
     def read_polarity(self, info: bytes) -> int:
-        """Return what the server's information says; 0 for what is none."""
+        """Return the polarity in the server's information; 0 if it is invalid."""
         try:
             said = msgspec.json.decode(info, type=_PriorityInfo)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -82,12 +82,12 @@ class SglangBackend:
     rank_label: str = "dp_rank"
     rank_header: str = "X-Data-Parallel-Rank"
     observed_paths: tuple[str, ...] = ("/model_info",)
-    readiness_path: str = "/ready"  # older versions have none, and nothing else that says it
+    readiness_path: str = "/ready"  # older versions have none, and no substitute
     notices: SglangNotices = field(default_factory=SglangNotices)
     priorities: SglangPriorities = SglangPriorities()
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
-        """Read an exposition; never raise: what cannot be read is None."""
+        """Read an exposition; never raise: unreadable values are None."""
         samples = samples_of(exposition, _NEEDED)
         capacities_tokens = _by_rank(samples.get(CAPACITY, ()))
         capacity_tokens = _capacity_tokens(capacities_tokens)
@@ -106,7 +106,7 @@ class SglangBackend:
         )
 
     def read_info(self, info: str) -> int | None:
-        """Read the pool's size from the server's information, over all ranks; None for what is none."""
+        """Read the pool's size from the server's information, over all ranks; None if it is invalid."""
         try:
             said = msgspec.json.decode(info, type=_ServerInfo)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -131,7 +131,7 @@ class _InternalState(msgspec.Struct):
 
 
 class _ServerInfo(msgspec.Struct):
-    """What is needed of it: what the first rank said at its start, and what each says now."""
+    """The needed parts: what the first rank reported at its start, and what each reports now."""
 
     max_total_num_tokens: _Count = 0
     dp_size: _Count = 1
@@ -139,7 +139,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 def _by_rank(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the largest value of each data-parallel rank; nothing at all if any of them is nonsense."""
+    """Return the largest value of each data-parallel rank; nothing at all if any of them is implausible."""
     by_rank: dict[str, float] = {}
     for sample in samples:
         if not is_sane(sample.value):
@@ -150,12 +150,12 @@ def _by_rank(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def _capacity_tokens(by_rank: Mapping[str, float]) -> int | None:
-    """Return the pools' size together; None while a rank says that its own is empty, which is no size."""
+    """Return the total size of the pools; None while a rank reports an empty one, which is no size."""
     return int(sum(by_rank.values())) if by_rank and all(by_rank.values()) else None
 
 
 def _kv_used_ratio(samples: Mapping[str, Iterable[Sample]], capacity_tokens: int | None) -> float | None:
-    """Return what requests hold of the pools; of versions that give no tokens, the mean over the ranks' ratios."""
+    """Return the used ratio of the pools; for versions without token counts, the mean of the ranks' ratios."""
     used_tokens = _by_rank(samples.get(KV_USED, ()))
     if used_tokens and capacity_tokens:
         return min(1.0, sum(used_tokens.values()) / capacity_tokens)

@@ -27,7 +27,7 @@ from msgspec import Raw
 from thunderagent.backends.base import NamedTurn, Notice
 
 PATHS: Final = frozenset({"/generate", "/v1/chat/completions", "/v1/completions"})
-"""Where a body may hold `rid` and `session_id`."""
+"""Where a body may have `rid` and `session_id`."""
 
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
 """A list of texts, or of lists: several prompts."""
@@ -37,7 +37,7 @@ _ONE: Final = (b"", b"1", b"null")
 
 
 class _Shape(msgspec.Struct):
-    """What says how many requests a body is, and what the client named itself."""
+    """What tells how many requests a body is, and the client's own names."""
 
     rid: Raw = _ABSENT
     session_id: Raw = _ABSENT
@@ -60,12 +60,13 @@ _decode_sampling = msgspec.json.Decoder(_Sampling).decode
 
 @dataclass(frozen=True, slots=True)
 class SglangNotices:
-    """Tell SGLang."""
+    """Notices for SGLang."""
 
     def name_turn(self, path: str, body: bytes, program_id: str | None, *, tags_programs: bool) -> NamedTurn:
-        """Put `rid`, and `session_id` if that is wished for, at the front of a body.
+        """Put `rid`, and `session_id` if wanted, at the front of a body.
 
-        One that is several requests, or cannot be read, is left as it is. One pass that builds nothing: 1 ms for a MB.
+        A body with several requests, or an unreadable one, is left unchanged. One pass that builds nothing: 1 ms per
+        MB.
         """
         if path not in PATHS:
             return NamedTurn(body)
@@ -77,7 +78,7 @@ class SglangNotices:
             names["rid"] = uuid4().hex
         tag = msgspec.json.encode(program_id) if program_id is not None else None
         is_tagged = tag is not None and bytes(shape.session_id) == tag
-        other_tag = bytes(shape.session_id) or bytes(shape.session_params)  # SGLang refuses both together
+        other_tag = bytes(shape.session_id) or bytes(shape.session_params)  # SGLang rejects both together
         if tags_programs and program_id is not None and not other_tag:
             names["session_id"] = program_id
             is_tagged = True
@@ -92,12 +93,12 @@ class SglangNotices:
         return Notice("/abort_request", msgspec.json.encode({"rid": engine_request_id}))
 
     def program_ended(self, program_id: str) -> Notice:
-        """Return what lets go of a program's KV cache; 200 for one that is not known."""
+        """Return the notice that frees a program's KV cache; 200 for an unknown one."""
         return Notice("/close_session", msgspec.json.encode({"session_id": program_id}))
 
 
 def _shape_of(body: bytes) -> _Shape | None:
-    """Return what names a body has; None if it is several requests, or cannot be read."""
+    """Return the names in a body; None if it is several requests, or unreadable."""
     try:
         shape = _decode_shape(body)
         return shape if _is_single(shape) else None
@@ -106,7 +107,7 @@ def _shape_of(body: bytes) -> _Shape | None:
 
 
 def _is_single(shape: _Shape) -> bool:
-    """Say whether a body is one request, with one prompt and one sample."""
+    """Return whether a body is one request, with one prompt and one sample."""
     samples = _decode_sampling(shape.sampling_params).n if _is_given(shape.sampling_params) else _ABSENT
     if bytes(shape.n) not in _ONE or bytes(samples) not in _ONE:
         return False

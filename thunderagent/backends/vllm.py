@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 CACHE_CONFIG: Final = "vllm:cache_config_info"
 
 # Today's name first, then those of older versions.
-KV_USED: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # a ratio, whatever the name says
+KV_USED: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # a ratio, despite its name
 RUNNING: Final = ("vllm:num_requests_running",)
 WAITING: Final = ("vllm:num_requests_waiting",)
 PREEMPTIONS: Final = ("vllm:num_preemptions_total",)
 CACHE_QUERIES: Final = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 CACHE_HITS: Final = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
-# What the pool had not, and what a KV connector had of that: vLLM's own offloading, LMCache and others. Both are there,
-# and zero, without a connector.
+# What the pool missed, and what a KV connector had of that: vLLM's own offloading, LMCache and others. Both exist, as
+# zero, without a connector.
 TIER_QUERIES: Final = ("vllm:external_prefix_cache_queries_total",)
 TIER_HITS: Final = ("vllm:external_prefix_cache_hits_total",)
 
@@ -46,21 +46,21 @@ _NEEDED: Final = (
 
 
 PRIORITY_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/inference/v1/generate")
-"""Whose bodies have a field `priority`; what has none takes the header, since 0.28."""
+"""Paths whose bodies have a field `priority`; others take the header, since 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmPriorities:
-    """Lower goes first. An engine without `--scheduling-policy priority` refuses any but 0, or ignores it."""
+    """Lower goes first. An engine without `--scheduling-policy priority` rejects any but 0, or ignores it."""
 
     info_path: str = ""
 
     def read_polarity(self, info: bytes) -> int:  # noqa: ARG002 - the protocol's signature
-        """Return 1: it is always so."""
+        """Return 1, always."""
         return 1
 
     def put(self, path: str, body: bytes, headers: CIMultiDict[str], priority: int) -> bytes:
-        """Put the field in, or where there is none the header."""
+        """Put the field in, or otherwise the header."""
         if path in PRIORITY_PATHS:
             return body if PRIORITY_HEADER in headers else with_priority(body, priority)
         headers.setdefault(PRIORITY_HEADER, str(priority))
@@ -88,7 +88,7 @@ class VllmBackend:
     rank_header: str = "X-data-parallel-rank"
 
     def read_metrics(self, exposition: str) -> ReplicaReading:
-        """Read an exposition; never raise: what cannot be read is None. About 1 ms for 500 KB."""
+        """Read an exposition; never raise: unreadable values are None. About 1 ms for 500 KB."""
         samples = samples_of(exposition, _NEEDED)
         tier_queries = _total(_first_known(samples, TIER_QUERIES)) or None
         return ReplicaReading(
@@ -104,16 +104,16 @@ class VllmBackend:
         )
 
     def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature
-        """Read nothing: vLLM says all in its metrics."""
+        """Read nothing: vLLM reports all in its metrics."""
         return None
 
 
 def _first_known(samples: Mapping[str, Iterable[Sample]], names: Iterable[str]) -> list[float]:
-    """Return the values, one for each rank, under the first of `names` that has any."""
+    """Return the values, one per rank, of the first of `names` that has any."""
     for name in names:
         values = [sample.value for sample in samples.get(name, ())]
         if values:
-            # A rank that says nonsense (NaN, for one) makes the sum over all ranks nonsense.
+            # An implausible value of one rank (such as NaN) makes the sum over all ranks invalid.
             return values if all(map(is_sane, values)) else []
     return []
 
@@ -131,15 +131,15 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _capacity_tokens(samples: Iterable[Sample]) -> int | None:
-    """Return the KV pool's size summed over the ranks, or None while any rank does not say its own.
+    """Return the KV pool's size summed over the ranks, or None while any rank does not report its own.
 
-    An unknown or zero capacity is an alarm: as a number it would read as "no room" or as "room without end",
-    and the sum over only some of the ranks as a pool that nobody has.
+    An unknown or zero capacity is an alarm: as a number it would mean "no room" or "unlimited room", and the sum over
+    only some of the ranks a pool that nobody has.
     """
     by_rank: dict[str, int | None] = {}
     for sample in samples:
         rank = sample.labels.get("engine", "")
-        # An info metric whose labels change leaves its old series behind: a size beats "None".
+        # An info metric whose labels change leaves its old series behind: a size takes precedence over "None".
         by_rank[rank] = _rank_capacity_tokens(sample.labels) or by_rank.get(rank)
     sizes_tokens = [tokens for tokens in by_rank.values() if tokens is not None]
     return sum(sizes_tokens) if sizes_tokens and len(sizes_tokens) == len(by_rank) else None
@@ -149,14 +149,14 @@ def _rank_capacity_tokens(labels: Mapping[str, str]) -> int | None:
     exact_tokens = _positive(labels.get("kv_cache_size_tokens"))
     if exact_tokens is not None:
         return exact_tokens
-    # Before May 2026. Wrong for hybrid models, whose layer groups share the blocks, but the best there is.
+    # Before May 2026. Wrong for hybrid models, whose layer groups share the blocks, but the best available.
     block_count = _positive(labels.get("num_gpu_blocks"))
     block_size_tokens = _positive(labels.get("block_size"))
     return block_count * block_size_tokens if block_count and block_size_tokens else None
 
 
 def _positive(label: str | None) -> int | None:
-    """Return the label as a number above zero; None for an absent one, "None", "0" and anything else."""
+    """Return the label as a positive number; None for anything else, such as an absent one, "None" or "0"."""
     if label is None or len(label) > 18 or not (label.isascii() and label.isdigit()):
         return None
     return int(label) or None

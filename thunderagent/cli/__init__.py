@@ -1,4 +1,4 @@
-"""The command line: a file for each command, or for those that are alike."""
+"""The command line: a file for each command, or for similar ones."""
 
 from thunderagent.cli.command_line import build_parser, main
 

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _epoch(client: httpx2.Client) -> int:
-    """Return the epoch that is known there; 0 while nobody answers: it may just begin to stand by."""
+    """Return the known epoch; 0 while nobody answers: it may just begin to stand by."""
     try:
         answer = client.get("/internal/leader")
     except httpx2.TransportError:

@@ -40,7 +40,7 @@ FILE_FIELDS = frozenset({"sandbox_templates"})
 """Fields that only the configuration file has."""
 
 LIST_FIELDS = {"policy_args": "policy-arg", "tenant_weights": "tenant-weight", "model_aliases": "model-alias"}
-"""Fields that are given one item at a time, by an option of another name."""
+"""Fields given one item at a time, by an option of another name."""
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _read_listen(args: argparse.Namespace) -> None:
-    """Take the address of a scheduler apart. Raises `ConfigurationError`."""
+    """Split the address of a scheduler. Raises `ConfigurationError`."""
     if getattr(args, "listen", None) is None:
         return
     host, colon, port = args.listen.rpartition(":")
@@ -135,7 +135,7 @@ def _read_listen(args: argparse.Namespace) -> None:
 
 
 def _options_as_given(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
-    """Return the options of `serve` as they were given, for another process."""
+    """Return the given options of `serve`, for another process."""
     options = [] if args.config is None else ["--config", str(args.config)]
     for name, value in given.items():
         option = "--" + LIST_FIELDS.get(name, name.replace("_", "-"))

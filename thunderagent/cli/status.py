@@ -22,7 +22,7 @@ REFRESH_S = 1.0
 TIMEOUT_S = 5.0
 BAR_WIDTH = 30
 PIPE_WIDTH = 160
-"""Columns of output that is not a terminal: ids stay whole, so that they can be searched for."""
+"""Width of output that is not a terminal: ids stay whole, so that they can be searched for."""
 KEY_VARIABLE = "THUNDERAGENT_KEY"
 LARGEST_FIRST = ("claim", "turns", "held")
 SMALLEST_FIRST = ("opened", "id", "replica", "state")
@@ -186,7 +186,7 @@ def _picture(client: httpx2.Client, programs_count: int) -> Group:
 
 
 def _place(cell: dict[str, Any] | None) -> str:
-    """Return a line about a scheduler that has gateways, and about who stands by."""
+    """Return a line about a scheduler with gateways, and about its standbys."""
     if cell is None:
         return ""
     line = (

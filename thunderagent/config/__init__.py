@@ -1,4 +1,4 @@
-"""The configuration, in slices: each file has those that belong together."""
+"""The configuration, in slices: each file has related options."""
 
 from thunderagent.config.config import ENVIRONMENT_PREFIX, ServeConfig, unknown_variables
 from thunderagent.config.engines import HOST_FIELD

@@ -1,4 +1,4 @@
-"""Access: where the proxy listens, who may call it, and how much anybody may have of it."""
+"""Access: where the proxy listens, who may call it, and each caller's limits."""
 
 from __future__ import annotations
 

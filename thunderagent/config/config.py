@@ -37,10 +37,10 @@ ENVIRONMENT_PREFIX = "THUNDERAGENT_"
 _OTHERS_VARIABLES = {"KEY", "PROXY", "PROGRAM_ID"}
 """Names with the prefix that are not settings: of the client, and of other commands."""
 _SERVICE_LINK = re.compile(r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)?)")
-"""What Kubernetes puts into every pod beside a service whose name begins so."""
+"""What Kubernetes adds to every pod for a service whose name begins this way."""
 
 ORBIT_JUDGE = "orbit-judge"
-"""The part that goes by what a judge says."""
+"""The part that uses a judge's verdicts."""
 
 
 class ServeConfig(
@@ -57,10 +57,10 @@ class ServeConfig(
     Scheduling,
     Processes,
     Listening,
-    Engines,  # the last one is told first
+    Engines,  # the last one comes first
     BaseSettings,
 ):
-    """Everything that `thunderagent serve` can be told."""
+    """All settings of `thunderagent serve`."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=False
@@ -69,7 +69,7 @@ class ServeConfig(
 
     @classmethod
     def slices(cls) -> list[type[Slice]]:
-        """Return the slices, in the order in which they are told."""
+        """Return the slices, in order of documentation."""
         bases = [each for each in reversed(ServeConfig.__mro__) if issubclass(each, Slice)]
         return [each for each in bases if each not in (Slice, ServeConfig)]
 
@@ -120,13 +120,13 @@ class ServeConfig(
 
     @classmethod
     def load(cls, toml_file: Path | None = None, **given: Any) -> Self:
-        """Build the configuration; `given` is what the command line said.
+        """Build the configuration; `given` is from the command line.
 
-        Raises `ConfigurationError` with a line for each value that is wrong.
+        Raises `ConfigurationError` with a line for each invalid value.
         """
         if toml_file is not None and not toml_file.is_file():
             raise ConfigurationError(f"there is no configuration file {toml_file}")
-        source: type[Self] = cls  # one of its own takes longer to make than all the rest
+        source: type[Self] = cls  # creating a class takes longer than all the rest
         if toml_file is not None:
             source = type(cls.__name__, (cls,), {"toml_file": toml_file, "__module__": cls.__module__})
         try:
@@ -141,9 +141,9 @@ class ServeConfig(
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str]:
-    """Return those of an environment's names that look like settings and are none, each with the nearest that is one.
+    """Return environment names that look like settings but are none, each with the nearest setting.
 
-    It is empty if none is near. They may be of another version, so they are worth a warning, and no error.
+    It is empty if none is near. They may be of another version, so they cause a warning, not an error.
     """
     known = [name.upper() for name in ServeConfig.model_fields]
     unknown = {}

@@ -1,4 +1,4 @@
-"""The engines: where they are and how each is asked; those that we start, and those that we simulate."""
+"""The engines: their URLs and kinds; those that we start, and those that we simulate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from thunderagent.config.slices import Listed, Pairs, Slice
 from thunderagent.errors import DiscoveryError
 
 HOST_FIELD = "{host}"
-"""In an address of KV events it stands for a replica's host, so that one address is for all replicas."""
+"""Placeholder for a replica's host in an address of KV events, so that one address is for all replicas."""
 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Tell pydantic of what a source of replicas would refuse."""
+    """Convert a source's refusals for pydantic."""
     try:
         yield
     except DiscoveryError as error:

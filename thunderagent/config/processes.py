@@ -94,7 +94,7 @@ class Processes(Slice):
     @field_validator("store")
     @classmethod
     def _check_store(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None and not _is_store(url.get_secret_value()):  # its words may be those of a password
+        if url is not None and not _is_store(url.get_secret_value()):  # the error's text may contain a password
             raise ValueError(
                 "is not a URL, as redis://:PASSWORD@HOST:PORT/DATABASE; in a password write / as %2F, ? as %3F, # as "
                 "%23, @ as %40, [ as %5B, ] as %5D and % as %25"
@@ -131,13 +131,13 @@ class Logs(Slice):
 
 
 def _has_port(netloc: str) -> bool:
-    """Say whether what stands behind the last colon of a host, if there is one, is a port."""
+    """Return whether the text behind a host's last colon, if there is one, is a port."""
     port = netloc.rpartition("]")[2].rpartition(":")
     return not port[1] or port[2].isdigit()
 
 
 def _is_store(url: str) -> bool:
-    """Say whether this is the URL of a store. One that is cut within its password names another host."""
+    """Return whether this is the URL of a store. One that is cut within its password names another host."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("redis", "rediss", "unix") and parts.port != 0

@@ -1,4 +1,4 @@
-"""What a slice of the configuration is, and the values that a line of text may hold several of."""
+"""The base of a configuration slice, and values with several items in one text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode
 
 
 class Slice(BaseModel):
-    """Options that belong together. Its first line is the heading that they are told under."""
+    """Related options. The first line of the docstring is their heading."""
 
     model_config = ConfigDict(defer_build=True)  # nobody makes one alone
 
@@ -28,7 +28,7 @@ def split_list(value: object) -> object:
 
 
 def split_pairs(value: object) -> object:
-    """Return the pairs of a text such as `a=1,b=2`. Raises `ValueError` for a part that is no pair."""
+    """Return the pairs of a text such as `a=1,b=2`. Raises `ValueError` for an invalid part."""
     if isinstance(value, dict):
         return {str(name): str(setting) for name, setting in value.items()}
     parts = split_list(value)

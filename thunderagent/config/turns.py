@@ -1,4 +1,4 @@
-"""Turns: whose they are, and how long each part of one may take; and what trainers do beside them."""
+"""Turns: their programs, and time limits of their parts; and trainers' calls beside them."""
 
 from __future__ import annotations
 

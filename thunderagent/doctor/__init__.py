@@ -1,1 +1,1 @@
-"""`thunderagent doctor`: find what is wrong with engines, a proxy and the way in between, and say what to do."""
+"""`thunderagent doctor`: finds what is wrong with engines, a proxy and their connections, and says what to do."""

@@ -1,4 +1,4 @@
-"""What is wrong with engines beside each other: those that serve the same models, and all of them."""
+"""Problems of engines in comparison: those that serve the same models, and all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thunderagent.doctor.findings import Finding, fault, ok, warning
 
 
 def findings_among(engines: Sequence[Engine]) -> Iterator[Finding]:
-    """Yield what is to be said of all engines beside each other, and of those that are one pool of models."""
+    """Yield findings on all engines in comparison, and on those of one pool of models."""
     engines = [engine for engine in engines if engine.model_ids]
     if len(engines) < 2:
         return
@@ -31,7 +31,7 @@ def findings_among(engines: Sequence[Engine]) -> Iterator[Finding]:
 
 
 def pools_of(engines: Sequence[Engine]) -> list[list[Engine]]:
-    """Return engines together that have the name of a model in common, directly or by others."""
+    """Group engines that share a model's name, directly or through others."""
     pools: list[list[Engine]] = []
     for engine in engines:
         joined = [pool for pool in pools if not set(_names(pool)).isdisjoint(engine.model_ids)]
@@ -41,7 +41,7 @@ def pools_of(engines: Sequence[Engine]) -> list[list[Engine]]:
 
 
 def _differences(pool: Sequence[Engine]) -> Iterator[Finding]:
-    """Yield what is wrong within a pool, where a program may go on on any engine."""
+    """Yield problems within a pool, where a program may go on on any engine."""
     names = {engine.name: ", ".join(sorted(engine.model_ids)) for engine in pool}
     limits = {engine.name: _said(engine.context_limit_tokens) for engine in pool}
     if len(set(names.values())) > 1:

@@ -1,4 +1,4 @@
-"""Ask an engine or a proxy over HTTP, and keep whatever came of it: here no answer is an answer, too."""
+"""Requests to an engine or a proxy over HTTP, with any result kept: no answer is a result, too."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import httpx2
 
 LOOK_TIMEOUT_S = 10.0
-"""For what an engine says of itself. SGLang answers for its health with a token that it generates."""
+"""For an engine's reports on itself. SGLang answers for its health with a token that it generates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a request. `status` 0: nothing came, and `why` says why.
+    """The result of a request. `status` 0: nothing came, and `why` says why.
 
-    `skew_s` is how far the other side's clock is ahead of ours beyond what the way and the header's whole seconds
-    explain; None if it said no time.
+    `skew_s` is how far the other side's clock is ahead of ours beyond what latency and the header's whole seconds
+    explain; None if it gave no time.
     """
 
     status: int
@@ -31,12 +31,12 @@ class Answer:
 
     @property
     def is_good(self) -> bool:
-        """Whether the other side did what it was asked."""
+        """Whether the request succeeded."""
         return self.status == 200
 
     @property
     def wants_key(self) -> bool:
-        """Whether the other side refuses who has no key."""
+        """Whether the other side requires a key."""
         return self.status in (401, 403)
 
     def json(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Answer:
         return said if isinstance(said, dict) else {}
 
     def told(self) -> str:
-        """Return what came, in a few words."""
+        """Return the result, in a few words."""
         return f"{self.status} {' '.join(self.text.split())[:200]}".strip() if self.status else self.why
 
 
@@ -67,11 +67,11 @@ class Asker:
         self._wall_clock = wall_clock
 
     async def get(self, path: str, headers: Mapping[str, str] | None = None) -> Answer:
-        """Ask for what the other side says of itself; never raise."""
+        """Ask the other side for a report on itself; never raise."""
         return await self._ask("GET", path, headers, None, LOOK_TIMEOUT_S)
 
     async def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> Answer:
-        """Have the other side do something; never raise."""
+        """Send the other side a command; never raise."""
         content = json.dumps(body).encode()
         return await self._ask(
             "POST", path, {"Content-Type": "application/json", **(headers or {})}, content, self._timeout_s
@@ -92,7 +92,7 @@ class Asker:
 
 
 def _skew_s(date: str, asked_s: float, answered_s: float) -> float | None:
-    """Return how far a header `Date` lies outside of the time in which its answer was made; it has whole seconds."""
+    """Return how far a header `Date` is outside of the time in which its answer was made; it has whole seconds."""
     try:
         told_s = parsedate_to_datetime(date).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""`thunderagent doctor`: what it is told, and the order in which it looks."""
+"""`thunderagent doctor`: its options, and the order of its checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Examples:
 
 DEFAULT_PORT = 8300
 FIRST_POLLS_S = 5.0
-"""An own proxy gets so long to find all of its replicas up: two polls that are answered late."""
+"""Time for an own proxy to find all of its replicas up: two polls that are answered late."""
 
 OF_THE_TRIAL = (
     *("backends", "backends_file", "kubernetes_replicas", "kubernetes_config", "kubernetes_url"),
@@ -54,7 +54,7 @@ OF_THE_TRIAL = (
     *("program_headers", "user_names_program", "infer_programs"),
     *("backend_api_key", "backend_api_key_file", "backend_ca_file"),
 )
-"""Settings that a proxy of the doctor's own takes over. It writes no files, starts no sandboxes and asks no judge."""
+"""Settings that the doctor's own proxy uses. It writes no files, starts no sandboxes and asks no judge."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +133,7 @@ async def _examine_through(url: str, args: argparse.Namespace, config: ServeConf
 
 
 def _as_seen_from_here(finding: Finding, looked: proxies.Proxy) -> Finding:
-    """Return a finding that an engine is out of reach as a warning, where the proxy reaches it."""
+    """Convert a finding that an engine is unreachable to a warning, if the proxy reaches it."""
     up_ids = {str(replica["replica_id"]).partition("/")[0] for replica in looked.replicas if replica["up"]}
     if finding.check == "engine_reachable" and finding.subject in up_ids:
         text = "It cannot be reached from this machine, but from the proxy; it was not examined."
@@ -144,7 +144,7 @@ def _as_seen_from_here(finding: Finding, looked: proxies.Proxy) -> Finding:
 async def _look_at_engines(
     looked: proxies.Proxy, args: argparse.Namespace, config: ServeConfig
 ) -> list[engines.Engine]:
-    """Look at the engines that a proxy names, all at once: those that are ranks of one URL once."""
+    """Look at the engines that a proxy names, all at once: ranks of one URL only once."""
     kinds = {str(replica["url"]): str(replica["kind"]) for replica in looked.replicas}
     with_password = {shown_url(url.partition("#")[0]): url.partition("#")[0] for url in config.backends}
     key = backend_api_key(config)
@@ -161,7 +161,7 @@ async def _look_at_engines(
 
 
 async def _settled(asker: Asker, looked: proxies.Proxy) -> proxies.Proxy:
-    """Look again until all of the proxy's replicas are up, or long enough."""
+    """Look again until all of the proxy's replicas are up, or the time is over."""
     looks = partial(proxies.look_at, asker, looked.name, {})
     try:
         async with asyncio.timeout(FIRST_POLLS_S):
@@ -192,7 +192,7 @@ async def _asker(
     headers: dict[str, str] | None = None,
 ) -> AsyncIterator[Asker]:
     try:
-        needs_trust = httpx2.URL(url).scheme == "https"  # whom the system trusts takes 20 ms to read
+        needs_trust = httpx2.URL(url).scheme == "https"  # reading the system's certificates takes 20 ms
         client = httpx2.AsyncClient(base_url=url, trust_env=False, verify=verify or needs_trust, headers=headers)
     except httpx2.InvalidURL as error:
         raise ConfigurationError(f"{shown_url(url)!r} is not a URL: {error}") from error

@@ -1,4 +1,4 @@
-"""What is wrong with engines, each by itself."""
+"""Problems of single engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SKEW_S = 5.0
 
 ON_FRESH_CONNECTION = {"Connection": "close"}
 LOOKS_COUNT = 4
-"""Looks at an engine's metrics, each on a connection of its own: a load balancer shows another engine by then."""
+"""Number of looks at an engine's metrics, each on its own connection: a load balancer shows another engine by then."""
 
 START_TIME = "process_start_time_seconds"
 METRICS_REMEDY = {
@@ -30,7 +30,7 @@ METRICS_REMEDY = {
 
 @dataclass(slots=True)
 class Engine:
-    """What one engine said of itself, and how it answered two equal requests."""
+    """One engine's reports on itself, and its answers to two equal requests."""
 
     name: str
     health: Answer = NO_ANSWER
@@ -44,10 +44,10 @@ class Engine:
     priority_polarity: int = 1
     start_times_s: list[float] = field(default_factory=list)
     readings: list[ReplicaReading] = field(default_factory=list)
-    """What its metrics said after the probes, one look after the other."""
+    """Its metrics after the probes, one look after the other."""
     probes: list[Answer] = field(default_factory=list)
     priority_refused: bool | None = None
-    """Whether it refused a request with a priority; None: it was not sent one."""
+    """Whether it refused a request with a priority; None: none was sent."""
 
     @property
     def model_ids(self) -> tuple[str, ...]:
@@ -56,13 +56,13 @@ class Engine:
 
     @property
     def context_limit_tokens(self) -> int | None:
-        """The longest prompt and answer together that it takes."""
+        """The longest prompt and answer together that it accepts."""
         limits = [limit for each in self._served() if isinstance(limit := each.get("max_model_len"), int)]
         return max(limits, default=None)
 
     @property
     def caches_prefixes(self) -> bool | None:
-        """Whether its prefix cache is on; None: it does not say."""
+        """Whether its prefix cache is on; None if unknown."""
         if "disable_radix_cache" in (said := self.info.json()):
             return not said["disable_radix_cache"]
         labels = [sample.labels for sample in samples_of(self.metrics.text, (CACHE_CONFIG,)).get(CACHE_CONFIG, ())]
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def hits_grew(self) -> bool | None:
-        """Whether its metrics count more cached tokens after the probes than before; None: they do not say."""
+        """Whether its metrics count more cached tokens after the probes than before; None if unknown."""
         before = self.reading.cache_hit_tokens_total
         after = self.readings[-1].cache_hit_tokens_total if self.readings else None
         return None if before is None or after is None else after > before
@@ -119,7 +119,7 @@ async def _probe(asker: Asker, engine: Engine, backend: Backend) -> None:
 
 
 def findings_of(engine: Engine, *, wants_priorities: bool, capacity_override_tokens: int | None) -> Iterator[Finding]:
-    """Yield what is to be said of one engine."""
+    """Yield findings on one engine."""
     if not engine.health.status:
         yield fault(
             "engine_reachable",
@@ -221,7 +221,7 @@ def _capacity(engine: Engine, override_tokens: int | None) -> Iterator[Finding]:
 
 
 def clock(name: str, answer: Answer) -> Iterator[Finding]:
-    """Yield what is to be said of the other side's clock."""
+    """Yield findings on the other side's clock."""
     if answer.skew_s is None:
         return
     if abs(answer.skew_s) <= MAX_SKEW_S:

@@ -39,17 +39,17 @@ class Finding:
 
 
 def ok(check: str, subject: str, text: str) -> Finding:
-    """Return what is as it should be."""
+    """Return a finding that is as it should be."""
     return Finding(check, Level.OK, subject, text)
 
 
 def warning(check: str, subject: str, text: str, remedy: str) -> Finding:
-    """Return what works, but not as well as it could."""
+    """Return a finding that works, but could be better."""
     return Finding(check, Level.WARNING, subject, text, remedy)
 
 
 def fault(check: str, subject: str, text: str, remedy: str) -> Finding:
-    """Return what is wrong."""
+    """Return a finding that is wrong."""
     return Finding(check, Level.FAULT, subject, text, remedy)
 
 

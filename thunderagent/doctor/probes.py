@@ -12,7 +12,7 @@ from thunderagent.doctor.asking import Answer, Asker
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
 PROMPT_WORDS_COUNT = 400
-"""Some blocks of any engine's cache: of hybrid models a block holds some hundred tokens."""
+"""Some blocks of any engine's cache: in hybrid models a block holds some hundred tokens."""
 
 WORDS = (
     *("river", "stone", "green", "seven", "paper", "cloud", "horse", "music", "table", "light", "winter", "bread"),
@@ -24,14 +24,14 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a turn took; `cached_tokens` None: the engine did not say."""
+    """A turn's usage; `cached_tokens` None: not reported."""
 
     prompt_tokens: int
     cached_tokens: int | None
 
 
 def words(limit_tokens: int | None) -> str:
-    """Return a prompt that nobody sent before; a quarter of `limit_tokens` at most, at two tokens a word."""
+    """Return a prompt that nobody sent before; a quarter of `limit_tokens` at most, at two tokens per word."""
     count = PROMPT_WORDS_COUNT if limit_tokens is None else max(8, min(PROMPT_WORDS_COUNT, limit_tokens // 8))
     return " ".join(secrets.choice(WORDS) for _ in range(count))
 
@@ -57,7 +57,7 @@ async def send(
 
 
 def usage_of(answer: Answer) -> Usage | None:
-    """Return what the answer says that it took; None if it says nothing of it."""
+    """Return the usage in the answer; None if there is none."""
     usage = answer.json().get("usage")
     if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
         return None
@@ -67,7 +67,7 @@ def usage_of(answer: Answer) -> Usage | None:
 
 
 def text_of(answer: Answer) -> str:
-    """Return what the model said; empty if it only thought."""
+    """Return the model's text; empty if it only reasoned."""
     choices = answer.json().get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     message = first.get("message")

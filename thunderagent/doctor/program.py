@@ -1,4 +1,4 @@
-"""Two turns of one program through a proxy: whose they were, where they ran, and whether the second hit."""
+"""Two turns of one program through a proxy: their program, their replicas, and whether the second hit the cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEFAULT_HEADER = "X-Program-ID"
 SUBJECT = "two turns"
 MAX_TOKENS = 16
 HIT_RATIO = 0.5
-"""Of the first turn's prompt, which the second begins with: whole blocks alone are cached, and chat templates may
-change the last message."""
+"""Of the first turn's prompt, with which the second begins: only whole blocks are cached, and chat templates may change
+the last message."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """What came of the two turns. `by_path`: the same with the program's id in the path, if the header named nobody."""
+    """The result of the two turns. `by_path`: the same with the program's id in the path, if the header named nobody."""
 
     program_id: str
     header: str
@@ -32,7 +32,7 @@ class Trial:
 
 
 async def try_program(asker: Asker, model: str, limit_tokens: int | None, header: str, key: dict[str, str]) -> Trial:
-    """Send two turns of a program as a client would that names it in `header`, and release it. `key` goes along."""
+    """Send two turns of a program like a client that names it in `header`, and release it. `key` is sent, too."""
     trial = Trial(f"doctor-{secrets.token_hex(6)}", header)
     headers = {header: trial.program_id, **key}
     messages: list[Message] = [
@@ -54,7 +54,7 @@ async def try_program(asker: Asker, model: str, limit_tokens: int | None, header
 
 
 def findings_of(trial: Trial) -> Iterator[Finding]:
-    """Yield what is to be said of the two turns."""
+    """Yield findings on the two turns."""
     for number, answer in (("first", trial.first), ("second", trial.second)):
         if not answer.is_good:
             yield fault(

@@ -1,4 +1,4 @@
-"""What is wrong with a proxy: who may reach it, whom it knows, and whose its turns are."""
+"""Problems of a proxy: who can reach it, its replicas, and its programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSED_REMEDY = "make one with `thunderagent key NAME --admin` and give it to do
 
 @dataclass(slots=True)
 class Proxy:
-    """What a proxy said of itself: with the key that we were given, and to whoever has none."""
+    """A proxy's reports on itself: with our key, and without any."""
 
     name: str
     has_key: bool
@@ -39,7 +39,7 @@ class Proxy:
 
     @property
     def replicas(self) -> list[dict[str, Any]]:
-        """What it says of its replicas; none to whoever may not know."""
+        """Its reports on its replicas; empty if not permitted."""
         replicas = self.listed.json().get("replicas")
         return replicas if isinstance(replicas, list) else []
 
@@ -73,7 +73,7 @@ async def look_at(asker: Asker, name: str, key: dict[str, str]) -> Proxy:
 
 
 def findings_of(proxy: Proxy, url: str, *, is_own: bool) -> Iterator[Finding]:
-    """Yield what is to be said of a proxy; `is_own`: it was started for the examination, in front of the engines."""
+    """Yield findings on a proxy; `is_own`: it was started for the examination, in front of the engines."""
     if not proxy.health.status:
         yield fault(
             "proxy_reachable",
@@ -179,7 +179,7 @@ def _replicas(proxy: Proxy) -> Iterator[Finding]:
 
 
 def configuration_findings(config: ServeConfig) -> Iterator[Finding]:
-    """Yield what `thunderagent serve` would refuse of a configuration, or take though it is open to strangers."""
+    """Yield what `thunderagent serve` would refuse of a configuration, or accept although it is open to strangers."""
     subject = f"{config.host}:{config.port}"
     try:
         check_security(config)

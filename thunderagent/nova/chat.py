@@ -1,4 +1,4 @@
-"""OpenAI's chat API as far as Nova speaks it: what a request says, and the shapes of its answers."""
+"""OpenAI's chat API as far as Nova supports it: requests, and the shapes of answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DATA_URL: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 
 
 class ApiError(Exception):
-    """A request that is refused, with its status and in OpenAI's words."""
+    """A refused request, with its status and OpenAI's error format."""
 
     def __init__(
         self, message: str, *, status: int = 400, kind: str = "invalid_request_error", param: str = ""
@@ -34,13 +34,13 @@ class ApiError(Exception):
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
-    """Words in a message."""
+    """A text in a message."""
 
     text: str
 
 
 class ImageUrl(msgspec.Struct):
-    """Where an image is; `detail` has no effect."""
+    """An image's URL; `detail` has no effect."""
 
     url: str
     detail: str = "auto"
@@ -53,7 +53,7 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
 
 
 class Message(msgspec.Struct):
-    """One message. What a chat template may want besides is handed on to it."""
+    """One message. Other fields are passed on to the chat template."""
 
     role: str
     content: str | list[TextPart | ImagePart] | None = None
@@ -64,13 +64,13 @@ class Message(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """Whether a stream's last event says the usage."""
+    """Whether a stream's last event has the usage."""
 
     include_usage: bool = False
 
 
 class ChatBody(msgspec.Struct):
-    """A request. Decoding is greedy: what concerns sampling is taken, and has no effect."""
+    """A request. Decoding is greedy: sampling parameters are accepted, and have no effect."""
 
     messages: list[Message]
     model: str | None = None
@@ -87,13 +87,13 @@ class ChatBody(msgspec.Struct):
 
 
 class ReleaseBody(msgspec.Struct):
-    """Whose slot is given back."""
+    """The program whose slot is freed."""
 
     program_id: str
 
 
 def parse(body: bytes, kind: type[Any]) -> Any:
-    """Read a body; ApiError for what is none."""
+    """Parse a body; ApiError if it is invalid."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -125,7 +125,7 @@ def stops_of(body: ChatBody) -> tuple[str, ...]:
 
 
 def template_messages(messages: Sequence[Message]) -> list[Json]:
-    """Return messages as chat templates want them: an image is only its place."""
+    """Return messages in the format of chat templates: an image is only its place."""
     said = []
     for message in messages:
         fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
@@ -142,7 +142,7 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
 
 
 def images_of(messages: Sequence[Message]) -> list[bytes]:
-    """Return the bytes of all images, in their order; ApiError for one that is no data URL: nothing is fetched."""
+    """Return the bytes of all images, in order; ApiError for one that is no data URL: nothing is fetched."""
     parts = [part for message in messages if isinstance(message.content, list) for part in message.content]
     return [_bytes_of(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
 
@@ -192,7 +192,7 @@ def event_bytes(value: Json) -> bytes:
 
 
 def usage_of(prompt_tokens: int, image_tokens: int, output_tokens: int) -> Json:
-    """Return the usage, with the tokens of images apart; they are among those of the prompt."""
+    """Return the usage, with the images' tokens also listed separately; the prompt's count includes them."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,

@@ -22,13 +22,13 @@ from thunderagent.nova.messages import Image, Prompt
 
 
 class Codec:
-    """Reads and writes for one model. Safe to be called by several threads at a time."""
+    """Encodes and decodes for one model. Thread-safe."""
 
     def __init__(self, folder: Path, config: Any, *, most_pixels: int, most_tokens: int) -> None:
         """Load what a model's folder has; `config` is the model's. OSError or ValueError if something is missing.
 
-        An image has at most so many pixels, and all of a prompt together so many tokens: reading ends there, because a
-        small file may hold many pixels.
+        The limits are pixels per image, and tokens of a whole prompt: reading stops there, because a small file may
+        hold many pixels.
         """
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         self._processor = _image_processor(folder)
@@ -42,7 +42,7 @@ class Codec:
         self.stop_ids = frozenset(_stop_ids(folder, self._tokenizer, config))
 
     def prompt(self, messages: Sequence[Json], tools: Sequence[Any] | None, images: Sequence[bytes]) -> Prompt:
-        """Return the prompt of a chat; ApiError if the template or an image is refused. Some 10 ms an image."""
+        """Return the prompt of a chat; ApiError if the template or an image is refused. Some 10 ms per image."""
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
@@ -64,7 +64,7 @@ class Codec:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _with_room(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
-        """Give each image its tokens."""
+        """Expand each image's placeholder to its tokens."""
         if token_ids.count(self.image_token_id) != len(images):
             raise ApiError("The chat template does not put each image in its place.", param="messages")
         rest, ids = iter(images), []
@@ -109,7 +109,7 @@ def _tile_tokens(config: Any) -> int:
 
 
 def _image_processor(folder: Path) -> Any:
-    """Load the image processor by its class: the automatic way asks for torchvision, which it does not need."""
+    """Load the image processor by its class: the automatic way requires torchvision, which it does not need."""
     for name, key in (("preprocessor_config.json", ""), ("processor_config.json", "image_processor")):
         path = folder / name
         said = json.loads(path.read_text()) if path.exists() else {}
@@ -121,7 +121,7 @@ def _image_processor(folder: Path) -> Any:
 
 
 def _stop_ids(folder: Path, tokenizer: Any, config: Any) -> set[int]:
-    """Return what ends an answer: what the folder says of generation, the text model, and the tokenizer."""
+    """Return the tokens that end an answer: from the folder's generation config, the text model, and the tokenizer."""
     path = folder / "generation_config.json"
     said = [json.loads(path.read_text()).get("eos_token_id") if path.exists() else None]
     said += [getattr(config.get_text_config(), "eos_token_id", None), tokenizer.eos_token_id]

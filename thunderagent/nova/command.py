@@ -24,7 +24,7 @@ from thunderagent.nova.scheduler import Scheduler
 from thunderagent.nova.server import NovaServer
 
 SHUTDOWN_S = 5.0
-"""Answers that are under way get so long."""
+"""Time limit for running answers."""
 
 
 def run(config: NovaConfig) -> int:
@@ -39,7 +39,7 @@ def run(config: NovaConfig) -> int:
 
 
 def build(config: NovaConfig) -> tuple[Engine, Codec]:
-    """Load the model and what reads and writes for it; ConfigurationError if that cannot be."""
+    """Load the model and its codec; ConfigurationError if that fails."""
     if not config.model.is_dir():
         raise ConfigurationError(f"{config.model} is not a folder")
     transformers.utils.logging.disable_progress_bar()
@@ -73,7 +73,7 @@ def build(config: NovaConfig) -> tuple[Engine, Codec]:
 
 
 async def serve(config: NovaConfig, engine: Engine, codec: Codec) -> None:
-    """Serve until SIGINT or SIGTERM; print where, once it is ready."""
+    """Serve until SIGINT or SIGTERM; print the URL, once it is ready."""
     stop, name = asyncio.Event(), config.name
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -100,7 +100,7 @@ def _dtype_of(name: str, device: torch.device) -> Any:
 
 
 def _pool_of(config: NovaConfig, device: torch.device) -> Pool:
-    """Return lanes: disjoint ones for `nova`, else the whole device for all."""
+    """Return lanes: disjoint ones for `nova`, otherwise the whole device for all."""
     is_split = config.policy == "nova"
     if device.type == "cuda":
         units = torch.cuda.get_device_properties(device).multi_processor_count

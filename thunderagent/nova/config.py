@@ -26,7 +26,7 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class NovaConfig:
-    """What was asked for; the words of each option are in `add_arguments`."""
+    """The given options; `add_arguments` describes each."""
 
     model: Path
     model_name: str = ""
@@ -51,7 +51,7 @@ class NovaConfig:
     max_waiting: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing: ConfigurationError."""
+        """Reject invalid values: ConfigurationError."""
         static_split(self.split)
         at_least = {"slots": 1, "slot_tokens": 2, "decode_limit": 1, "budget_tokens": 1, "share_step": 1}
         at_least |= {"max_image_pixels": 1, "max_waiting": 1, "output_tokens": 1}
@@ -121,5 +121,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(args: argparse.Namespace) -> NovaConfig:
-    """Return what was asked for: ConfigurationError if it means nothing."""
+    """Return the given options: ConfigurationError if invalid."""
     return NovaConfig(**{field.name: getattr(args, field.name) for field in fields(NovaConfig)})

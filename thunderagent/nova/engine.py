@@ -45,7 +45,7 @@ from thunderagent.nova.partition import DECODE, Pool
 from thunderagent.nova.slots import Kept, Slots
 from thunderagent.nova.workers import ENCODE, PREFILL, Job, Outcome, Stages, Turn, Worker
 
-# A worker that is done waits this long at most while another one runs Python. Python's own 5 ms is a whole step.
+# How long a finished worker waits at most while another one runs Python. Python's own 5 ms is a whole step.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -116,7 +116,7 @@ class Engine:
             worker.start()
 
     async def stop(self) -> None:
-        """End the passes under way, fail the turns that are left and give the device back."""
+        """End the running passes, fail the remaining turns and release the device."""
         self._stopped = True
         for client in self._clients.values():
             client.items.put_nowait(EngineError("the engine stopped"))
@@ -126,7 +126,7 @@ class Engine:
         sys.setswitchinterval(self._switch_interval_s)
 
     def reschedule(self, scheduler: Scheduling) -> None:
-        """Go over to another scheduler. Nothing may be under way."""
+        """Switch to another scheduler. Nothing may be running."""
         if self._clients:
             raise EngineError(f"{len(self._clients)} turns are under way")
         self._scheduler = scheduler
@@ -163,11 +163,11 @@ class Engine:
                 self._tell(Cancelled(time.monotonic(), request.request_id))
 
     def release(self, program_id: str) -> bool:
-        """Give a program's kept slot back; false if it has none."""
+        """Free a program's kept slot; return False if it has none."""
         return self._slots.release(program_id)
 
     def stats(self) -> Stats:
-        """Say where the requests stand."""
+        """Return the state of the requests."""
         stages = Counter(client.stage for client in self._clients.values())
         following = Counter(client.next_stage for client in self._clients.values() if not client.finished)
         return Stats(
@@ -204,7 +204,7 @@ class Engine:
         self._tell(Arrived(time.monotonic(), turn.request.request_id, len(turn.missing), tokens))
 
     def _images_in(self, turn: Turn) -> int:
-        """Count the images that the kept part of a prompt covers: it never ends inside one."""
+        """Count the images in the kept part of a prompt: it never ends inside one."""
         here = turn.layout.is_image[: turn.kept_tokens]
         starts = here[1:] & ~here[:-1]
         return int(starts.sum()) + int(len(here) > 0 and bool(here[0]))
@@ -312,7 +312,7 @@ class Engine:
             self._images.popitem(last=False)
 
     def _token(self, client: _Client, token: int) -> bool:
-        """Book a token and hand it over. Say whether it was the last."""
+        """Book a token and deliver it. Return whether it was the last."""
         turn = client.turn
         turn.tokens.append(token)
         client.next_stage = DECODE
@@ -327,7 +327,7 @@ class Engine:
 
 
 def _without_program(request: Request) -> Request:
-    """Return the request as one whose slot is not kept: a pass that failed may have left half of it."""
+    """Return the request as one whose slot is not kept: a failed pass may have left half of it."""
     return Request(request.request_id, request.prompt, request.max_tokens, request.stop_ids)
 
 

@@ -138,7 +138,7 @@ class OffloadRing:
         self._fill(physical, (place + len(self._buffers)) % len(self._turning))
 
     def put_back(self) -> None:
-        """Put all weights on the device again. The ring is then of no more use."""
+        """Put all weights on the device again. The ring is useless afterwards."""
         for index in self._turning:
             flat = self.host[index].to(self._buffers[0].device)
             for parameter, view in zip(self._parameters[index], _views(flat, self._shapes), strict=True):

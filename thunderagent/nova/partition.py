@@ -60,7 +60,7 @@ class Pool(Protocol):
 
 
 def nearest(splits: tuple[int, ...], split: Split) -> Split:
-    """Return the largest split that the pool has and that is no larger, else its smallest; None stays None."""
+    """Return the largest split of the pool that is no larger, otherwise its smallest; None stays None."""
     if split is None or not splits:
         return None
     return max((have for have in splits if have <= split), default=min(splits))
@@ -151,7 +151,7 @@ def _move_team(name: str, cores: tuple[int, ...]) -> None:
 
 
 class StreamPool:
-    """The whole GPU for every stage, a stream each: what NVIDIA's own scheduling makes of it."""
+    """The whole GPU for every stage, each on a stream: NVIDIA's own scheduling."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -222,7 +222,7 @@ class GreenPool:
         self._pairs[decode.sm.smCount] = _Pair(decode.sm.smCount, rest.sm.smCount, *lanes)
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Call the driver. Raise what it answers but success."""
+        """Call the driver. Raise any answer except success."""
         error, *values = getattr(self._driver, name)(*args)
         if int(error) != 0:
             raise PartitionError(f"{name}: {error}")
@@ -274,7 +274,7 @@ class GreenPool:
             self._ask("cuStreamSynchronize", handle)
 
     def _destroy(self) -> None:
-        """Give back lanes that nothing ran on: streams, then contexts, the last first."""
+        """Release unused lanes: streams, then contexts, the last first."""
         while self._handles:
             self._ask("cuStreamDestroy", self._handles.pop())
         while self._contexts:

@@ -28,8 +28,8 @@ from typing import Protocol
 from thunderagent.nova.messages import Profile, Split, SplitTimes
 
 PENDING_AT_FLOOR = 4
-"""With so many requests pending decoding has its smallest share: the paper's alpha of 4 and 6 are (24 - 12) / 3 and
-(30 - 12) / 3."""
+"""Number of pending requests from which decoding has its smallest share: the paper's alpha of 4 and 6 are (24 - 12) / 3
+and (30 - 12) / 3."""
 
 LONGEST_TOKEN_RATIO = 80 / 28.9
 """In the smallest share a token may take so many times what it takes alone: the paper's bound, by which it sets SM_min
@@ -42,7 +42,7 @@ knows no queue: on an H100 4 % more latency without a queue are 29 % more reques
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A split beside encoding and one beside prefill, and what they make of a request that never waits."""
+    """A split beside encoding and one beside prefill, and the results for a request that never waits."""
 
     beside_encode: SplitTimes
     beside_prefill: SplitTimes
@@ -51,7 +51,7 @@ class Pair:
 
 
 def pair_of(beside_encode: SplitTimes, beside_prefill: SplitTimes, output_tokens: float) -> Pair:
-    """Return what two splits make of a request: Eq. 1, 2 and 4."""
+    """Return the results of two splits for a request: Eq. 1, 2 and 4."""
     encode_s, prefill_s = beside_encode.encode_s, beside_prefill.prefill_s
     front_s = encode_s + prefill_s
     token_s = (
@@ -71,7 +71,7 @@ def best_pair(profile: Profile, output_tokens: float) -> Pair:
 
 
 def pareto_front(profile: Profile, output_tokens: float) -> list[Pair]:
-    """Return the pairs that no other beats in both latency and throughput, the quickest first."""
+    """Return the pairs that no other beats in both latency and throughput, the fastest first."""
     front: list[Pair] = []
     best_per_s = 0.0
     for pair in sorted(all_pairs(profile, output_tokens), key=lambda pair: (pair.latency_s, -pair.throughput_per_s)):
@@ -82,28 +82,28 @@ def pareto_front(profile: Profile, output_tokens: float) -> list[Pair]:
 
 
 def operating_pair(profile: Profile, output_tokens: float, slack_ratio: float = SLACK_RATIO) -> Pair:
-    """Return the pair on the front with the most throughput that costs at most so much latency more than the best."""
+    """Return the pair on the front with the most throughput within the slack of the best latency."""
     front = pareto_front(profile, output_tokens)
     most_s = front[0].latency_s * (1.0 + slack_ratio)
     return max((pair for pair in front if pair.latency_s <= most_s), key=lambda pair: pair.throughput_per_s)
 
 
 def decode_share(best: float, floor: float, step: float, pending: int) -> float:
-    """Return the units for decoding while so many requests are in the first two stages: Eq. 5."""
+    """Return the units for decoding with this many requests in the first two stages: Eq. 5."""
     return max(floor, best - step * max(0, pending - 1))
 
 
 class SplitPolicy(Protocol):
-    """Say which split is to be beside encoding and beside prefill."""
+    """Decides the splits beside encoding and beside prefill."""
 
     def split(self, stage: str, pending: int) -> Split:
-        """Return the split beside `encode` or `prefill` while so many requests are in these two stages."""
+        """Return the split beside `encode` or `prefill` with this many requests in these two stages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Give each pass the whole device: the hardware shares it out among what runs at the same time."""
+    """Gives each pass the whole device: the hardware shares it among concurrent passes."""
 
     def split(self, stage: str, pending: int) -> Split:  # noqa: ARG002 - the protocol's signature
         """Return none."""
@@ -112,7 +112,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Give decoding always the same."""
+    """Gives decoding always the same."""
 
     beside_encode_units: int
     beside_prefill_units: int
@@ -124,7 +124,7 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Give decoding less the more requests are pending: Eq. 5, rounded down to a share that there is.
+    """Gives decoding less the more requests are pending: Eq. 5, rounded down to an available share.
 
     `shares` are those of the device's partitions, in units, ascending.
     """
@@ -137,12 +137,12 @@ class Adaptive:
     prefill_step_units: float
 
     def __post_init__(self) -> None:
-        """Refuse a device that cannot be split, and shares in no order."""
+        """Reject a device that cannot be split, and unordered shares."""
         if not self.shares or list(self.shares) != sorted(set(self.shares)):
             raise ValueError(f"shares of decoding must be ascending, and some: {self.shares}")
 
     def split(self, stage: str, pending: int) -> Split:
-        """Return the share of Eq. 5, or the next smaller that there is."""
+        """Return the share of Eq. 5, or the next smaller available one."""
         if stage == "encode":
             wanted = decode_share(self.beside_encode_units, self.floor_units, self.encode_step_units, pending)
         else:
@@ -191,13 +191,13 @@ PAPER = Adaptive(
     encode_step_units=4,
     prefill_step_units=6,
 )
-"""What the paper uses on an RTX A6000: 84 SMs, two to a unit of partitioning."""
+"""The paper's policy on an RTX A6000: 84 SMs, two to a unit of partitioning."""
 
 PAPER_UNITS = 84
 
 
 def paper_like(units: int, shares: tuple[int, ...]) -> Adaptive:
-    """Return the paper's policy in proportion to another device: better than nothing, until that one is measured."""
+    """Return the paper's policy scaled to another device: better than nothing, until that one is measured."""
     ratio = units / PAPER_UNITS
     return Adaptive(
         shares=shares,

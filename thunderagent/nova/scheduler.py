@@ -49,7 +49,7 @@ from thunderagent.nova.policy import SplitPolicy, Whole
 
 
 class SchedulingError(RuntimeError):
-    """An event that cannot be: a stage answered that has no such request, or an id came twice."""
+    """An impossible event: a stage answered for a request that it does not have, or an id came twice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class _Request:
 
 
 class Scheduler:
-    """The books of all requests, and one policy."""
+    """The state of all requests, and one policy."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Scheduler:
         decode_limit: int = 5,
         budget_tokens: int = 128,
     ) -> None:
-        """Begin without requests; ValueError for a policy that is not known, or numbers that mean nothing."""
+        """Start without requests; ValueError for an unknown policy, or invalid numbers."""
         if policy_name not in POLICIES:
             raise ValueError(f"unknown policy {policy_name!r}; known are: {', '.join(POLICIES)}")
         if min(slots, decode_limit, budget_tokens) < 1:
@@ -85,7 +85,7 @@ class Scheduler:
         self._split_policy = split_policy if split_policy is not None and policy_name == "nova" else Whole()
         self._free_slots = slots
         self._requests: dict[str, _Request] = {}
-        # Those of each stage, in the order in which they came to it, those that a worker has among them.
+        # Requests of each stage, in order of arrival, including those that a worker has.
         self.encode: dict[str, _Request] = {}
         self.prefill: dict[str, _Request] = {}
         self.decode: dict[str, _Request] = {}
@@ -118,7 +118,7 @@ class Scheduler:
         return self.encoding is not None or self.prefilling is not None
 
     def handle(self, event: Event) -> list[Decision]:
-        """Book one event and say what starts now, in order; SchedulingError for one that cannot be. O(requests)."""
+        """Book one event and return what starts now, in order; SchedulingError for an impossible one. O(requests)."""
         self._decisions = []
         match event:
             case Arrived():
@@ -205,7 +205,7 @@ class Scheduler:
     # --- what a policy may do -----------------------------------------------------------------------------------
 
     def start_encode(self) -> bool:
-        """Encode the first request for which there is a slot; say whether there is one."""
+        """Encode the first request with a slot; return whether there is one."""
         request = self._first_with_slot(self.encode.values())
         if request is None:
             return False
@@ -215,9 +215,9 @@ class Scheduler:
         return True
 
     def start_prefill(self, most_tokens: int | None = None) -> bool:
-        """Prefill the first request for which there is a slot, or the next so many tokens of it; say if there is one.
+        """Prefill the first request with a slot, or its next `most_tokens` tokens; return whether there is one.
 
-        One that was encoded has its slot, and is not held up by one before it that waits for one.
+        An encoded one has its slot, and is not blocked by an earlier one that waits for a slot.
         """
         request = self._first_with_slot(self.prefill.values())
         if request is None:
@@ -231,14 +231,14 @@ class Scheduler:
         return True
 
     def start_decode(self) -> bool:
-        """Decode a token for all that are ready; say whether any is."""
+        """Decode a token for all that are ready; return whether any is."""
         self.batch = tuple(self.decode)
         if self.batch:
             self._decisions.append(StartDecode(self.batch, self.split))
         return bool(self.batch)
 
     def resplit(self) -> None:
-        """Let the running encoder follow the load."""
+        """Adapt the running encoder to the load."""
         if self.encoding is None or (split := self._split_for("encode")) == self._front_split:
             return
         self._front_split = split

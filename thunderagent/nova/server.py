@@ -46,11 +46,11 @@ log = structlog.get_logger(__name__)
 
 MAX_BODY_BYTES: Final = 64 << 20
 READERS_COUNT: Final = 2
-"""Threads that make images ready: each takes a core from decoding while it does."""
+"""Threads that prepare images: each takes a core from decoding meanwhile."""
 
 
 class Codec(Protocol):
-    """From a chat to a prompt and back, for one model; called by several threads at a time."""
+    """Encodes and decodes for one model; thread-safe."""
 
     image_token_id: int
     stop_ids: frozenset[int]
@@ -65,10 +65,10 @@ class Codec(Protocol):
 
 
 class NovaServer:
-    """Answer for one engine, which is running; `app` is the aiohttp application."""
+    """Answers for one running engine; `app` is the aiohttp application."""
 
     def __init__(self, engine: Serving, codec: Codec, model_name: str, *, max_waiting: int = 256) -> None:
-        """Refuse requests while so many wait already: each holds its images' pixels."""
+        """Refuse requests while `max_waiting` already wait: each holds its images' pixels."""
         self._engine = engine
         self._codec = codec
         self._model_name = model_name
@@ -120,7 +120,7 @@ class NovaServer:
         return self._codec.prompt(template_messages(body.messages), body.tools, images_of(body.messages))
 
     def _turn_of(self, body: ChatBody, prompt: Prompt) -> Request:
-        """Return what the engine is asked; ApiError if no slot has room for it."""
+        """Return the engine's request; ApiError if no slot has room for it."""
         prompt_tokens, slot_tokens = len(prompt.token_ids), self._engine.stats().slot_tokens
         room_tokens = slot_tokens - prompt_tokens
         if room_tokens < 1:
@@ -131,7 +131,7 @@ class NovaServer:
         return Request(uuid4().hex, prompt, most_tokens, stop_ids=self._codec.stop_ids, program_id=body.program_id)
 
     async def _answer(self, turn: Request, stops: Sequence[str]) -> AsyncGenerator[_Part, None]:
-        """Yield an answer's text as it grows; what it cost comes with the last part."""
+        """Yield an answer's text as it grows; the usage comes with the last part."""
         text = TextStream(self._codec.text, stops)
         output_tokens = 0
         async with contextlib.aclosing(_tokens_of(self._engine.submit(turn))) as tokens:
@@ -207,7 +207,7 @@ class _Part(msgspec.Struct):
 
 
 async def _tokens_of(tokens: AsyncIterator[Token]) -> AsyncGenerator[Token, None]:
-    """Yield tokens; close where they come from whatever happens, which cancels a request. Its errors are ApiErrors."""
+    """Yield tokens; always close their source, which cancels a request. Its errors are ApiErrors."""
     try:
         async for token in tokens:
             yield token

@@ -19,7 +19,7 @@ from thunderagent.nova.messages import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a program left: its slot, and the tokens and images in it."""
+    """A program's leftover: its slot, and the tokens and images in it."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class Slots:
             self.give_back(kept.slot)
 
     def bind(self, program_id: str | None, prompt: Prompt, image_token_id: int) -> tuple[int, int] | None:
-        """Take a program's slot up again: (slot, tokens of the prompt in it). None: nothing to use."""
+        """Reuse a program's slot: (slot, tokens of the prompt in it). None: nothing to use."""
         kept = self._kept.get(program_id) if program_id is not None else None
         if kept is None or program_id is None:
             return None
@@ -96,7 +96,7 @@ class Slots:
 
 
 def common_prefix(kept: Kept, prompt: Prompt, image_token_id: int) -> int:
-    """Return how many tokens of a prompt a slot holds already: never all, never half an image."""
+    """Return how many tokens of a prompt a slot already holds: never all, never half an image."""
     is_image = [token == image_token_id for token in prompt.token_ids]
     runs = sum(here and not before for here, before in zip(is_image, [False, *is_image], strict=False))
     if runs != len(prompt.images):

@@ -1,8 +1,8 @@
-"""Where replicas are as Envoy is told it: an address and a port, of which names are looked up beside the turns.
+"""Replicas' addresses for Envoy: an address and a port; names are resolved beside the turns.
 
-A replica whose URL has a name is looked up when it appears and each `LOOKUP_PERIOD_S` from then on; in between what was
-found is kept, and longer where a lookup fails. A turn waits for a lookup only if none of that name has ended well yet,
-and for the one that everybody waits for.
+A replica whose URL has a name is resolved when it appears and each `LOOKUP_PERIOD_S` from then on. Results are kept in
+between, and longer if a lookup fails. A turn waits for a lookup only if none of that name has succeeded yet; all turns
+wait for the same one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Lookup = Callable[[str], Awaitable[Sequence[str]]]
 
 
 async def system_lookup(name: str) -> Sequence[str]:
-    """Look a name up as the system does; see `Lookup`."""
+    """Resolve a name as the system does; see `Lookup`."""
     found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
@@ -40,7 +40,7 @@ class Addresses:
     """Knows where the replicas are. All methods belong to one event loop."""
 
     def __init__(self, replicas: ReplicaMap, lookup: Lookup = system_lookup) -> None:
-        """Begin with no name looked up."""
+        """Start without resolved names."""
         self._replicas = replicas
         self._lookup = lookup
         self._found: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Addresses:
         self._looking: dict[str, asyncio.Task[str]] = {}
 
     async def run(self) -> Never:
-        """Look up the names of replicas, those that are new and those that it is time for."""
+        """Resolve the names of replicas, new ones and due ones."""
         try:
             while True:
                 self._look_around(asyncio.get_running_loop().time())
@@ -69,7 +69,7 @@ class Addresses:
                 self._looking_up(url)
 
     def known(self, url: str) -> str:
-        """Return the `IP:PORT` of a replica's URL; empty if its name was not found yet."""
+        """Return the `IP:PORT` of a replica's URL; empty if its name is not resolved yet."""
         return plain_endpoint_of(url) or self._found.get(url, "")
 
     async def of(self, url: str) -> str:
@@ -77,7 +77,7 @@ class Addresses:
         return self.known(url) or await asyncio.shield(self._looking_up(url))
 
     def allows(self, url: str, allowed: frozenset[str] | None) -> bool:
-        """Say whether a replica is among some endpoints, by its address or by its name as its URL has it."""
+        """Return whether a replica is among some endpoints, by its address or by the name in its URL."""
         return allowed is None or _named_endpoint_of(url) in allowed or self.known(url) in allowed
 
     def replica_at(self, endpoint: str) -> str | None:
@@ -89,7 +89,7 @@ class Addresses:
         return None
 
     def _looking_up(self, url: str) -> asyncio.Task[str]:
-        """Return the lookup of a URL's name: the one under way, or a new one."""
+        """Return the lookup of a URL's name: the running one, or a new one."""
         task = self._looking.get(url)
         if task is None:
             task = self._looking[url] = asyncio.create_task(self._look_up(url))
@@ -124,12 +124,12 @@ class Addresses:
 
 
 def endpoints_in(texts: Iterable[str] | None) -> frozenset[str] | None:
-    """Return endpoints as they are compared; None for no list at all."""
+    """Return endpoints in comparable form; None if there is no list."""
     return None if texts is None else frozenset(filter(None, map(normal_endpoint, texts)))
 
 
 def normal_endpoint(text: str) -> str:
-    """Return an endpoint as it is compared: a name in lower case, an address in its shortest form."""
+    """Return an endpoint in comparable form: a name in lower case, an address in its shortest form."""
     host, _, port = text.strip().lower().rpartition(":")
     with suppress(ValueError):
         return _endpoint(host.strip("[]"), int(port))
@@ -153,6 +153,6 @@ def _port_of(url: str) -> int:
 
 
 def _endpoint(host: str, port: int) -> str:
-    """Return an address and a port. Raises ValueError for what is no address."""
+    """Return an address and a port. Raises ValueError for an invalid address."""
     address = ip_address(host)
     return f"[{address.compressed}]:{port}" if address.version == 6 else f"{address.compressed}:{port}"

@@ -28,35 +28,35 @@ from thunderagent.proxy.turns.record import Record
 log = structlog.get_logger("thunderagent.picker")
 
 MAX_KEPT_BYTES = 16 * 2**20
-"""The usage of a whole answer that is larger is not read."""
+"""The usage of a larger whole answer is not read."""
 
 PROGRESS_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What all turns share."""
+    """Shared by all turns."""
 
     leases: LeaseSource
     addresses: Addresses
     held: HeldTurns
     made: MadeAnswers
     suspect: Callable[[str], None] = lambda _: None
-    """Has a replica looked at that could not be reached."""
+    """Has an unreachable replica polled."""
 
 
 class Carried:
     """A turn whose bytes are on their way."""
 
     def __init__(self, around: Around, stream: Stream, record: Record) -> None:
-        """Begin before the first word of its answer."""
+        """Start before the first message of its answer."""
         self._stream = stream
         self._record = record
         self._around = around
         self._events: StreamUsage | None = None
         self._tools = StreamToolCalls()
         self._kept: list[bytes] | None = []
-        """The answer that is no stream; None once it is too large to be read."""
+        """An answer that is not a stream; None once it is too large to be read."""
         self._kept_bytes = 0
         self._counted = KeptBody(around.held)
         self._encoding: str | None = None
@@ -92,13 +92,13 @@ class Carried:
                 await stream.echo(message)
 
     def close(self) -> None:
-        """Give back what is still asked for, and keep no answer."""
+        """Return pending leases, and drop the answer."""
         self._counted.release()
         if self._leasing is not None:
             give_up(self._leasing)
 
     def _begin(self, message: Any, lease: OpenLease, ask: TurnAsk) -> None:
-        """Take in the head of an answer, and where it came from."""
+        """Process the head of an answer, and where it came from."""
         headers = CIMultiDict(messages.headers_of(message.response_headers.headers))
         record, around, granted = self._record, self._around, lease.granted
         record.status = int(headers.get(":status", "200"))
@@ -108,7 +108,7 @@ class Carried:
         served_id = around.addresses.replica_at(served[0]) if served else None
         if served_id not in (None, granted.replica_id):
             self._moved(lease, ask, str(served_id))
-        elif record.status == 503 and content_type == "text/plain":  # Envoy's own words: engines say it in JSON
+        elif record.status == 503 and content_type == "text/plain":  # Envoy's own error: engines send JSON
             around.suspect(granted.replica_id)
             record.outcome = "failed"
             lease.failed()
@@ -151,7 +151,7 @@ class Carried:
         return piece
 
     def _keep(self, piece: bytes) -> None:
-        """Keep a part of an answer that is no stream, unless that would be too much of it or of all together."""
+        """Keep a part of an answer that is not a stream, unless it exceeds its own or the total limit."""
         if self._kept is None:
             return
         self._kept_bytes += len(piece)
@@ -168,7 +168,7 @@ class Carried:
         return self._events.rest() if self._events is not None else b""
 
     def _end(self, lease: OpenLease) -> None:
-        """End the lease of an answer that is whole, before its client has the last of it."""
+        """End the lease of a complete answer, before its client has the last of it."""
         record = self._record
         if record.outcome == "failed":
             return
@@ -191,7 +191,7 @@ class Carried:
 
 
 def give_up(leasing: asyncio.Task[OpenLease]) -> None:
-    """Want a lease no longer; one that came in the same moment is given back."""
+    """Stop wanting a lease; one that came at the same moment is returned."""
 
     def ended(task: asyncio.Task[OpenLease]) -> None:
         if not task.cancelled() and task.exception() is None:

@@ -43,7 +43,7 @@ way it answers all that these answer at --port, and Envoy at --picker-port. It t
 
 @dataclass(frozen=True)
 class Options:
-    """What is no setting of `serve`."""
+    """Options that are not settings of `serve`."""
 
     port: int
     fallbacks_count: int
@@ -60,7 +60,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is no option of `serve`."""
+    """Add options that `serve` does not have."""
     parser.add_argument("--picker-port", type=int, default=9002, metavar="N", help="where Envoy asks (default: 9002)")
     parser.add_argument(
         "--picker-client-ca",
@@ -126,7 +126,7 @@ async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable
 
 
 def check_port(config: ServeConfig, options: Options) -> None:
-    """Refuse a port where strangers would be granted leases. Raises `ConfigurationError`."""
+    """Refuse a port where strangers could get leases. Raises `ConfigurationError`."""
     if options.client_ca is not None:
         if config.tls_cert is None:
             raise ConfigurationError("picker_client_ca needs TLS: set tls_cert, too")
@@ -144,13 +144,13 @@ def check_port(config: ServeConfig, options: Options) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where leases come from, and what is served beside."""
+    """The source of leases, and what is served beside."""
 
     url: str
     leases: LeaseSource
     suspect: Callable[[str], None]
     close: Callable[[], Coroutine[Any, Any, None]]
-    """Let turns end, within the grace period."""
+    """Lets turns end, within the grace period."""
 
 
 @asynccontextmanager

@@ -1,8 +1,8 @@
-"""The messages of Envoy's external processing and of gRPC's health checks, as far as they are used here.
+"""The used parts of the messages of Envoy's external processing and of gRPC's health checks.
 
 Descriptors are built at import, in a pool of their own: no generated file, no compiler, and no collision with other
-people's copies of the same messages. What goes over the wire is numbers, so names of messages are free. A map is a list
-of entries there, and is read as one. Fields that are not here are kept out of the way by protobuf.
+copies of the same messages. The wire format uses numbers, so names of messages are free. A map is a list of entries
+there, and is read as one. Protobuf skips unknown fields.
 
 Source: envoy/service/ext_proc/v3/external_processor.proto and envoy/config/core/v3/base.proto of Envoy 1.40,
 google/protobuf/struct.proto, grpc/health/v1/health.proto.
@@ -19,17 +19,17 @@ EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 SERVING, NOT_SERVING = 1, 2
 OVERWRITE = 2
-"""What a header that is set does to those of its name: it takes their place."""
+"""A header that is set replaces those of its name."""
 
 ENDPOINT = "x-gateway-destination-endpoint"
-"""Where a request goes on to; the next two are who served it, and among whom may be picked."""
+"""Where a request goes; the next two are who served it, and the allowed endpoints."""
 
 SERVED = f"{ENDPOINT}-served"
 SUBSET = f"{ENDPOINT}-subset"
 METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
 
 CHUNK_BYTES = 62_000
-"""So much of a body is in one message: Envoy refuses more than 64 KB of it in its default buffers."""
+"""Size of a body's part in one message: Envoy refuses more than 64 KB of it in its default buffers."""
 
 SCHEMA = """
 HeaderValue: key 1 string, raw_value 3 bytes, value 2 string
@@ -99,7 +99,7 @@ HealthCheckRequest, HealthCheckResponse = message_class("HealthCheckRequest"), m
 
 
 def headers_of(headers: Any) -> list[tuple[str, str]]:
-    """Return headers as they came, pseudo-headers too."""
+    """Return headers as received, including pseudo-headers."""
     return [
         (each.key, each.raw_value.decode("utf-8", "surrogateescape") if each.raw_value else each.value)
         for each in headers.headers
@@ -107,14 +107,14 @@ def headers_of(headers: Any) -> list[tuple[str, str]]:
 
 
 def mutate(mutation: Any, headers: Sequence[tuple[str, str]]) -> None:
-    """Have Envoy set these headers."""
+    """Set these headers in Envoy."""
     for name, value in headers:
         option = mutation.set_headers.add(append_action=OVERWRITE)
         option.header.key, option.header.raw_value = name.lower(), value.encode("utf-8", "surrogateescape")
 
 
 def body_parts(kind: str, body: bytes, *, ends: bool) -> Iterator[Any]:
-    """Yield the messages by which a part of a body goes on; nothing for none that does not end it."""
+    """Yield the messages that forward a part of a body; nothing for an empty part that does not end it."""
     for start in range(0, len(body), CHUNK_BYTES) or ((0,) if ends else ()):
         message = ProcessingResponse()
         streamed = getattr(message, kind).response.body_mutation.streamed_response
@@ -124,7 +124,7 @@ def body_parts(kind: str, body: bytes, *, ends: bool) -> Iterator[Any]:
 
 
 def texts_in(metadata: Any, namespace: str, key: str) -> list[str] | None:
-    """Return the texts of an entry of metadata, of a list or separated by commas; None if there is no such entry."""
+    """Return the texts of an entry of metadata, from a list or separated by commas; None if there is no such entry."""
     for each in metadata.filter_metadata:
         if each.key == namespace:
             for entry in each.value.fields:
@@ -135,7 +135,7 @@ def texts_in(metadata: Any, namespace: str, key: str) -> list[str] | None:
 
 
 def picked(endpoints: Sequence[str], path: str | None = None) -> Any:
-    """Return the message by which a head goes on to the first of some endpoints, to another `path` if there is one."""
+    """Return the message that forwards a head to the first of some endpoints, to another `path` if given."""
     message, joined = ProcessingResponse(), ",".join(endpoints)
     response = message.request_headers.response
     response.clear_route_cache = True

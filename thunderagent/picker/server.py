@@ -1,4 +1,4 @@
-"""The gRPC side: Envoy's streams, and whether turns would be picked for."""
+"""The gRPC side: Envoy's streams, and the health of the picker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = (
     ("grpc.max_receive_message_length", 8 * 2**20),
     ("grpc.max_concurrent_streams", 2**31 - 1),
     ("grpc.so_reuseport", 0),
-    # gRPC refuses streams at random while over 1,000 wait to be taken in: all turns of a burst are to be held.
+    # gRPC refuses streams at random while over 1,000 wait to be accepted: all turns of a burst must be held.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
 )
@@ -28,12 +28,12 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What is shown, and what others have to show: the contents of PEM files."""
+    """Certificates to show and to require: the contents of PEM files."""
 
     key: bytes
     chain: bytes
     client_ca: bytes | None
-    """Who signed the certificates of Envoys; None where they need none."""
+    """The authority of Envoys' certificates; None if they need none."""
 
 
 @asynccontextmanager

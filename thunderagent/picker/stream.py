@@ -1,4 +1,4 @@
-"""One HTTP exchange as Envoy tells it, message by message, and what is answered."""
+"""One HTTP exchange as Envoy reports it, message by message, and the answers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Duplex(Protocol):
     """A stream of gRPC."""
 
     async def read(self) -> Any:
-        """Return the next message; whatever is no message is the end."""
+        """Return the next message; anything else is the end."""
 
     async def write(self, message: Any) -> None:
         """Send a message."""
 
 
 class Stream:
-    """Reads on while something else is waited for, so that it is known at once when Envoy ends the exchange."""
+    """Keeps reading while something else is waited for, so that the end of the exchange is noticed at once."""
 
     def __init__(self, duplex: Duplex) -> None:
-        """Begin before the first message."""
+        """Start before the first message."""
         self._duplex = duplex
         self._reading: asyncio.Task[Any] | None = None
         self._read: deque[Any] = deque()
@@ -49,9 +49,10 @@ class Stream:
         return message
 
     async def until(self, task: asyncio.Task[Any]) -> bool:
-        """Wait for a task; False if Envoy ended the exchange before that.
+        """Wait for a task; return False if Envoy ended the exchange before that.
 
-        A request is here whole by then. Of what comes all the same one message is kept, and nothing more is read.
+        The request is complete by then. If something arrives all the same, one message is kept, and nothing more is
+        read.
         """
         while not task.done():
             if self._read:
@@ -69,17 +70,17 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Read no longer."""
+        """Stop reading."""
         if self._reading is not None:
             self._reading.cancel()
 
     async def write_body(self, kind: str, body: bytes, *, ends: bool) -> None:
-        """Have a part of a body go on."""
+        """Forward a part of a body."""
         for part in messages.body_parts(kind, body, ends=ends):
             await self.write(part)
 
     async def refuse(self, answer: ErrorAnswer) -> None:
-        """Have Envoy answer in place of an engine."""
+        """Make Envoy answer instead of an engine."""
         message = messages.ProcessingResponse()
         immediate = message.immediate_response
         immediate.status.code, immediate.body = answer.status, answer.body
@@ -87,7 +88,7 @@ class Stream:
         await self.write(message)
 
     async def echo(self, message: Any) -> None:
-        """Have a part go on as it came."""
+        """Forward a part unchanged."""
         for kind in ("request_body", "response_body"):
             if message.HasField(kind):
                 part = getattr(message, kind)

@@ -1,21 +1,21 @@
-"""The life of a turn that Envoy carries: read, held until there is a lease, sent where that says, its usage read.
+"""The life of a turn that Envoy carries: read, held until there is a lease, sent to its replica, its usage read.
 
 Theory of operation
 ===================
-Envoy sends a request part by part and waits for what becomes of each. A turn's head is answered only when its body is
-here and its lease is granted: so long Envoy holds it, with no limit but its own idle time-out. Then the head goes on
-with the replica's address, and the body after it; the answer comes back through here (`carried.py`), for what it says
-of its usage.
+Envoy sends a request part by part and waits for an answer to each. A turn's head is answered only when its body has
+arrived and its lease is granted. Until then Envoy holds it, limited only by its own idle timeout. Then the head goes on
+with the replica's address, and the body after it; the answer comes back through here (`carried.py`), for its usage.
 
-While a turn is held the stream is read on, so its end, which is the client's leaving, ends the wait. Afterwards a lease
-is held in a `with` block: whatever ends the stream before the answer was whole ends it as abandoned. Envoy does not say
-whether a client left or an engine broke off in mid-answer.
+While a turn is held the stream is still read, so its end, when the client leaves, ends the wait. Afterwards a lease is
+held in a `with` block: if the stream ends before the answer was complete, it ends as abandoned. Envoy does not say
+whether a client left or an engine broke off within an answer.
 
-An engine that cannot be reached is Envoy's to get around, if its route tries again: on the next of the addresses that
-were given. Where the answer came from it says with the answer's head. If that is another replica the lease is given
-back as failed, and another one asked for in the background, for the rest of the turn.
+Envoy handles an unreachable engine itself if its route retries: on the next of the given addresses. The answer's head
+says where it came from. If that is another replica the lease is returned as failed, and another one requested in the
+background, for the rest of the turn.
 
-What is kept of bodies is counted, in sum, as it comes: while they come, while their turns are held, while they run.
+The kept bytes of bodies are counted in total, as they arrive: while they arrive, while their turns are held, while they
+run.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ log = structlog.get_logger("thunderagent.picker")
 
 @dataclass(frozen=True, slots=True)
 class PickerSettings:
-    """How turns are taken in."""
+    """Settings of turns."""
 
     max_body_bytes: int
     body_timeout_s: float
     patience_s: float | None = None
-    """Of clients that do not say how long they wait; None is for ever."""
+    """For clients that do not say how long they wait; None is for ever."""
     fallbacks_count: int = 0
-    """So many further replicas are named behind the one that has the lease."""
+    """How many further replicas are named behind the one that has the lease."""
 
 
 class Picker:
-    """Pick where requests go. All methods belong to one event loop."""
+    """Picks where requests go. All methods belong to one event loop."""
 
     def __init__(self, around: Around, rules: IdentityRules, settings: PickerSettings) -> None:
         """Pick under leases of `around`."""
@@ -79,7 +79,7 @@ class Picker:
         self._write = line_writer(log)
 
     async def serve(self, stream: Stream) -> None:
-        """Take one exchange from its head to its end."""
+        """Handle one exchange from its head to its end."""
         first = await stream.read()
         if first is None or not first.HasField("request_headers"):
             return
@@ -98,7 +98,7 @@ class Picker:
             await stream.refuse(answer_of(error, target.spelt if target is not None else None))
 
     async def _beside(self, stream: Stream, first: Any, target: Target, method: str) -> None:
-        """Have what is no turn go to a replica at once: that of its program, or the one with the fewest turns."""
+        """Send a request that is no turn to a replica at once: its program's, or the one with fewest turns."""
         if engine_access(target, method, ForwardUnknown.OFF) is not DATA or use_of(target, method) is Use.GENERATE:
             raise AdminKeyNeededError("a picker passes only turns and requests that read; send this one to the engine")
         leases, addresses, allowed = self._leases, self._around.addresses, _allowed(first)
@@ -170,7 +170,7 @@ class Picker:
     async def _body(
         self, stream: Stream, first: Any, headers: CIMultiDictProxy[str], kept: KeptBody
     ) -> tuple[bytes | None, bool]:
-        """Read a body whole, and whether trailers follow; None if the client left. Raises as `come` does."""
+        """Read a whole body, and whether trailers follow; None if the client left. Raises as `come` does."""
         ends, has_trailers, has_left = first.request_headers.end_of_stream, False, False
 
         async def next_piece() -> bytes:
@@ -215,7 +215,7 @@ class Picker:
         if lease is None:
             return  # the client left
         with lease:
-            kept.release()  # how many run is counted apart
+            kept.release()  # running ones are counted separately
             granted = lease.granted
             endpoint = await addresses.of(granted.url)
             if not addresses.allows(granted.url, allowed):
@@ -237,7 +237,7 @@ class Picker:
                 carried.close()
 
     async def _lease(self, stream: Stream, ask: TurnAsk, kept: KeptBody, held_bytes: int) -> OpenLease | None:
-        """Wait for a lease; None if Envoy ended the exchange, which is heard at once."""
+        """Wait for a lease; None as soon as Envoy ended the exchange."""
         leasing = asyncio.ensure_future(self._leases.lease(ask, self._around.held.turn(kept, held_bytes)))
         try:
             if not await stream.until(leasing):
@@ -249,7 +249,7 @@ class Picker:
         return leasing.result()
 
     def _fallbacks(self, granted: Lease, allowed: frozenset[str] | None) -> list[str]:
-        """Return further replicas, those with the fewest turns first, as far as their addresses are known."""
+        """Return further replicas, those with fewest turns first, as far as their addresses are known."""
         if not self._settings.fallbacks_count:
             return []
         replicas, addresses = self._leases.replicas, self._around.addresses
@@ -265,5 +265,5 @@ def _allowed(first: Any) -> frozenset[str] | None:
 
 
 def _picked(endpoints: list[str], target: Target) -> Any:
-    """Return the message by which a head goes on; a prefix that named its program is not the engine's."""
+    """Return the message that forwards a head; a prefix that named its program is removed."""
     return messages.picked(endpoints, target.sent if target.prefix else None)

@@ -1,4 +1,4 @@
-"""Whose an event is where there are several pools: which of them hear of it, and in which words."""
+"""Which pools hear of an event when there are several, and what each is told."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def addressed(pools: Pools, event: Event) -> Sequence[Addressed]:
-    """Return who hears of an event, and what."""
+    """Return which pools hear of an event, and what each is told."""
     if (told_of := _TOLD.get(type(event))) is not None:
         return told_of(pools, event)
     if (turn_id := getattr(event, "turn_id", None)) is not None:
@@ -39,7 +39,7 @@ def addressed(pools: Pools, event: Event) -> Sequence[Addressed]:
 
 
 def _arrival(pools: Pools, event: TurnArrived) -> Sequence[Addressed]:
-    """Take a turn to its pool. A program that begins there is what it is elsewhere: whose, and of which group."""
+    """Route a turn to its pool. A program that begins there keeps its tenant and group from the other pools."""
     pool, program_id = pools.destination(event.turn_id), event.program_id
     if program_id is None or program_id in pool.scheduler.programs:
         return [(pool, event)]
@@ -63,14 +63,14 @@ def _arrival(pools: Pools, event: TurnArrived) -> Sequence[Addressed]:
 
 
 def _opening(pools: Pools, event: ProgramOpened) -> Sequence[Addressed]:
-    """Announce a program in the first pool, for nobody knows which models it will ask for."""
+    """Announce a program in the first pool: nobody knows yet which models it will ask for."""
     if homes := pools.of_program(event.program_id):
         return [(homes[0], event)]
     return [*_making_room(pools, pools.all[0], event), (pools.all[0], event)]
 
 
 def _making_room(pools: Pools, pool: Pool, event: TurnArrived | ProgramOpened) -> Sequence[Addressed]:
-    """Have another pool forget a program, if there are as many as may be and this one has nobody to forget."""
+    """Make another pool forget a program if the total is at its limit and this pool has none to forget."""
     limits = pool.scheduler.limits
     if not limits.is_full(event.tenant, opens=True) or limits.whom_to_forget(event.tenant) is not None:
         return []
@@ -80,7 +80,7 @@ def _making_room(pools: Pools, pool: Pool, event: TurnArrived | ProgramOpened) -
 
 
 def _release(pools: Pools, event: ProgramReleased) -> Sequence[Addressed]:
-    """End a program in all pools, if the generation that is meant lives in one of them."""
+    """End a program in all pools, if the meant generation lives in one of them."""
     generations = [program.generation for program in pools.incarnations(event.program_id)]
     if event.generation is not None and event.generation not in generations:
         return [(pools.all[0], event)]
@@ -98,7 +98,7 @@ def _release_together(pools: Pools, event: ProgramsReleased) -> Sequence[Address
 
 
 def _judged(pools: Pools, event: ProgramJudged) -> Sequence[Addressed]:
-    """Tell every pool of a program what a judge thinks of it."""
+    """Tell every pool of a program what a judge said of it."""
     programs = [(pool, pool.scheduler.programs[event.program_id]) for pool in pools.of_program(event.program_id)]
     if all(program.generation != event.generation for _, program in programs):
         return []
@@ -106,7 +106,7 @@ def _judged(pools: Pools, event: ProgramJudged) -> Sequence[Addressed]:
 
 
 def _route(pools: Pools, event: RouteSet) -> Sequence[Addressed]:
-    """Tell each pool of those replicas that are its own; all, if the route ends."""
+    """Tell each pool its own replicas of a route; tell all pools if the route ends."""
     told: list[Addressed] = []
     for pool in pools.all:
         own = tuple(target for target in event.targets if pools.of_replica(target[0]) is pool)
@@ -131,4 +131,4 @@ _TOLD: dict[type[Any], Callable[[Pools, Any], Sequence[Addressed]]] = {
     ProvisionAsked: _provision,
     ModelAsked: lambda pools, event: [(pools.of_model(event.model) or pools.all[0], event)],
 }
-"""Events of which more must be known than the turn, the replica or the program that they name."""
+"""Events that need more than the turn, replica or program they name to be addressed."""

@@ -1,20 +1,21 @@
-"""How many programs would be of use now: for trainers, which can start as many as they like.
+"""How many programs would be useful now: for trainers, which can start as many as they like.
 
 Theory of operation
 ===================
-With fewer programs than memory carries, engines idle; with many more, those beyond wait, and what they wait is the
-latency of a batch: nothing is computed sooner. So as many are of use as
+With fewer programs than memory carries, engines idle. With many more, the rest wait, and that wait is the latency of a
+batch: nothing is computed sooner. So the useful number is the sum of
 
-- memory carries: what may be claimed on all replicas over what a program takes, its expected growth in it;
-- are at tools without a claim: they take none, and come back;
-- should wait, so that room which is freed is taken at once: `WAITING_RATIO` of what memory carries, and one at least.
+- what memory carries: what may be claimed on all replicas, over a program's size with its expected growth;
+- programs at tools without a claim: they take no memory, and come back;
+- programs that should wait, so that freed room is taken at once: `WAITING_RATIO` of what memory carries, and at least
+  one.
 
-Where an engine has turns in its own queue, compute is short, not memory: then no more are of use than are there. Until
-some programs ended nobody knows how large they become, only that they begin small: then `UNKNOWN_RATIO` of those that
-seem to fit are of use. At any time their number may double at most: a signal that is wrong must not be followed far.
+If an engine has turns in its own queue, compute is short, not memory: then no more are useful than there are. Until
+some programs have ended, nobody knows how large they become, only that they begin small: then `UNKNOWN_RATIO` of those
+that seem to fit are useful. The number may at most double at any time: nobody should follow a wrong signal far.
 
-What is counted changes with every turn. So it is smoothed over `HALF_LIFE_S`, and what is said changes only if that is
-off by more than `DEAD_RATIO`, and by one at least: whoever follows it starts and stops nothing for noise.
+The count changes with every turn. So it is smoothed over `HALF_LIFE_S`, and the published number changes only if it is
+off by more than `DEAD_RATIO`, and by at least one: noise then starts and stops nothing.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
     from thunderagent.programs.scheduler import Scheduler
 
 WAITING_RATIO: Final = 0.5
-"""So many programs should wait, of those that memory carries."""
+"""How many programs should wait, as a ratio of those that memory carries."""
 
 UNKNOWN_RATIO: Final = 0.5
-"""Of what memory would carry so many are of use until it is known how large programs become."""
+"""Ratio of what memory would carry that is useful until it is known how large programs become."""
 
 FIRST_COUNT: Final = 4
-"""Of so many programs a replica has use in any case, until it is known how large they are."""
+"""How many programs a replica can use in any case, until their size is known."""
 
 LARGEST_STEP_RATIO: Final = 2.0
-"""Of no more are said to be of use than so many times those that are there."""
+"""At most this many times the current number are said to be useful."""
 
 ENGINE_QUEUE_RATIO: Final = 0.25
-"""An engine whose own queue is longer than so much of its turns has more to compute than it can."""
+"""An engine whose own queue exceeds this ratio of its turns is short of compute."""
 
 HALF_LIFE_S: Final = 30.0
 DEAD_RATIO: Final = 0.15
@@ -50,22 +51,22 @@ class Why(StrEnum):
     """What limits the number of useful programs."""
 
     MEMORY = "memory"
-    """So many fit."""
+    """Memory is the limit."""
     SIZES = "sizes"
     """It is not known yet how large programs become."""
     STEP = "step"
-    """More may be of use; that is seen once these are there."""
+    """More may be useful; that shows once these are there."""
     ENGINE = "engine"
     """The engines have turns in their own queues."""
     CAPACITY_UNKNOWN = "capacity_unknown"
-    """A replica does not say how large its memory is: nobody is held there, and nobody knows how many fit."""
+    """A replica does not report its memory size: nobody is held there, and nobody knows how many fit."""
     NO_REPLICA = "no_replica"
     """No replica grants anything now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """How many programs are of use, and how many are there: active, waiting, or at a tool and expected back."""
+    """How many programs are useful, and how many there are: active, waiting, or at a tool and expected back."""
 
     useful_count: float
     programs_count: int
@@ -73,7 +74,7 @@ class Concurrency:
 
 
 def concurrency(scheduler: Scheduler) -> Concurrency:
-    """Return how many programs are of use in a pool at this moment. Cost: O(replicas)."""
+    """Return how many programs are useful in a pool now. Cost: O(replicas)."""
     book, queue = scheduler.book, scheduler.queue
     accounts = [replica.account for replica in book.granting_replicas]
     waiting_count = queue.waiting_count + queue.unadmitted.count
@@ -104,18 +105,18 @@ def concurrency(scheduler: Scheduler) -> Concurrency:
 
 
 class SteadyCount:
-    """A count that is said to others: it changes only for what lasts."""
+    """A published count: it changes only for lasting changes."""
 
     __slots__ = ("_level_count", "_updated_s", "count")
 
     def __init__(self) -> None:
-        """Begin with nothing said."""
+        """Create one without a published count."""
         self.count = 0
         self._level_count: float | None = None
         self._updated_s = 0.0
 
     def update(self, useful_count: float, now_s: float) -> int:
-        """Take in what is counted now; return what is said. The first is said as it is."""
+        """Add the current count; return the published one. The first is published as it is."""
         if self._level_count is None:
             self._level_count = useful_count
             self.count = max(1, int(useful_count))

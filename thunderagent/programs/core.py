@@ -1,4 +1,4 @@
-"""The verbs: what is done to programs and turns, whoever asks for it. Who checks whether it may be done asks first."""
+"""The verbs: what is done to programs and turns, whoever asks. Callers check beforehand whether it may be done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Core:
-    """What the handlers and the view have done. It has no state but that of its parts."""
+    """The verbs that handlers and the view call. It has no state except that of its parts."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Core:
     # --- claims -----------------------------------------------------------------------------------------------------
 
     def take_destination(self, program: Program) -> tuple[Replica | None, Reason]:
-        """Return where a program is to go to, if it still can; it is on its way no longer."""
+        """Return a program's destination, if it can still go there, and clear it."""
         destination, reason = self.placing.destination_of(program)
         program.destination = None
         return destination, reason
 
     def leave(self, program: Program, to: Place, reason: Reason) -> None:
-        """Take the claim of an active program; what is held of it waits for room from now on."""
+        """Take an active program's claim; its held turns wait for room from now on."""
         book = self.book
         book.move(program, to, reason)
         for turn in program.held.values():
@@ -84,7 +84,7 @@ class Core:
         self.families.lost_claim(program)
 
     def pause(self, program: Program, reason: Reason) -> None:
-        """Take the claim of an active program without a turn in flight."""
+        """Take the claim of an active program that has no turn in flight."""
         self.limits.look_away(program)
         self.knowledge.tool_censored(program, self.book.now_s)
         self.leave(program, self.book.paused_place(program), reason)
@@ -100,7 +100,7 @@ class Core:
             self.watch_paused(program)
 
     def idle(self, program: Program) -> None:
-        """Take from a program without a turn what it has until its next one: its claim, and its admission."""
+        """Take the claim and the admission of a program without a turn, until its next one."""
         to = self.book.idle if self.admission is None else self.book.dismissed
         if program.place.active:
             self.knowledge.tool_censored(program, self.book.now_s)
@@ -109,7 +109,7 @@ class Core:
             self.book.move(program, to)
 
     def lose_replica(self, program: Program, reason: Reason) -> None:
-        """Take a program off a replica that is gone; its turns in flight there are lost."""
+        """Take a program off a lost replica; its turns in flight there are lost."""
         book = self.book
         was_reasoning = program.place.kind is not Kind.ACTING
         self.limits.look_away(program)
@@ -125,7 +125,7 @@ class Core:
         book.resize(program)
         program.place.rank(program)
         self.watch_paused(program)
-        if program.held and program.destination is not None:  # it was on its way, and nothing keeps it any more
+        if program.held and program.destination is not None:  # it had a destination, and nothing keeps it any more
             destination, reason = self.take_destination(program)
             if destination is not None:
                 self.restore(program, destination, reason)
@@ -133,13 +133,13 @@ class Core:
     def restore(self, program: Program, replica: Replica, reason: Reason) -> None:
         """Give a paused program a claim on a replica, and a lease to each of its held turns.
 
-        Where one of them goes on from what another replica alone has, it is restored there, whether there is room or
-        not: elsewhere the turn would only fail.
+        If a turn continues from something that only another replica has, restore the program there, regardless of room:
+        elsewhere the turn would only fail.
         """
         book = self.book
         replica = self.placing.wanted_by(program) or replica
         program.destination = None
-        if program.held and next(iter(program.held.values())).arrived_s < book.now_s:  # not one that was tried again
+        if program.held and next(iter(program.held.values())).arrived_s < book.now_s:  # not a retry
             self.knowledge.restore_pace.restored(book.now_s)
         self.leases.end_waits(program)
         book.move(program, replica.working if program.held else replica.acting, reason)
@@ -153,14 +153,14 @@ class Core:
         self.families.got_claim(program)
 
     def restore_beyond_limit(self, program: Program, reason: Reason) -> bool:
-        """Restore a program where that costs least, whether there is room or not; False where that may be nowhere."""
+        """Restore a program where that costs least, regardless of room; return False if no replica may take it."""
         replica = self.placing.beyond_limit(program, self.placing.open_to(program))
         if replica is not None:
             self.restore(program, replica, reason)
         return replica is not None
 
     def parent_claims(self, program: Program) -> bool:
-        """Say whether a program must be let in because its parent may wait for it."""
+        """Return whether a program must be let in because its parent may wait for it."""
         return self.placing.parent_claims(program)
 
     def asked(self, program: Program, replica: Replica) -> Placement:
@@ -168,14 +168,14 @@ class Core:
         return self.policy.place(self.view, program, [replica])
 
     def go_on(self, program: Program, replica: Replica) -> None:
-        """Grant what is held of a program where it stalled, because grants go on there."""
+        """Grant the held turns of a stalled program, because grants go on there."""
         self.book.move(program, replica.working)
         self.leases.end_waits(program)
         self.leases.grant_held(program, replica, Reason.HOME)
         self.book.resize(program)
 
     def stand(self, program: Program) -> None:
-        """Put a paused program where it stands now, at the end of its equals."""
+        """Put a paused program into its current place, behind its equals."""
         to = self.book.paused_place(program)
         if to is program.place:
             self.book.enter_anew(program)
@@ -183,13 +183,13 @@ class Core:
             self.book.move(program, to)
 
     def watch_paused(self, program: Program) -> None:
-        """Look at the idle limit of one that has no claim, but whose admission keeps others from beginning."""
+        """Watch the idle limit of a program without a claim whose admission keeps others from beginning."""
         place = program.place
         if self.admission is not None and place.admitted and place.kind in (Kind.RESTING, Kind.AWAY):
             self.limits.watch(program)
 
     def tool_began(self, program: Program) -> None:
-        """Note that a program is at a tool from now on."""
+        """Note that a program's tool runs from now on."""
         self.knowledge.tool_began(program)
         if self.stream.flows_whole:
             self.stream.tool_began(program)
@@ -201,9 +201,9 @@ class Core:
     # --- marks ------------------------------------------------------------------------------------------------------
 
     def mark(self, program: Program, reason: Reason, *, cause: Reason | None = None) -> None:
-        """Have a program with turns in flight leave when these end, for one more cause.
+        """Add a cause for a program with turns in flight to leave when these end.
 
-        Turns that come until then are held.
+        Turns that arrive until then are held.
         """
         book, cause = self.book, cause or reason
         if cause in program.leaves_for:
@@ -218,9 +218,9 @@ class Core:
             self.deadlines.add(turn)
 
     def unmark(self, program: Program, reason: Reason, *, cause: Reason | None = None) -> None:
-        """End one cause for which a program is marked, or all; after the last it stays.
+        """Remove one cause for which a program is marked, or all; without any cause it stays.
 
-        The turns that were held, because it was to leave, are granted then.
+        Turns that were held because it was to leave are then granted.
         """
         book, replica = self.book, program.place.replica
         if cause is not None:
@@ -241,7 +241,7 @@ class Core:
             self.leases.grant_held(program, replica, Reason.HOME)
 
     def reconsider(self, program: Program) -> None:
-        """End what of a program's mark is over: it has nowhere to go, or nothing that must."""
+        """Remove the causes of a program's mark that are over: it has nowhere to go, or no turn that must go."""
         failed = any(self.placing.can_avoid(program, turn.avoid_replica_id) for turn in program.held.values())
         if Reason.TURN_FAILED in program.leaves_for and not failed:
             self.unmark(program, Reason.STAYS, cause=Reason.TURN_FAILED)
@@ -253,7 +253,7 @@ class Core:
     # --- who may begin ----------------------------------------------------------------------------------------------
 
     def balance(self, moment: Moment) -> None:
-        """Let in who is admitted, who waits for one replica, and whom the policy restores, where there may be room."""
+        """Where there may be room, admit programs, place routed ones, and let the policy restore others."""
         book = self.book
         self.admit(moment)
         if book.queue.routed:
@@ -263,7 +263,7 @@ class Core:
         book.changed_replicas.clear()
 
     def admit(self, moment: Moment) -> None:
-        """Let begin whom the admission lets, and place them."""
+        """Admit the programs that the admission lets in, and place them."""
         if self.admission is None:
             return
         book = self.book
@@ -282,7 +282,7 @@ class Core:
                 self.restore(program, target, reason)
 
     def dismiss(self, program: Program, reason: Reason) -> None:
-        """Have a program without a turn in flight wait to be admitted, from its next turn on."""
+        """Make a program without a turn in flight wait for admission from its next turn on."""
         book = self.book
         if program.place.active:
             self.pause(program, reason)
@@ -292,10 +292,10 @@ class Core:
             program.hold_reason = Reason.ADMISSION
 
     def refresh_hold_reason(self, program: Program) -> None:
-        """Say anew why a program waits that was held because nothing granted.
+        """Update the hold reason of a program that was held because nothing was granted.
 
-        One that is not admitted waits for that, if any replica grants; one that a route sends to a replica waits for
-        that one, whatever grants beside it.
+        An unadmitted program waits for admission if any replica grants. A routed one waits for its replica, whatever
+        other replicas grant.
         """
         book = self.book
         if program.hold_reason not in (Reason.SUSPENDED, Reason.NO_REPLICA):
@@ -310,7 +310,7 @@ class Core:
     # --- the end of a program ---------------------------------------------------------------------------------------
 
     def end(self, program: Program, reason: Reason) -> None:
-        """End a program: reject its held turns, and let those in flight end as turns without a program."""
+        """End a program: reject its held turns, and let those in flight finish as turns without a program."""
         book, place = self.book, program.place
         replica = place.replica if place.active else None
         if self.stream.flows:

@@ -1,4 +1,4 @@
-"""The truths that hold after every event. Tests check them after each one; they cost O(everything)."""
+"""The invariants after every event. Tests check them after each one; they cost O(everything)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thunderagent.programs.scheduler import Scheduler
 
 
 class _Story:
-    """A program and what happened to it, put into words only where a truth does not hold: most of a check's time."""
+    """A program's story, rendered only if an invariant is broken: rendering is most of a check's time."""
 
     __slots__ = ("_program",)
 
@@ -31,7 +31,7 @@ class _Story:
 
 
 def check(scheduler: Scheduler) -> None:
-    """Raise `AssertionError` with the program's story where a truth does not hold."""
+    """Raise `AssertionError` with the program's story if an invariant is broken."""
     book = scheduler.book
     programs = list(book.programs.values())
     for program in programs:
@@ -68,7 +68,7 @@ def check(scheduler: Scheduler) -> None:
 
 
 def check_sums(scheduler: Scheduler) -> None:
-    """Raise `AssertionError` where a sum is not that of its parts, also within an event whenever a policy is asked."""
+    """Raise `AssertionError` if a sum differs from its parts, also within an event, whenever a policy is asked."""
     book = scheduler.book
     programs = list(book.programs.values())
     for place in _places(book):
@@ -230,7 +230,7 @@ def _check_account(scheduler: Scheduler, replica: Replica) -> None:
 
 
 def _holds(order: RankedSet[Program] | None, programs: set[Program]) -> bool:
-    """Say whether an order holds these programs and nobody else; one that is not kept holds nobody wrongly."""
+    """Return whether an order holds exactly these programs; an order that is not kept holds none wrongly."""
     return order is None or set(order) == programs
 
 

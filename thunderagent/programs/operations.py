@@ -2,23 +2,22 @@
 
 Theory of operation
 ===================
-They are the primitives of Nalar ("Nalar: An agent serving framework", arXiv 2601.05109, Table 2). Where the paper says
-session, agent instance and agent type, here stand program, replica and a scope of programs (`routes.Scope`).
+They are the primitives of Nalar ("Nalar: An agent serving framework", arXiv 2601.05109, Table 2). The paper's session,
+agent instance and agent type are here program, replica and a scope of programs (`routes.Scope`).
 
-- **route**: programs of a scope go to these replicas, by their weights. It narrows what a policy is asked to choose
-  from (`rules/routes.py`).
-- **set_priority**: a number that comes before whatever the policy says, lower first, in the paused queue and in
-  engines; with a replica, in that engine alone.
-- **migrate**: a pause and then a restore elsewhere, whether there is room or not. A program with a turn in flight is
-  marked, and restored there when that ends; one that has no claim and no turn goes there with its next one.
-- **kill**: a program ends at once. A replica drains and ends: that is for who started it, as is to **provision** one.
+- **route**: programs of a scope go to these replicas, by weight. It narrows the policy's choice (`rules/routes.py`).
+- **set_priority**: a number that comes before the policy's rank, lower first, in the paused queue and in engines; with
+  a replica, in that engine alone.
+- **migrate**: a pause and then a restore elsewhere, regardless of room. A program with a turn in flight is marked, and
+  restored there when that ends; one without claim and turn goes there with its next turn.
+- **kill**: a program ends at once. A replica drains and ends: whoever started it does that, and also **provision**.
 
-There are two levels (section 4). An event of an operator, or a global policy that is asked once in a period what should
-be changed (`verbs/global_policy.py`), only sets routes and priorities and moves programs; every turn is then placed and
-ordered as it comes, by the scheduler and its policy, without asking again.
+There are two levels (section 4). An operator's event, or a global policy that is asked periodically what should be
+changed (`verbs/global_policy.py`), only sets routes and priorities and moves programs. The scheduler and its policy
+then place and order every turn as it arrives, without asking again.
 
-Each has a reason why it cannot be done (`why_not_...`), empty if it can: the view refuses by it, and the
-admin API says it.
+Each operation can say why it is impossible (`why_not_...`), empty if it is possible: the view refuses by it, and the
+admin API reports it.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ MOST_PRIORITY: Final = 1_000_000
 """Priorities are from minus this to this."""
 
 NOT_THERE: Final = "there is no "
-"""How a reason begins that names a program or a replica which is not known."""
+"""How a reason begins that names an unknown program or replica."""
 
 
 class Operations:
-    """Routes, priorities, moves and ends, of one scheduler."""
+    """Routes, priorities, moves and ends of one scheduler."""
 
     __slots__ = ("_book", "_core")
 
     def __init__(self, core: Core) -> None:
-        """Have `core` carry them out."""
+        """Carry operations out by `core`."""
         self._core = core
         self._book = core.book
 
     # --- route ------------------------------------------------------------------------------------------------------
 
     def why_not_route(self, scope: str, name: str, targets: Targets) -> str:
-        """Say why a route cannot be set."""
+        """Return why a route cannot be set."""
         if scope not in set(Scope):
             return f"a route is for one of {', '.join(Scope)}, not {scope!r}"
         if bool(name) == (scope == Scope.ALL):
@@ -69,14 +68,14 @@ class Operations:
         return ""
 
     def set_route(self, scope: Scope, name: str, targets: Targets, reason: Reason) -> None:
-        """Send programs of a scope to replicas: those that wait now, the others with their next turn."""
+        """Send programs of a scope to replicas: waiting ones now, the others with their next turn."""
         self._changed()
         self._core.routing.set_route(self._core, scope, name, targets, reason)
 
     # --- priority ---------------------------------------------------------------------------------------------------
 
     def why_not_priority(self, program_id: str, priority: int, replica_id: str | None) -> str:
-        """Say why a program cannot get a priority."""
+        """Return why a program cannot get a priority."""
         if self._book.programs.get(program_id) is None:
             return f"there is no live program {program_id!r}"
         if replica_id is not None and replica_id not in self._book.replicas:
@@ -86,7 +85,7 @@ class Operations:
         return ""
 
     def set_priority(self, program: Program, priority: int, replica_id: str | None, reason: Reason) -> None:
-        """Give a program a priority; nothing happens if it has it."""
+        """Give a program a priority; do nothing if it has that already."""
         if replica_id is None:
             if program.priority == priority:
                 return
@@ -101,7 +100,7 @@ class Operations:
     # --- migrate ----------------------------------------------------------------------------------------------------
 
     def why_not_migrate(self, program_id: str, replica_id: str) -> str:
-        """Say why a program cannot go to a replica."""
+        """Return why a program cannot go to a replica."""
         program = self._book.programs.get(program_id)
         if program is None:
             return f"there is no live program {program_id!r}"
@@ -126,7 +125,7 @@ class Operations:
         return ""
 
     def migrate(self, program: Program, replica: Replica, reason: Reason) -> None:
-        """Move a program: now, when its turns in flight have ended, or when its next one comes."""
+        """Move a program: now, when its turns in flight end, or when its next one arrives."""
         core = self._core
         self._changed()
         if program.routed_to is not None:
@@ -146,7 +145,7 @@ class Operations:
     # --- kill and provision -----------------------------------------------------------------------------------------
 
     def why_not_kill(self, program_id: str) -> str:
-        """Say why a program cannot be ended."""
+        """Return why a program cannot be ended."""
         return "" if self._book.programs.get(program_id) is not None else f"there is no live program {program_id!r}"
 
     def kill(self, program: Program) -> None:
@@ -155,16 +154,16 @@ class Operations:
         self._core.end(program, Reason.KILLED)
 
     def why_not_kill_replica(self, replica_id: str) -> str:
-        """Say why a replica cannot be ended."""
+        """Return why a replica cannot be ended."""
         return "" if replica_id in self._book.replicas else f"there is no replica {replica_id!r}"
 
     def kill_replica(self, replica_id: str, reason: Reason) -> None:
-        """Have a replica drain and end."""
+        """Make a replica drain and end."""
         self._changed()
         self._book.decisions.append(EndReplica(replica_id, reason))
 
     def provision(self, reason: Reason) -> None:
-        """Have one more replica started."""
+        """Ask for one more replica."""
         self._changed()
         self._book.decisions.append(Provision(reason))
 

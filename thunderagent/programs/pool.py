@@ -1,4 +1,4 @@
-"""One pool: replicas that serve the same models, and who schedules them."""
+"""One pool: replicas that serve the same models, and their scheduler."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from thunderagent.programs.scheduler import Scheduler
 
 
 class Pool:
-    """Some replicas, the names that they list, and who schedules them."""
+    """Some replicas, the names that they list, and their scheduler."""
 
     __slots__ = ("listed", "name", "partly", "pool_id", "scheduler")
 
     def __init__(self, scheduler: Scheduler, pool_id: int) -> None:
-        """Begin without a replica; no other pool ever has that number."""
+        """Create a pool without replicas; no other pool ever has its id."""
         self.pool_id = pool_id
         self.name = ""
-        """The first name that was listed there; empty before that."""
+        """The first name that was listed there; empty until then."""
         self.scheduler = scheduler
         self.listed: dict[str, tuple[str, ...]] = {}
         """What each of its replicas lists."""
         self.partly: dict[str, tuple[str, ...]] = {}
-        """Of names that only some of its replicas serve, as LoRA adapters, which do."""
+        """For names that only some of its replicas serve, such as LoRA adapters: which ones do."""
 
     def __repr__(self) -> str:
         return f"<Pool {self.name!r}: {len(self.listed)} replicas, {self.scheduler!r}>"
@@ -43,7 +43,7 @@ class Pool:
     def serve_anew(self) -> list[ModelServed]:
         """Find out which names only some of its replicas serve; return what its scheduler must hear of that.
 
-        A name that nobody lists any more, and a program asked for, stays with the replicas that had it: it may be
+        A name that nobody lists any more, but a program asked for, stays with the replicas that had it: it may be
         loaded again. Cost: O(names and replicas).
         """
         before, self.partly = self.partly, {}

@@ -2,23 +2,24 @@
 
 Theory of operation
 ===================
-A turn can only run where its model is served. So replicas are in one *pool* if their lists of models have a name in
-common, LoRA adapters included, for these share their engine's memory; and each pool has a whole `Scheduler`: queue,
-ledger, what is learned, break-even and capacity are a pool's own, and nothing that one pool waits for holds up another.
-A program that has turns in several pools is a program of the same id in each of them; its release ends it in all.
+A turn can only run where its model is served. So replicas are in one *pool* if their lists of models share a name. LoRA
+adapters count, because they share their engine's memory. Each pool has a whole `Scheduler`: queue, ledger, learned
+knowledge, break-even and capacity are its own, and what one pool waits for never holds up another. A program with turns
+in several pools is a program of the same id in each of them; its release ends it in all.
 
-With one pool events go to its scheduler, and this hears of none of them. With several, `handle` has each pool hear
-what it is about. A program that is forgotten in one pool, and lives in another, did not end: nobody is told.
+With one pool events go straight to its scheduler, and not through this class. With several, `handle` gives each event
+to the pools that it is about. A program that is forgotten in one pool, but lives in another, did not end: nobody is
+told.
 
-**Where a replica goes.** To the pool with which it shares a name when it comes up; to one without replicas or programs,
-or to a new one, if it shares none. It stays there until it is removed, or comes up with a list that has nothing in
-common with its pool. Where a list connects two pools that live already, they become one as soon as one of them has no
-program: until then the replica serves the names of its own. So no turn is ever taken from where it waits. A replica
-that lists nothing is taken to serve what its pool does, which is the first, and that pool takes models nobody lists.
-Which names only some of its replicas list, each scheduler is told: a route of their turns (`rules/routes.py`).
+**Where a replica goes.** When it comes up, it joins the pool with which it shares a name; if it shares none, a pool
+without replicas and programs, or a new one. It stays there until it is removed, or comes up with a list that has
+nothing in common with its pool. If a list connects two live pools, they merge as soon as one of them has no program:
+until then the replica serves the names of its own pool. So no turn is ever taken from where it waits. A replica that
+lists nothing is assumed to serve what its pool does, which is the first one, and that pool takes models that nobody
+lists. Each scheduler is told which names only some of its replicas list: a route of their turns (`rules/routes.py`).
 
-**Limits over all.** Programs are counted over all pools, once for each that they live in. A pool that has nobody to
-forget for a newcomer has another one forget somebody.
+**Limits over all.** Programs are counted over all pools, once for each pool that they live in. If a pool has nobody to
+forget for a newcomer, another pool forgets somebody.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Handled = tuple[Pool, Event, list[Decision]]
 
 
 class Pools:
-    """Which replica and which model is in which pool, and what all of them have. The first is always there."""
+    """Which replica and which model is in which pool, and their sums. The first pool always exists."""
 
     __slots__ = (
         "_by_model",
@@ -81,7 +82,7 @@ class Pools:
         self.some_partly = False
         """Whether there is a model that only some replicas of its pool serve."""
         self.programs: Mapping[str, Program] = first.programs
-        """Of all pools; a program that lives in several is that of the first of them."""
+        """Programs of all pools; a program that lives in several is that of the first of them."""
         self.turns: Mapping[int, Turn] = first.turns
         self.replicas: Mapping[str, Replica] = first.replicas
         self.handled: list[Handled] = []
@@ -90,9 +91,9 @@ class Pools:
         self._of_replica: dict[str, Pool] = {}
         self._to_come: dict[int, Pool] = {}
         self.to_tell: list[Addressed] = []
-        """What some must hear before the next event."""
+        """Events that some pools must hear before the next one."""
         self._overlap = False
-        """Whether two of them list the same name."""
+        """Whether two pools list the same name."""
         self._listeners: list[Listener] = []
 
     def __repr__(self) -> str:
@@ -102,30 +103,30 @@ class Pools:
 
     @property
     def schedulers(self) -> Sequence[Scheduler]:
-        """Those of all pools."""
+        """The schedulers of all pools."""
         return [pool.scheduler for pool in self.all]
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every name that is listed, each once."""
+        """Every listed name, each once."""
         return tuple(self._by_model)
 
     def of_model(self, model: str) -> Pool | None:
-        """Return the pool that serves a model; that of a replica which lists nothing takes what no other does.
+        """Return the pool that serves a model; unknown models go to the pool of a replica that lists nothing.
 
-        SGLang knows an adapter as `model:adapter`, too.
+        SGLang also accepts an adapter as `model:adapter`.
         """
         pool = self._by_model.get(model) or self._by_model.get(model.rpartition(":")[0])
         return pool if pool is not None else next((pool for pool in self.all if pool.may_serve_any), None)
 
     def partly_name(self, model: str) -> str:
-        """Return the name by which only some replicas of its pool serve a model; empty if all do, or none."""
+        """Return the name by which only some replicas of its pool serve a model; empty if all or none do."""
         name = model if model in self._by_model else model.rpartition(":")[2]
         pool = self._by_model.get(name)
         return name if pool is not None and name in pool.partly else ""
 
     def of_replica(self, replica_id: str | None) -> Pool:
-        """Return the pool of a replica; the first for one that is not known."""
+        """Return the pool of a replica; the first one for an unknown replica."""
         pool = self._of_replica.get(replica_id or "")
         return pool or next((pool for pool in self.all if replica_id in pool.scheduler.replicas), self.all[0])
 
@@ -134,7 +135,7 @@ class Pools:
         return [pool for pool in self.all if program_id in pool.scheduler.programs]
 
     def incarnations(self, program_id: str) -> list[Program]:
-        """Return what a program is in each pool that it lives in."""
+        """Return a program's incarnation in each pool that it lives in."""
         return [program for pool in self.all if (program := pool.scheduler.programs.get(program_id)) is not None]
 
     @property
@@ -150,7 +151,7 @@ class Pools:
     # --- what replicas list -----------------------------------------------------------------------------------------
 
     def listed(self, replica_id: str, models: tuple[str, ...]) -> None:
-        """Take in what a replica lists; one that is in no pool yet, or listed nothing until now, gets one by that."""
+        """Record what a replica lists; one without a pool, or that listed nothing until now, gets a pool by that."""
         pool = self._of_replica.get(replica_id)
         before = pool.listed[replica_id] if pool is not None else ()
         if pool is not None:
@@ -160,7 +161,7 @@ class Pools:
         self._index()
 
     def _place(self, replica_id: str, models: tuple[str, ...]) -> None:
-        """Put a replica into a pool, and tell the schedulers if another one knows it, if only that it is down."""
+        """Put a replica into a pool, and tell the schedulers if another one knows it, even if only that it is down."""
         known_by = self.of_replica(replica_id)
         known_by.listed.pop(replica_id, None)
         pool = self._of_replica[replica_id] = self._find(models) or self._empty_or_new()
@@ -172,7 +173,7 @@ class Pools:
             self.to_tell.extend((pool, event) for event in _as_it_is(replica, now_s))
 
     def is_strange(self, replica_id: str) -> bool:
-        """Say whether a replica lists nothing that others of its pool do: its engine serves something else by now."""
+        """Return whether a replica lists nothing that others of its pool list: its engine serves something else by now."""
         pool = self._of_replica.get(replica_id)
         if pool is None or self._make is None or len(pool.listed) < 2:
             return False
@@ -181,7 +182,7 @@ class Pools:
         return bool(names) and bool(others) and others.isdisjoint(names)
 
     def forget(self, replica_id: str) -> None:
-        """Forget where a replica was, and what it listed, which its pool serves on as long as a program lives there."""
+        """Forget a replica's pool, and its list, which its pool keeps serving as long as a program lives there."""
         pool = self._of_replica.pop(replica_id, None)
         if pool is not None:
             del pool.listed[replica_id]
@@ -210,7 +211,7 @@ class Pools:
         return pool
 
     def _see_all(self) -> None:
-        """Have what is read of all pools be of those that there are."""
+        """Update what is read of all pools."""
         schedulers = self.schedulers
         self.several = len(schedulers) > 1
         first = schedulers[0]
@@ -223,7 +224,7 @@ class Pools:
         self.replicas = ChainMap(*(each.replicas for each in schedulers))
 
     def _index(self) -> None:
-        """Find out anew which pool has which name; one that lost its last replica keeps its names."""
+        """Rebuild the index of names; a pool that lost its last replica keeps its names."""
         before, self._by_model = self._by_model, {}
         self._overlap = False
         for pool in self.all:
@@ -238,15 +239,15 @@ class Pools:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def send(self, turn_id: int, pool: Pool) -> None:
-        """Say where a turn belongs that arrives next."""
+        """Set the pool of the next arriving turn."""
         self._to_come[turn_id] = pool
 
     def destination(self, turn_id: int) -> Pool:
-        """Return where a turn belongs that arrives, once."""
+        """Return, once, the pool of an arriving turn."""
         return self._to_come.pop(turn_id, self.all[0])
 
     def handle(self, event: Event) -> list[Decision]:
-        """Hand an event to each pool that it is about; return what they decide, the first pool's first."""
+        """Hand an event to each pool that it is about; return their decisions, the first pool's first."""
         told, self.to_tell = [*self.to_tell, *addressed(self, event)], []
         self.handled = [(pool, each, pool.scheduler.handle(each)) for pool, each in told]
         if type(event) is Tick:
@@ -265,7 +266,7 @@ class Pools:
     # --- pools become one, and end ----------------------------------------------------------------------------------
 
     def _join_pools(self, now_s: float) -> None:
-        """Make one of two pools that list the same name, once one of them has no program."""
+        """Merge two pools that list the same name, once one of them has no program."""
         while self._overlap and (pair := self._joinable()) is not None:
             into, gone = pair
             for replica_id, names in list(gone.listed.items()):
@@ -281,7 +282,7 @@ class Pools:
             self._index()
 
     def _joinable(self) -> tuple[Pool, Pool] | None:
-        """Return two pools with a name in common of which the second has no program."""
+        """Return two pools with a common name, of which the second has no program."""
         for number, pool in enumerate(self.all):
             for other in self.all[number + 1 :]:
                 if not set(pool.models).isdisjoint(other.models) and (pool.is_idle or other.is_idle):
@@ -289,7 +290,7 @@ class Pools:
         return None
 
     def _drop_empty(self) -> None:
-        """Drop pools without replicas and programs, but the first."""
+        """Drop pools without replicas and programs, except the first."""
         kept = [pool for pool in self.all if pool is self.all[0] or pool.listed or not pool.is_idle]
         if len(kept) < len(self.all):
             self.all = kept
@@ -298,7 +299,7 @@ class Pools:
             self._index()
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Have `listener` called with each signal of every pool; return what ends that."""
+        """Call `listener` with each signal of every pool; return a function that ends that."""
         self._listeners.append(listener)
         ends = [pool.scheduler.listen(listener) for pool in self.all]
 
@@ -311,7 +312,7 @@ class Pools:
 
 
 def share(schedulers: Sequence[Scheduler]) -> None:
-    """Have schedulers of several pools share what is of all: generations, how many programs may live, verdicts."""
+    """Share across pools what belongs to all: generations, the number of programs that may live, verdicts."""
     for scheduler in schedulers:
         scheduler.knowledge.judge_record = schedulers[0].knowledge.judge_record
         scheduler.book.generations = schedulers[0].book.generations

@@ -2,22 +2,21 @@
 
 Theory of operation
 ===================
-A turn needs a lease. `handle` is synchronous, so there is no lock and no race; it reads no clock, so the same events
+A turn needs a lease. `handle` is synchronous, so there is no lock and no race. It reads no clock, so the same events
 always give the same decisions, on a server, in a simulation, and in a replay of yesterday's log.
 
 Each event does three things, in this order:
 
-1. A handler (`handlers/`) books what happened, and at most asks for a place: where may the program of a turn that
-   arrived be active now? The policy answers (`place`), the core checks the answer; if nowhere, the program waits.
-2. If the event may have freed room, or time has passed, the core *balances*: who is admitted begins, who waits for one
-   replica is asked about, and the policy makes proposals, each of which the view checks and has carried out at once.
-3. The rules *settle* what holds under every policy (`rules/`): turns whose clients would give up are let in, and those
-   of programs whose parents wait for them; what tenants had is counted.
+1. A handler (`handlers/`) books what happened, and asks at most for a place: where may the program of an arrived turn
+   be active now? The policy answers (`place`), and the core checks the answer; if nowhere, the program waits.
+2. If the event may have freed room, or time has passed, the core *balances*: it admits programs, asks about those that
+   wait for one replica, and lets the policy make proposals. The view checks each proposal and carries it out at once.
+3. The rules *settle* what applies under every policy (`rules/`): turns whose clients would give up are let in, and
+   turns of programs whose parents wait for them; what tenants had is counted.
 
-Where a program stands is one thing, its place (`model/places.py`). It changes in one function, `Book.move`, and its
-size in one other, `Book.resize`; sums, orders, story and decisions follow there, so that a policy never sees a claim
-that is in no sum, or in two. The verbs are in `core.py`, and what a policy wants to hear it is told in signals
-(`verbs/stream.py`).
+A program's state is its place (`model/places.py`). Only `Book.move` changes it, and only `Book.resize` changes its
+size. Sums, orders, story and decisions are updated there, so a policy never sees a claim that is in no sum, or in two.
+The verbs are in `core.py`; signals tell a policy what it wants to hear (`verbs/stream.py`).
 """
 
 from __future__ import annotations
@@ -56,18 +55,18 @@ from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.view import SchedulerView
 
 IN_DEMAND_RATIO: Final = 0.8
-"""A replica is in demand while others wait and so much of what may be claimed there is: then more may be tried."""
+"""A replica is in demand while others wait and this ratio of its limit is claimed: then more may be tried."""
 
 
 class Scheduler:
     """The single owner of the book: programs, replicas, the paused queue, and all sums.
 
-    Not thread-safe: one caller at a time. Cost of an event: O(log programs + replicas), besides a tick, which costs
-    that for each program it pauses or restores, and the loss of a replica, the same for each program on it.
+    Not thread-safe: one caller at a time. Cost of an event: O(log programs + replicas). Exceptions: a tick costs that
+    for each program it pauses or restores, and the loss of a replica for each program on it.
     """
 
     def __init__(self, policy: Policy, settings: SchedulerSettings | None = None) -> None:
-        """Begin with no replica and no program."""
+        """Create a scheduler without replicas and programs."""
         self.policy = policy
         self.settings = settings = settings or SchedulerSettings()
         rules = policy.claim_rules
@@ -76,7 +75,7 @@ class Scheduler:
         self.tenants = Tenants(settings.tenant_weight_ratios) if settings.fair_tenants else None
         admission = getattr(policy, "admission", None)
         self.admission_name: str = "" if admission is None else admission.name
-        """The word for what lets programs begin; empty where all may."""
+        """The admission's name; empty if all programs may begin."""
         unadmitted_rank = None if admission is None else admission.rank
         self.queue = PausedQueue(policy.restore_rank, unadmitted_rank, self.tenants)
         self.book = book = Book(
@@ -137,19 +136,19 @@ class Scheduler:
 
     @property
     def granting_replicas(self) -> list[Replica]:
-        """Those of them on which grants are not suspended: what a policy sees."""
+        """Open replicas on which grants are not suspended: what a policy sees."""
         return self.book.granting_replicas
 
     def learned(self) -> LearnedRecord:
-        """Return all that was learned, by the policy's order too."""
+        """Return all that was learned, including the policy's order."""
         learned, export = self.knowledge.export(), getattr(getattr(self.policy, "order", None), "export", None)
         return learned if export is None else replace(learned, lengths=export())
 
     def handle(self, event: Event) -> list[Decision]:
-        """Take in one event and return what follows from it, in the order in which it was decided.
+        """Handle one event; return the decisions in the order in which they were made.
 
-        An event that is older than the last one is taken to be as old as that one. An event about a turn or a
-        replica that is not known, or no longer, changes nothing.
+        An event older than the last one is handled as if it were as old as that one. An event about an unknown or ended
+        turn or replica changes nothing.
         """
         book, core = self.book, self.core
         now_s = event.now_s
@@ -175,14 +174,14 @@ class Scheduler:
         return decisions
 
     def listen(self, listener: Callable[[Any], None]) -> Callable[[], None]:
-        """Have `listener` called with each signal as it is made; return what ends that."""
+        """Call `listener` with each new signal; return a function that ends that."""
         return self.stream.listen(listener)
 
     def expected_holds_s(self, count: int) -> dict[str, float]:
-        """Return for the first `count` programs that wait in how many seconds each is expected to be restored.
+        """Return the expected seconds until restore of the first `count` waiting programs.
 
-        Those that wait to be admitted come after all that wait for room. Cost: O(count log waiting), once for
-        those that may go anywhere, and once for each replica that is waited for.
+        Programs that wait for admission come after all that wait for room. Cost: O(count log waiting), once for those
+        that may go anywhere, and once for each replica that is waited for.
         """
         interval_s = self._pace.interval_s
         waiting: list[Program] = self.queue.first_waiting(count)
@@ -191,7 +190,7 @@ class Scheduler:
     # --- time -------------------------------------------------------------------------------------------------------
 
     def _turn_due(self, event: TurnDue) -> None:
-        """Nothing but the rules: who must have its lease gets it after every event."""
+        """Do nothing: the rules, which follow every event, grant the turn that is due."""
 
     def _tick(self, event: Tick) -> None:  # noqa: ARG002 - its time was taken in already
         self._pace.accrue(self.book.now_s, waiting=self._pace.waiting)
@@ -205,7 +204,7 @@ class Scheduler:
         self.view.previous_tick_s = self.book.now_s
 
     def _correct_capacities(self) -> None:
-        """Correct what may be claimed of each replica by what was lost there."""
+        """Correct the claimable part of each replica by what was lost there."""
         book = self.book
         others_wait = bool(book.ledger.waiting_count)
         for replica in book.granting_replicas:

@@ -28,13 +28,13 @@ class SchedulerView:
     _operations: Operations
 
     def __init__(self, book: Book, *, provisions_replicas: bool) -> None:
-        """Look at `book`; what may be proposed is there with `attach`."""
+        """Look at `book`; proposals are possible after `attach`."""
         self._book = book
         self._provisions_replicas = provisions_replicas
         self.previous_tick_s = 0.0  # see `View`
 
     def attach(self, core: Core, operations: Operations) -> None:
-        """Have proposals carried out by these."""
+        """Carry proposals out by these."""
         self._core = core
         self._operations = operations
 
@@ -251,7 +251,7 @@ class SchedulerView:
     def propose_route(
         self, scope: str, name: str, replicas: Mapping[str, float], reason: Reason = Reason.GLOBAL_POLICY
     ) -> bool:
-        """See `View`. Accepted for a scope that there is, and replicas that are known."""
+        """See `View`. Accepted for a valid scope, and known replicas."""
         targets = tuple(replicas.items())
         if possible := not self._operations.why_not_route(scope, name, targets):
             self._operations.set_route(Scope(scope), name, targets, reason)
@@ -275,7 +275,7 @@ class SchedulerView:
     def propose_migrate(
         self, program: ProgramView, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY
     ) -> bool:
-        """See `View`. Accepted for an admitted program that is not there yet, where its route leads, on an open one."""
+        """See `View`. Accepted for an admitted program elsewhere, and an open replica that its route allows."""
         own = self._own(program)
         if own is None or self._operations.why_not_migrate(program.program_id, replica.replica_id):
             return False
@@ -289,14 +289,14 @@ class SchedulerView:
         return own is not None
 
     def propose_kill_replica(self, replica: ReplicaView, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
-        """See `View`. Accepted for an open replica beside which there is another one, where somebody ends replicas."""
+        """See `View`. Accepted for an open replica that is not the only one, if somebody ends replicas."""
         if self.replica(replica.replica_id) is None or len(self.replicas) < 2 or not self._provisions_replicas:
             return False
         self._operations.kill_replica(replica.replica_id, reason)
         return True
 
     def propose_provision(self, reason: Reason = Reason.GLOBAL_POLICY) -> bool:
-        """See `View`. Accepted where somebody starts replicas."""
+        """See `View`. Accepted if somebody starts replicas."""
         if self._provisions_replicas:
             self._operations.provision(reason)
         return self._provisions_replicas
@@ -322,14 +322,14 @@ class SchedulerView:
         return True
 
     def propose_unmark(self, program: ProgramView, reason: Reason) -> bool:
-        """See `View`. Accepted for a program that is marked for nothing but what the policy said."""
+        """See `View`. Accepted for a program that is marked only by the policy."""
         if (own := self._own(program)) is None or not own.marked_by_policy:
             return False
         self._core.unmark(own, reason)
         return True
 
     def propose_dismiss(self, program: ProgramView, reason: Reason) -> bool:
-        """See `View`. Accepted for an admitted program that has no turn in flight, nor one held where it is active."""
+        """See `View`. Accepted for an admitted program without a turn in flight, or one held where it is active."""
         own = self._own(program)
         if own is None or not own.admitted or own.in_flight or self._core.admission is None:
             return False
@@ -338,7 +338,7 @@ class SchedulerView:
         return may_leave
 
     def propose_restore(self, program: ProgramView, replica: ReplicaView, reason: Reason) -> bool:
-        """See `View`. Accepted for a paused program on a replica that is open; of a routed one, on that one alone."""
+        """See `View`. Accepted for a paused program on an open replica; for a routed one, only on its own."""
         own, target = self._own(program), self._core.placing.granting(replica)
         if own is None or own.place.active or target is None or own.routed_to not in (None, target.replica_id):
             return False

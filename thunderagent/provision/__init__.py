@@ -1,1 +1,1 @@
-"""Start and end replicas: who does it (`base.py`), one file for each way, and when (`manager.py`)."""
+"""Starting and ending replicas: the interface (`base.py`), one file for each driver, and when (`manager.py`)."""

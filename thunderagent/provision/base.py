@@ -1,4 +1,4 @@
-"""What everybody does who starts and ends replicas."""
+"""The interface of drivers that start and end replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thunderagent.errors import ConfigurationError, DiscoveryError
 class Launched:
     """A replica that was started, or is about to be.
 
-    `url` is empty where another source of replicas finds it; `handle` is its driver's name for it.
+    `url` is empty if another source of replicas finds it; `handle` is its driver's name for it.
     """
 
     handle: str
@@ -27,33 +27,33 @@ OnLost = Callable[[str, str], None]
 
 
 class Provisioner(Protocol):
-    """One way to start and end replicas. All methods belong to one event loop; all raise `ProvisionError` alone."""
+    """A driver that starts and ends replicas. All methods belong to one event loop; they raise only `ProvisionError`."""
 
     @property
     def name(self) -> str:
-        """The word that the configuration and logs use for it."""
+        """Its name in the configuration and logs."""
 
     @property
     def names_urls(self) -> bool:
-        """Whether it says where the replicas are that it starts; else another source finds them."""
+        """Whether it reports its replicas' URLs; otherwise another source finds them."""
 
     async def open(self) -> int:
-        """End what an earlier run of the proxy left; return how many replicas there are all the same."""
+        """End what an earlier run of the proxy left; return how many replicas remain."""
 
     async def run(self, on_lost: OnLost) -> None:
-        """Look after what was started until cancelled; may return at once where nobody need."""
+        """Watch started replicas until cancelled; may return at once if that is not needed."""
 
     async def start(self) -> Launched:
         """Start one more. It need not answer yet."""
 
     async def check_end(self, handle: str, url: str) -> None:
-        """Raise `ProvisionError` if that one cannot be ended, before it is drained for nothing."""
+        """Raise `ProvisionError` if that one cannot be ended, before it is drained in vain."""
 
     async def end(self, handle: str, url: str) -> None:
-        """End a replica that is drained, by its handle, or where that is empty, by its URL."""
+        """End a drained replica, by its handle, or if that is empty, by its URL."""
 
     async def close(self) -> None:
-        """End what was started and must not outlive the proxy. Never raises."""
+        """End started replicas that must not outlive the proxy. Never raises."""
 
 
 def free_port() -> int:
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 
 def url_on(port: int, pattern: str) -> str:
-    """Return the URL of a replica on a port, as the proxy writes it. Raises `ConfigurationError` for what is none."""
+    """Return the URL of a replica on a port, as the proxy writes it. Raises `ConfigurationError` if invalid."""
     try:
         wanted = wanted_of(pattern.replace("{port}", str(port)))
     except DiscoveryError as error:

@@ -21,7 +21,7 @@ from thunderagent.errors import ConfigurationError, ProvisionError
 from thunderagent.provision.base import Launched, OnLost, free_port, url_on
 
 LOOK_S = 0.1
-"""How often it is looked whether processes still run."""
+"""How often to check whether processes still run."""
 
 
 class CommandProvisioner:
@@ -31,7 +31,7 @@ class CommandProvisioner:
     names_urls = True
 
     def __init__(self, command: str, url: str, *, end_limit_s: float = 30.0, log_folder: Path | None = None) -> None:
-        """Start `command`, whose engine answers at `url`. Raises `ConfigurationError` for what cannot be one."""
+        """Start `command`, whose engine answers at `url`. Raises `ConfigurationError` if invalid."""
         try:
             self._words = shlex.split(command)
         except ValueError as error:
@@ -45,7 +45,7 @@ class CommandProvisioner:
         self._end_limit_s = end_limit_s
         self._log_folder = log_folder
         self._running: dict[str, Process] = {}
-        """By their handles, which are their process ids."""
+        """By handle, which is the process id."""
 
     def __repr__(self) -> str:
         return f"<CommandProvisioner {self._words[0]}: {', '.join(self._running) or 'none'}>"
@@ -124,7 +124,7 @@ def _tell_group(process: Process, number: signal.Signals) -> None:
 
 
 def _end_rest(process: Process) -> None:
-    """End what a process that ended had started, and let go of it."""
+    """End the children of an ended process, and forget it."""
     _tell_group(process, signal.SIGKILL)
     if process.stdin is not None:
         process.stdin.close()

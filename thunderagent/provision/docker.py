@@ -24,15 +24,15 @@ log = structlog.get_logger("thunderagent.provision")
 
 OWNER_LABEL = "thunderagent.replica-of"
 LOOK_S = 1.0
-"""How often it is looked whether containers still run."""
+"""How often to check whether containers still run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaImage:
-    """What is run: `command` is added to what the image runs itself, and may hold {port} and {replica_id}.
+    """The image to run: `command` is added to the image's own, and may contain {port} and {replica_id}.
 
-    With the network `host` the engine listens on {port} itself; else on `port_id` inside, which is published.
-    `gpus` is all, or how many; empty: none. `volumes` are HOST:INSIDE, each with :ro if it is only read.
+    With the network `host` the engine listens on {port} itself; otherwise on `port_id` inside, which is published.
+    `gpus` is all, or a number; empty: none. `volumes` are HOST:INSIDE, each with :ro if read-only.
     """
 
     image: str
@@ -58,7 +58,7 @@ class DockerProvisioner:
         docker_url: str = "",
         end_limit_s: float = 30.0,
     ) -> None:
-        """Run `image` at a Docker engine. Raises `ConfigurationError` for what cannot be run."""
+        """Run `image` at a Docker engine. Raises `ConfigurationError` if invalid."""
         if not image.image:
             raise ConfigurationError("provision_image: needs an image")
         url_on(1, image.url)
@@ -87,7 +87,7 @@ class DockerProvisioner:
         return 0
 
     async def run(self, on_lost: OnLost) -> None:
-        """See `Provisioner`. An engine that does not answer says nothing about who runs there."""
+        """See `Provisioner`. An engine that does not answer says nothing about its containers."""
         while True:
             await asyncio.sleep(LOOK_S)
             for handle in list(self._handles):

@@ -1,8 +1,8 @@
-"""Replicas that are pods of a Deployment or a StatefulSet: it is scaled up and down.
+"""Replicas that are pods of a Deployment or a StatefulSet, by scaling it.
 
-Where the pods are is found by the source of replicas that watches them. Which pod goes when a Deployment is scaled down
-is for Kubernetes to choose; it takes the one whose deletion cost is the lowest, so that is set first. Of a StatefulSet
-it is always the one with the highest number, so no other can be ended.
+The source of replicas that watches the pods finds their URLs. When a Deployment is scaled down, Kubernetes chooses the
+pod with the lowest deletion cost, so that is set first. In a StatefulSet it is always the one with the highest number,
+so no other can be ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = {"deployment": "deployments", "statefulset": "statefulsets"}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is scaled."""
+    """The workload to scale."""
 
     namespace: str
     kind: str
@@ -54,15 +54,15 @@ class KubernetesProvisioner:
         self._selection = selection
         self._access = access
         self._resizing = asyncio.Lock()
-        """Held from where the size is read to where it is set: several may start and end at a time."""
+        """Held from reading the size to setting it: several may start and end at a time."""
 
     def __repr__(self) -> str:
         return f"<KubernetesProvisioner {self._workload}>"
 
     async def open(self) -> int:
-        """See `Provisioner`: the workload keeps its size when the proxy starts again.
+        """See `Provisioner`: the workload keeps its size when the proxy restarts.
 
-        Refuses a Deployment where the deletion cost of pods is not known: another pod would end than the one drained.
+        Refuses a Deployment if the cluster has no deletion cost: another pod than the drained one would end.
         """
         try:
             async with connected(self._access) as cluster:
@@ -106,7 +106,7 @@ class KubernetesProvisioner:
             raise ProvisionError(error.message) from error
 
     async def _endable(self, cluster: Cluster, url: str) -> tuple[str, int]:
-        """Return the pod at a URL, and how many there are. Raises `ProvisionError` if it cannot be the one to go."""
+        """Return the pod at a URL, and the number of pods. Raises `ProvisionError` if it cannot be the one to go."""
         size_count = await self._size(cluster)
         pod = await self._pod_at(cluster, url)
         if pod is None:
@@ -117,7 +117,7 @@ class KubernetesProvisioner:
         return pod, size_count
 
     async def close(self) -> None:
-        """See `Provisioner`: the workload is not the proxy's own, and stays."""
+        """See `Provisioner`: the workload does not belong to the proxy, and stays."""
 
     async def _size(self, cluster: Cluster) -> int:
         scale = await cluster.ask("GET", f"{self._workload.path}/scale")

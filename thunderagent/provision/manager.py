@@ -1,16 +1,16 @@
-"""When replicas are started and ended: what the scheduler decided, within bounds.
+"""When replicas are started and ended: the scheduler's decisions, within bounds.
 
 Theory of operation
 ===================
-The core says that there should be one more replica, or that one should end (`Provision`, `EndReplica`); an operator's
-word comes the same way, so that the event log has it. `observe` only notes it; `run` carries it out, because whatever
-changes the replicas tells the runtime of it.
+The core decides that there should be one more replica, or that one should end (`Provision`, `EndReplica`); an
+operator's request comes the same way, so the event log has it. `observe` only notes it; `run` carries it out, because
+changes of replicas are reported back to the runtime.
 
-There are never more than `max_count` that were started, nor, where it can be helped, fewer than `min_count`: so many
-are started at first, and again when one is lost. What a policy wants is done at most once in `cooldown_s`, an
-operator's word at once. A replica that was started is named to the proxy like one of any other source: it gets turns
-after its first good poll; if there is none within `ready_limit_s` it is ended. One that ends is no longer named: it
-drains, and only when the proxy has forgotten it its driver ends it.
+There are never more than `max_count` started replicas, nor, if possible, fewer than `min_count`: that many are started
+at first, and again when one is lost. A policy's request is carried out at most once per `cooldown_s`, an operator's at
+once. A started replica is named to the proxy like one of any other source: it gets turns after its first good poll; if
+there is none within `ready_limit_s` it is ended. One that ends is no longer named: it drains, and its driver ends it
+only when the proxy has forgotten it.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from thunderagent.provision.base import Launched, Provisioner
 log = structlog.get_logger("thunderagent.provision")
 
 HEARS = (Provision, EndReplica, ReplicaRemoved)
-"""What `Provisioning.observe` is about."""
+"""Kinds of events and decisions for `Provisioning.observe`."""
 
 LOOK_S = 0.1
-"""How often it is looked what became of replicas that start or drain."""
+"""How often to check replicas that start or drain."""
 
 
 class Fleet(Protocol):
-    """What the proxy knows of replicas."""
+    """The proxy's view of replicas."""
 
     def wanted(self, urls: Sequence[str]) -> None:
-        """Take the whole set of those that were started here."""
+        """Set all replicas that were started here."""
 
     def url_of(self, replica_id: str) -> str | None:
-        """Return where a replica is; None if it is not known."""
+        """Return a replica's URL; None if it is unknown."""
 
     def knows(self, url: str) -> bool:
-        """Say whether any replica at a URL is not forgotten yet."""
+        """Return whether any replica at a URL is not forgotten yet."""
 
     def is_up(self, url: str) -> bool:
-        """Say whether a replica at a URL answers."""
+        """Return whether a replica at a URL answers."""
 
     def leave(self, url: str) -> None:
         """Let the replicas at a URL drain and go, whichever source names them."""
@@ -60,7 +60,7 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProvisionSettings:
-    """How many, and how fast."""
+    """Limits of number and speed."""
 
     min_count: int = 0
     max_count: int = 1
@@ -80,7 +80,7 @@ class _Own:
 
 
 class Provisioning:
-    """Carry out what was decided about replicas. All methods belong to one event loop."""
+    """Carries out decisions on replicas. All methods belong to one event loop."""
 
     def __init__(
         self, driver: Provisioner | None, fleet: Fleet, settings: ProvisionSettings, clock: Callable[[], float]
@@ -93,22 +93,22 @@ class Provisioning:
         self._todo: list[Provision | EndReplica] = []
         self._something = asyncio.Event()
         self._own: dict[str, _Own] = {}
-        """By their handles."""
+        """By handle."""
         self._ending_urls: set[str] = set()
         self._elsewhere_count = 0
-        """Replicas of a driver that does not say where they are."""
+        """Number of replicas of a driver that does not report their URLs."""
         self._starting_count = 0
         self._cooled_s = -inf
         self._tries_again_s = -inf
         self.failure = ""
-        """What failed last; empty if what was tried last did not."""
+        """The last failure; empty if the last attempt succeeded."""
 
     def __repr__(self) -> str:
         return f"<Provisioning by {self._driver!r}: {self.count} of {self._settings.max_count}>"
 
     @property
     def driver_name(self) -> str:
-        """The word for who starts and ends replicas; empty if nobody does."""
+        """The driver's name; empty if there is none."""
         return self._driver.name if self._driver is not None else ""
 
     @property
@@ -118,17 +118,17 @@ class Provisioning:
 
     @property
     def count(self) -> int:
-        """Replicas that were started and do not end, those that are being started among them."""
+        """Number of started replicas that do not end, including those being started."""
         own_count = sum(not own.is_ending for own in self._own.values())
         return own_count + self._elsewhere_count + self._starting_count
 
     @property
     def starting_count(self) -> int:
-        """Of these, those that never answered yet, as far as it is known where they are."""
+        """Those that have not answered yet, as far as their URLs are known."""
         return self._starting_count + sum(not own.was_up for own in self._own.values() if not own.is_ending)
 
     def owns(self, replica_id: str) -> bool:
-        """Say whether a replica can be ended here; of a driver that does not say where they are, any might be."""
+        """Return whether a replica can be ended here; with a driver that does not report URLs, any might be."""
         url = self._fleet.url_of(replica_id)
         if self._driver is None or url is None:
             return False
@@ -149,7 +149,7 @@ class Provisioning:
             raise ProvisionLimitError(f"there are {self.count} started replicas, which is the smallest number allowed")
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
-        """Note what the scheduler decided about replicas, and look whether one that was removed was started here."""
+        """Note the scheduler's decisions on replicas, and check whether a removed one was started here."""
         if type(event) is ReplicaRemoved and self._own:
             self._something.set()
         wanted = [decision for decision in decisions if isinstance(decision, Provision | EndReplica)]
@@ -160,7 +160,7 @@ class Provisioning:
     # --- carrying out
 
     async def run(self) -> None:
-        """Carry out what is decided until cancelled; then end what must not outlive the proxy."""
+        """Carry out decisions until cancelled; then end what must not outlive the proxy."""
         try:
             async with asyncio.TaskGroup() as group:
                 if self._driver is not None:
@@ -186,7 +186,7 @@ class Provisioning:
                 return
 
     async def _wait(self) -> None:
-        """Wait until something was decided; no longer than a look if something is on its way."""
+        """Wait for a decision; no longer than a check's period if something is in progress."""
         on_its_way = self.starting_count or self.count < self._settings.min_count
         if self._driver is not None and on_its_way:
             await asyncio.sleep(LOOK_S)
@@ -199,7 +199,7 @@ class Provisioning:
         return todo
 
     def _look_after(self, group: asyncio.TaskGroup) -> None:
-        """Start what is missing, and end what does not come up."""
+        """Start missing replicas, and end those that do not come up."""
         if self._driver is None:
             return
         now_s = self._now_s()
@@ -220,7 +220,7 @@ class Provisioning:
                 self._begin_end(self._driver, group, own.launched)
 
     def _carry_out(self, decision: Provision | EndReplica, group: asyncio.TaskGroup) -> None:
-        """Do what was decided, if the bounds allow it still: several may have been decided at once."""
+        """Carry out a decision, if the bounds still allow it: several may have been made at once."""
         try:
             if decision.reason is not Reason.OPERATOR and self._now_s() < self._cooled_s:
                 return

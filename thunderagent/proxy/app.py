@@ -1,4 +1,4 @@
-"""The web application: all that the proxy is made of, put together."""
+"""The web application: all parts of the proxy put together."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.runtime import Runtime
 
 MADE_ANSWERS_COUNT = 100_000
-"""So many responses are remembered by their ids: about 20 MB."""
+"""How many responses are remembered by their ids: about 20 MB."""
 
 
 HISTORY = web.AppKey("history", History)
-"""Where the application keeps its history; whoever runs it runs that beside it, and so the next."""
+"""The application's history; its owner runs that beside it, and the next ones too."""
 LOOP_LAG = web.AppKey("loop_lag", LoopLag)
 
 
 GUARD = web.AppKey("guard", Guard)
 HELD = web.AppKey("held", HeldTurns)
-"""Whose limits may be set anew while it runs."""
+"""Its limits may be changed while it runs."""
 
 
 FRONT = web.AppKey("front", Front)
-"""Where the application keeps what answers turns that do not come by aiohttp."""
+"""The application's front for turns that do not come through aiohttp."""
 
 
 async def _say_simulated(request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG001 - a signal's signature
@@ -108,9 +108,9 @@ def build_app(
     further_routes: Iterable[web.RouteDef] = (),
     cell: Callable[[], CellReport] | None = None,
 ) -> web.Application:
-    """Put the proxy together. The caller owns what it is made of. `simulated` engines are told of in every answer.
+    """Build the proxy. The caller owns its parts. `simulated` engines are mentioned in every answer.
 
-    `cell` tells the place of a scheduler that has gateways.
+    `cell` returns the cell report of a scheduler with gateways.
     """
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
@@ -198,7 +198,7 @@ def build_app(
 
 
 def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, hears: bool) -> Quotas:
-    """Return what counts what keys use; it hears of turns only where keys may have limits."""
+    """Return the counter of what keys use; it hears of turns only if keys may have limits."""
     quotas = Quotas(registry, lambda program_id: runtime.tenant_of(program_id) is not None, held.max_turns_count)
     if hears:
         runtime.observe(quotas.heard, *QUOTAS_HEARD)
@@ -213,7 +213,7 @@ def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]
 
 
 def _closing(*owners: WeightSync | Leases | Websockets) -> Callable[[web.Application], Awaitable[None]]:
-    """Return what has the owners of what would go on end it when the application ends."""
+    """Return a hook that ends, when the application ends, what would otherwise go on."""
 
     async def close(_: web.Application) -> None:
         for owner in owners:

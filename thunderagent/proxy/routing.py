@@ -1,4 +1,4 @@
-"""The way of a request to its handler: past the guard, and by its path, however that is spelt."""
+"""From a request to its handler: through the guard, and by its path in any spelling."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
 
 ENGINES_HEADER = "X-ThunderAgent-Engines"
-"""In every answer of a proxy whose engines are simulated."""
+"""Set on every answer of a proxy with simulated engines."""
 
 Around = Callable[[Handler, web.RouteDef], Handler]
 
 Elsewhere = Callable[[web.Request, Target, Use], Awaitable[web.StreamResponse | None]]
-"""Answers what is neither a turn nor the engine's own affair; None for what is one of these."""
+"""Answers requests that are neither turns nor the engine's own; None for those."""
 
 
 class Tracing(Protocol):
-    """What makes spans of requests."""
+    """Makes spans of requests."""
 
     def request(self, headers: CIMultiDictProxy[str], path: str) -> AbstractContextManager[Trace]:
-        """Have a turn that is asked for in the block be known as this request's."""
+        """Attribute a turn in the block to this request."""
 
     def around(self, handler: Handler) -> Handler:
         """Wrap the handler of a route."""
@@ -66,7 +66,7 @@ def add_routes(
     access_log: bool,
     tracing: Tracing | None = None,
 ) -> None:
-    """Register routes behind the guard, which lets through to what is `before` them."""
+    """Register routes behind the guard, wrapped by `before`."""
     for route in routes:
         handler = route.handler
         for each in before:
@@ -83,22 +83,22 @@ def add_routes(
 
 
 class TurnHandlers:
-    """aiohttp's requests on the endpoints on which a request is a turn."""
+    """Handles aiohttp requests on the endpoints of turns."""
 
     def __init__(self, turns: Turns) -> None:
-        """Have `turns` answer them."""
+        """Answer them by `turns`."""
         self._turns = turns
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one turn. A body that is not a JSON object goes to an engine as it is, for its own words on it."""
+        """Answer one turn. A body that is not a JSON object is forwarded unchanged, so the engine reports the error."""
         return await self._answer(request, target_of(request).plainly())
 
     async def handle_other(self, request: web.Request) -> web.StreamResponse:
-        """Answer a POST on an API that we do not speak: it may generate, so it is a turn of nobody."""
+        """Answer a POST on an unknown API: it may generate, so it is an anonymous turn."""
         return await self._answer(request, target_of(request))
 
     async def handle_on(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
-        """Answer one turn on the replica that its client chose: nobody's, whoever's it says it is."""
+        """Answer one turn on the replica that its client chose: anonymous, whatever program it names."""
         return await self._answer(request, target, replica_id)
 
     async def _answer(self, request: web.Request, target: Target, chosen_id: str | None = None) -> web.StreamResponse:
@@ -151,7 +151,7 @@ def front_of(
 
 
 def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, elsewhere: Elsewhere) -> Handler:
-    """Return the handler of paths that name a program, and of the engine's own paths, however they are spelt."""
+    """Return the handler of paths that name a program, and of the engine's own paths, in any spelling."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         target = target_of(request)
@@ -171,7 +171,7 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
 
 
 def by_engine_control(engine_control: EngineControl, replicas: Replicas, own_parts: frozenset[str]) -> Elsewhere:
-    """Tell replicas what a control call says: under a program's path that program's. Refuses paths of ours alone."""
+    """Send control calls to replicas: under a program's path, to that program's. Refuses paths of ours alone."""
 
     async def answer(request: web.Request, target: Target, use: Use) -> web.StreamResponse | None:  # noqa: ARG001 - its kind
         if (command := command_of(target.spelt)) is not None:
@@ -188,17 +188,17 @@ def by_engine_control(engine_control: EngineControl, replicas: Replicas, own_par
 
 
 def own_parts_of(routes: Iterable[web.RouteDef]) -> frozenset[str]:
-    """Return the first parts of the paths that are the proxy's own: what else is under them is nobody's."""
+    """Return the first parts of the proxy's own paths: anything else under them does not exist."""
     first_parts = {route.path.split("/")[1] for route in routes if route.path not in TURN_DIALECTS}
     return frozenset(first_parts - {"v1"})
 
 
 async def _no_route(request: web.Request) -> ThunderAgentError:
-    """Return the error for a path under which no route of ours is; of one with other methods, with these."""
+    """Return the error for a path without a route; if it has routes with other methods, name these."""
     methods: set[str] = set()
     for resource in request.app.router.resources():
         methods |= (await resource.resolve(request))[1]
-    methods.discard(hdrs.METH_ANY)  # that is CATCH_ALL
+    methods.discard(hdrs.METH_ANY)  # CATCH_ALL has that
     if not methods:
         path = told_path(request)
         hint = "; a turn of a program goes to /p/PROGRAM/v1/..." if path.startswith("/p/") else ""

@@ -1,4 +1,4 @@
-"""The single writer: events in, decisions carried out, those who wait woken, the log written."""
+"""The single writer: takes events, carries decisions out, wakes waiters, writes the log."""
 
 from thunderagent.runtime.runtime import Runtime, RuntimeSettings
 

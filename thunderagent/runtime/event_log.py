@@ -1,8 +1,8 @@
-"""The event log: one JSON line for every event and what was decided, and the replay that decides it all again.
+"""The event log: one JSON line for every event and its decisions, and the replay that repeats the decisions.
 
-The first line is a header with everything that decisions depend on besides the events: the policy and its settings,
-and the scheduler's. A line is `[event name, event fields, [[decision name, decision fields], ...]]`; of a pool of
-replicas other than the first it ends with `[number of the pool, its name]`. What several pools heard of has a line for
+The first line is a header with everything that decisions depend on besides the events: the policy and its settings, and
+the scheduler's. A line is `[event name, event fields, [[decision name, decision fields], ...]]`; for a pool of replicas
+other than the first it ends with `[number of the pool, its name]`. An event that several pools heard has a line for
 each.
 """
 
@@ -29,18 +29,18 @@ FORMAT = "thunderagent-events/1"
 EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
 
 Record = tuple[Event, Any, int]
-"""An event, what was decided on it, and the number of the pool that heard of it."""
+"""An event, its decisions, and the number of the pool that heard it."""
 
 
 class EventLogWriter:
-    """Append events and their decisions to a file; `flush` when the caller has time."""
+    """Appends events and their decisions to a file; call `flush` when there is time."""
 
     def __init__(
         self, path: Path, *, policy: str, policy_settings: Mapping[str, object], settings: SchedulerSettings
     ) -> None:
-        """Open `path` and write the header; a log that stands there already is moved to the next free `path.N`.
+        """Open `path` and write the header; an existing log is moved to the next free `path.N`.
 
-        Raises `EventLogError` where it cannot be written.
+        Raises `EventLogError` if it cannot be written.
         """
         try:
             if path.exists():
@@ -58,12 +58,12 @@ class EventLogWriter:
         self._file.write(self._encoder.encode(header) + b"\n")
 
     def write(self, event: Event, decisions: list[Decision]) -> None:
-        """Append one event with what was decided on it."""
+        """Append one event with its decisions."""
         named = [(type(decision).__name__, decision) for decision in decisions]
         self._file.write(self._encoder.encode((type(event).__name__, event, named)) + b"\n")
 
     def write_pools(self, handled: Iterable[Handled]) -> None:
-        """Append what pools heard of, and decided."""
+        """Append what pools heard and decided."""
         for pool, event, decisions in handled:
             if not pool.pool_id:
                 self.write(event, decisions)
@@ -73,7 +73,7 @@ class EventLogWriter:
             self._file.write(self._encoder.encode(line) + b"\n")
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
+        """Hand the written lines to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
@@ -83,9 +83,9 @@ class EventLogWriter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay found; `difference` is None if every decision was the same.
+    """The result of a replay; `difference` is None if every decision was the same.
 
-    `goodput` is that of what it read, of the first pool.
+    `goodput` is that of the first pool.
     """
 
     policy: str
@@ -96,11 +96,11 @@ class ReplayReport:
 
 
 def replay(lines: Iterable[bytes], *, after_event: Callable[[Scheduler], None] | None = None) -> ReplayReport:
-    """Feed the events of a log through a fresh scheduler and compare its decisions with the log's.
+    """Feed the events of a log to a fresh scheduler and compare its decisions with the log's.
 
-    Stops at the first difference, and before a last line that has no end: there the process was killed. `after_event`
-    is called with the scheduler after each event (to check invariants, say). Raises `EventLogError` with the line's
-    number where a line cannot be read.
+    Stops at the first difference, and before an incomplete last line, where the process was killed. `after_event` is
+    called with the scheduler after each event, for example to check invariants. Raises `EventLogError` with the line's
+    number for an unreadable line.
     """
     numbered = enumerate(lines, start=1)
     make, policy = _maker_of(numbered)
@@ -128,9 +128,9 @@ def replay(lines: Iterable[bytes], *, after_event: Callable[[Scheduler], None] |
 
 
 def read_events(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Give the events of a log, without deciding anything; stops before a last line that has no end.
+    """Yield the events of a log, without deciding anything; stops before an incomplete last line.
 
-    Raises `EventLogError` with the line's number where a line cannot be read.
+    Raises `EventLogError` with the line's number for an unreadable line.
     """
     numbered = enumerate(lines, start=1)
     _read_header(numbered)
@@ -141,7 +141,7 @@ def read_events(lines: Iterable[bytes]) -> Iterator[Event]:
 
 
 def _maker_of(numbered: Iterator[tuple[int, bytes]]) -> tuple[Callable[[], Scheduler], str]:
-    """Return what makes a scheduler as the header says, and the name of its policy."""
+    """Return a factory of schedulers by the header, and the name of its policy."""
     header = _read_header(numbered)
     try:
         settings = {name: parse_setting(text) for name, text in header["policy_settings"].items()}
@@ -177,12 +177,12 @@ def _read_record(number: int, line: bytes) -> Record:
 
 
 def _without_empty_priorities(decisions: Any) -> None:
-    """Take out of grants that no engine priority was given: logs from before there were any do not say so."""
+    """Remove empty engine priorities from grants: older logs do not have that field."""
     for _, fields in decisions:
         if fields.get("engine_priority", 0) is None:
             del fields["engine_priority"]
 
 
 def _plain(value: object) -> Any:
-    """Return a value as it looks after a way through JSON."""
+    """Return a value as it looks after a round trip through JSON."""
     return msgspec.json.decode(msgspec.json.encode(value))

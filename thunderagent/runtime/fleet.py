@@ -36,25 +36,25 @@ _OF_REPLICAS = (
 )
 
 OF_REPLICAS: Final = frozenset(_OF_REPLICAS)
-"""The kinds of events after which the replicas that they are about are pushed."""
+"""The kinds of events after which their replicas are pushed."""
 
 
 class Fleet:
-    """Where the replicas of all pools are, and the map that who carries bytes reads of them."""
+    """Where the replicas of all pools are, and the map that the carriers of bytes read."""
 
     def __init__(self, pools: Pools) -> None:
-        """Begin with no replica."""
+        """Start without replicas."""
         self._pools = pools
         self.urls: dict[str, str] = {}
-        """By the replicas' ids."""
+        """By replica id."""
         self.replicas = ReplicaMap()
         """What others may know of them."""
 
     def push(self, event: Event) -> None:
-        """Tell who carries bytes what an event changed of the replicas. Cost: O(replicas it is about)."""
+        """Push an event's changes of replicas to the carriers of bytes. Cost: O(replicas it is about)."""
         assert isinstance(event, _OF_REPLICAS)
         known = self._pools.replicas
-        if event.replica_id is None:  # grants stop, or go on, everywhere
+        if event.replica_id is None:  # grants stop or continue everywhere
             self.replicas.push(map(self.state_of, known))
         elif event.replica_id in known:
             self.replicas.push((self.state_of(event.replica_id),))

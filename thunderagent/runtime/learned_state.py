@@ -1,15 +1,15 @@
-"""What was learned, kept in a file: read at the start, written every half minute and at the end.
+"""Learned knowledge in a file: read at the start, written every half minute and at the end.
 
 Theory of operation
 ===================
-A file is one line of JSON that says format, version, length and checksum, and after it the records of all pools, JSON
-too. It is written beside its place and moved there once it is on the disk, off the event loop, so whoever reads finds
-either the old one or the new one. One that cannot be taken in - torn, of another version, not ours - is moved out of
-the way and said so in the log: a proxy that has to learn anew is slower for a minute, one that does not start serves
-nobody. One that cannot be read may be a good one: it stays as it is, and nothing is written over it.
+A file is one line of JSON with format, version, length and checksum, followed by the records of all pools, JSON too. It
+is written beside its place and renamed once it is on the disk, off the event loop, so readers find either the old one
+or the new one. An unusable file (torn, of another version, not ours) is moved out of the way and logged: a proxy that
+has to learn again is slower for a minute, one that does not start serves nobody. A file that cannot be read may be a
+good one: it stays, and nothing is written over it.
 
-Which record is whose is known once replicas say what they serve: a pool that has learned nothing takes that of the
-models that it serves, by an event like any other, so that a log replays. Records of models that nobody serves at the
+Which record belongs to which pool is known once replicas report what they serve: a pool that has learned nothing takes
+the record of its models, by an event like any other, so that a log replays. Records of models that nobody serves at the
 moment are kept.
 """
 
@@ -40,16 +40,16 @@ log = structlog.get_logger("thunderagent.learned_state")
 
 FORMAT = "thunderagent-learned"
 VERSION = 1
-"""Of the records: another one is not read."""
+"""Version of the records: others are not read."""
 
 SAVE_EVERY_S = 30.0
-"""A process that is killed forgets no more than this and the time to write."""
+"""A killed process forgets no more than this and the time to write."""
 
 MAX_STATE_BYTES = 64 * 2**20
-"""A larger file is none of ours: one pool with all that is remembered takes half a megabyte."""
+"""A larger file is not ours: one full pool takes half a megabyte."""
 
 MAX_RECORDS_COUNT = 64
-"""Pools that are kept, the one longest unused forgotten first."""
+"""How many pools are kept, the one longest unused forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def encode_state(records: Sequence[PoolRecord]) -> bytes:
 
 
 def decode_state(content: bytes) -> list[PoolRecord]:
-    """Return what a file holds. Raises `StateError` with the reason if it is none, of another version, or torn."""
+    """Return the records in a file. Raises `StateError` with the reason if it is invalid, of another version, or torn."""
     first, _, body = content.partition(b"\n")
     try:
         head = msgspec.json.decode(first, type=_Head)
@@ -101,7 +101,7 @@ def decode_state(content: bytes) -> list[PoolRecord]:
 
 
 def read_state(path: Path) -> list[PoolRecord]:
-    """Return what a file holds, nothing if there is none. Raises `StateError` if that cannot be taken in, OSError."""
+    """Return the records in a file, empty if there is none. Raises `StateError` if it is unusable, OSError."""
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
             raise StateError(f"it has more than {MAX_STATE_BYTES:,} bytes")
@@ -111,7 +111,7 @@ def read_state(path: Path) -> list[PoolRecord]:
 
 
 def write_state(path: Path, records: Sequence[PoolRecord]) -> None:
-    """Put the content of a file in its place at once, readable to its owner alone. Blocks. Raises OSError."""
+    """Write a file atomically, readable only by its owner. Blocks. Raises OSError."""
     beside = path.with_name(f"{path.name}.new")
     with suppress(FileNotFoundError):
         beside.unlink()
@@ -132,9 +132,9 @@ class LearnedState:
     """Gives pools what was learned before, and keeps what they learn."""
 
     def __init__(self, path: Path | None, runtime: Runtime, *, every_s: float = SAVE_EVERY_S) -> None:
-        """Read the file; one that cannot be taken in is moved to `FILE.refused`. None: somebody else keeps the records.
+        """Read the file; an unusable one is moved to `FILE.refused`. None: somebody else keeps the records.
 
-        Raises `ConfigurationError` for a folder.
+        Raises `ConfigurationError` for a directory.
         """
         self._path = path
         self._every_s = every_s
@@ -143,9 +143,9 @@ class LearnedState:
         self._saved_count = -1
         self._fails = False
         self._is_unread = False
-        """Whether there is a file that nobody knows the content of: it is not written over."""
+        """Whether there is a file of unknown content: it is not overwritten."""
         self._unplaced: deque[PoolRecord] = deque(maxlen=MAX_RECORDS_COUNT)
-        """Of models that nobody has listed yet."""
+        """Records of models that nobody has listed yet."""
         runtime.served.on_listed = self.place
         if path is None:
             return
@@ -165,12 +165,12 @@ class LearnedState:
             log.info("state_read", file=str(path), models=[each.models for each in self._unplaced])
 
     def take(self, records: Sequence[PoolRecord]) -> None:
-        """Take in what another process had learned, and give it to the pools."""
+        """Take what another process had learned, and give it to the pools."""
         self._unplaced.extend(records)
         self.place()
 
     def place(self) -> None:
-        """Give each pool that has learned nothing what was learned of its models."""
+        """Give each pool that has learned nothing the record of its models."""
         for pool in self._runtime.pools.all:
             if self._unplaced and pool.listed and pool.scheduler.knowledge.growth.is_empty:
                 self._place(pool)
@@ -186,7 +186,7 @@ class LearnedState:
                 return
 
     def records(self) -> list[PoolRecord]:
-        """Return what is to be kept: what was not placed, and what each pool has learned."""
+        """Return the records to keep: those not placed, and what each pool has learned."""
         pools: Iterable[Pool] = self._runtime.pools.all
         learned = [pool for pool in pools if not pool.scheduler.knowledge.growth.is_empty]
         served = {name for pool in learned for name in pool.models}
@@ -194,15 +194,15 @@ class LearnedState:
         return [*unplaced, *(PoolRecord(each.models, each.scheduler.learned()) for each in learned)]
 
     async def run(self) -> None:
-        """Write it every half minute, or as often as it is to, if a turn ended in it; until cancelled."""
+        """Write it every half minute, or at its interval, if a turn ended since; until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.save()
 
     async def save(self) -> None:
-        """Write it now, if a turn ended since it was written; a disk that fails is said once.
+        """Write it now, if a turn ended since the last write; a failing disk is logged once.
 
-        Who is cancelled leaves the write to its end, and the next waits for that: two at once would tear it.
+        A cancelled call leaves the write running, and the next waits for that: two at once would tear the file.
         """
         await asyncio.shield(self._save())
 

@@ -1,4 +1,4 @@
-"""Who hears of events, and of what was decided on them. Who waits for something rare costs turns nothing."""
+"""Observers of events and their decisions. One that waits for something rare costs turns nothing."""
 
 # compiled: each turn passes here, four times
 
@@ -16,21 +16,21 @@ Numbered = tuple[int, Observer]
 
 
 class Observers:
-    """Those who hear, each by its number, in the order in which they came."""
+    """The observers by number, in order of registration."""
 
     def __init__(self) -> None:
-        """Begin with nobody."""
+        """Start without observers."""
         self._numbers = count()
         self._all: dict[int, tuple[Observer, frozenset[type] | None]] = {}
-        """By their numbers, and which kinds of events and decisions each is about; None is all."""
+        """By number, with the kinds of events and decisions that each is about; None is all."""
         self._by_kind: dict[type, tuple[Numbered, ...]] = {}
-        """Those that are about a kind; found out when one first comes."""
+        """Observers of a kind; computed when one first comes."""
 
     def __len__(self) -> int:
         return len(self._all)
 
     def add(self, observer: Observer, about: Sequence[type]) -> Callable[[], None]:
-        """Have `observer` called with what it is `about`; return what ends that, which is idempotent."""
+        """Call `observer` with what it is `about`; return an idempotent function that ends that."""
         number = next(self._numbers)
         self._all[number] = observer, frozenset(about) or None
         self._by_kind.clear()
@@ -42,7 +42,7 @@ class Observers:
         return stop
 
     def tell(self, event: Event, decisions: Sequence[Decision]) -> None:
-        """Have all hear of an event and what was decided on it whom one of these is about, each once."""
+        """Tell an event and its decisions to all observers of one of these kinds, once each."""
         by_kind = self._by_kind
         found: Sequence[Numbered] | None = by_kind.get(type(event))
         if found is None:

@@ -1,11 +1,11 @@
-"""The single writer: takes events, calls the scheduler, carries out its decisions, wakes who waits.
+"""The single writer: takes events, calls the scheduler, carries out its decisions, wakes waiters.
 
 Theory of operation
 ===================
-Everything here runs on one event loop. `Runtime.lease` sends a `TurnArrived`; if the scheduler grants at once, the
-lease is returned without a single await; otherwise the caller waits on a future that a later event resolves. What is
-asked, granted and ended is in `leases.py`, and so is what whoever carries bytes may know beside it: the runtime pushes
-the replicas after each event that changes them, and answers questions, so that nobody else reads the scheduler.
+Everything here runs on one event loop. `Runtime.lease` sends a `TurnArrived`. If the scheduler grants at once, the
+lease is returned without a single await; otherwise the caller waits on a future that a later event resolves.
+`leases.py` defines what is asked, granted and ended, and what else the carriers of bytes may know: the runtime pushes
+the replicas after each event that changes them, and answers questions, so nobody else reads the scheduler.
 
 Nothing here knows HTTP: a trainer that calls its engines itself takes leases in the same way.
 """
@@ -105,9 +105,10 @@ class Runtime:
         event_log: EventLogWriter | None = None,
         make_scheduler: Callable[[], Scheduler] | None = None,
     ) -> None:
-        """Begin with no lease; `clock` returns monotonic seconds.
+        """Start without leases; `clock` returns monotonic seconds.
 
-        `make_scheduler` returns one like `scheduler` for each further pool of replicas; without, all are one pool.
+        `make_scheduler` returns one like `scheduler` for each further pool of replicas; without it, all replicas are
+        one pool.
         """
         self.scheduler = scheduler
         """That of the first pool, or of all."""
@@ -115,16 +116,16 @@ class Runtime:
         self.settings = settings or RuntimeSettings()
         self.now_s = clock
         self.outcome_counts: Counter[str] = Counter()
-        """Turns by how they ended."""
+        """Number of turns by outcome."""
         self.leases_count = 0
         self.prompt_tokens_total = 0
-        """Of finished turns, as far as engines said their usage; so are the next two."""
+        """Of finished turns, as far as engines reported their usage; so are the next two."""
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
         self._turn_ids = count(1)
         self._abortable_ids: set[int] = set()
         self._superseded_ids: set[int] = set()
-        """Turns that another attempt took the place of, until whoever carries them out has heard of it."""
+        """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
         self.replicas = self._fleet.replicas
         """What others may know of the replicas."""
@@ -138,7 +139,7 @@ class Runtime:
         self.decision_counts = self._writer.decision_counts
         """Decisions by kind and reason."""
         self.operator = Operator(self.pools, self._writer, clock)
-        """What operators may have done."""
+        """What operators may request."""
         self.stands_by = False
         """Whether another scheduler leads: then nothing is granted here."""
         self._closing = False
@@ -156,16 +157,16 @@ class Runtime:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the scheduler raised: nothing that it knows can be trusted."""
+        """Whether the scheduler raised: its state cannot be trusted any more."""
         return self._writer.has_crashed
 
     @property
     def held_count(self) -> int:
-        """Turns that wait for a lease."""
+        """Number of turns that wait for a lease."""
         return len(self._waiters)
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
-        """Wait for leave to run one turn; see `LeaseSource`."""
+        """Wait for permission to run one turn; see `LeaseSource`."""
         if self.replicas.names_models and not self.served.is_plain(ask.model):
             ask = await self._with_pool(ask, while_held)
         if self._closing or self.stands_by:
@@ -177,7 +178,7 @@ class Runtime:
         decisions = self._arrives(ask, arrived_s)
         if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
             hinted = hinting(ask.program_id, ask.hint, "", self.now_s())
-            decisions = [*decisions, *self._writer.dispatch(hinted)]  # that may be what lets this turn in
+            decisions = [*decisions, *self._writer.dispatch(hinted)]  # that may let this turn in
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
                 return self._begin(decision, 0.0)
@@ -205,17 +206,17 @@ class Runtime:
             self._abortable_ids.discard(turn_id)
             if timer is not None:
                 timer.cancel()
-            del waiter  # or a refusal in it, whose traceback holds this frame, would wait for a collection
+            del waiter  # otherwise a rejection in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - arrived_s)
 
     def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
-        """Tell of a turn, and first of its model where only some replicas of its pool serve that."""
+        """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
         if self.pools.some_partly and ask.pinned_replica_id is None and (name := self.pools.partly_name(ask.model)):
             self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
         return self._writer.dispatch(arrival(ask, now_s))
 
     async def _with_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> TurnAsk:
-        """Find the pool that a turn is for; return the turn with what that leaves of its client's patience."""
+        """Find the pool of a turn; return the turn with the patience that its client has left after that."""
         asked_s = self.now_s()
         await self.served.find_pool(ask, while_held)
         if ask.patience_s is None:
@@ -232,7 +233,7 @@ class Runtime:
         return next(self._turn_ids)
 
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
-        """Have the scheduler let a held turn in just when it must have its lease, not at the next tick."""
+        """Set a timer that lets a held turn in exactly when it is due, not at the next tick."""
         turn = self.pools.turns.get(turn_id)
         due_s = self.scheduler.deadlines.due_s_of(turn) if turn is not None else inf
         if due_s == inf:
@@ -243,9 +244,9 @@ class Runtime:
         )
 
     def abort_held(self, replica_id: str | None = None) -> int:
-        """End the wait of held turns that may be aborted, with `TurnAbortedError`; return how many.
+        """End the wait of held turns that may be aborted, with `TurnAbortedError`; return their number.
 
-        With a `replica_id`, only of those whose program was there last, was nowhere yet, or that must run there.
+        With a `replica_id`, only of turns whose program was there last or nowhere yet, or that must run there.
         """
         aborted_count = 0
         for turn_id in sorted(self._abortable_ids):
@@ -259,7 +260,7 @@ class Runtime:
         return aborted_count
 
     def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
-        """Count the turns on some replicas that were granted since then and have no first byte yet."""
+        """Count turns on these replicas that were granted since then and have no first byte yet."""
         return sum(
             turn.account_id in replica_ids and turn.started_s is None and turn.granted_s >= since_s
             for turn in self.pools.turns.values()
@@ -268,7 +269,7 @@ class Runtime:
     def open_program(
         self, program_id: str, group_id: str = "", parent_id: str = "", tenant: str = "", program_class: str = ""
     ) -> bool:
-        """Open a program before its first turn; False if it lives already. Raises `TooManyProgramsError`."""
+        """Open a program before its first turn; return False if it already lives. Raises `TooManyProgramsError`."""
         if self.stands_by:
             raise StandingByError(ELSEWHERE)
         if program_id in self.programs:
@@ -281,28 +282,28 @@ class Runtime:
         return True
 
     def is_announced(self, program_id: str) -> bool:
-        """Say whether a program lives that had no turn yet."""
+        """Return whether a live program has had no turn yet."""
         of_program = self.pools.of_program(program_id)
         return bool(of_program) and all(
             pool.scheduler.programs[program_id].place is pool.scheduler.book.announced for pool in of_program
         )
 
     def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
-        """Have `observer` called with each event and what was decided on it, once that was carried out.
+        """Call `observer` with each event and its decisions, after these were carried out.
 
-        If it says what it is `about`, it is called only with events of these kinds, or with such a decision. Return
-        what ends that; idempotent.
+        With `about`, only with events of these kinds, or with such a decision. Return an idempotent function that ends
+        that.
         """
         return self._writer.observers.add(observer, about)
 
     def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
-        """Have `listener` called with each signal of the information stream; return what ends that."""
+        """Call `listener` with each signal of the information stream; return a function that ends that."""
         return self.pools.listen(listener)
 
     # --- what whoever carries bytes may ask; see `LeaseSource`
 
     def home_of(self, program_id: str, model: str = "") -> str | None:
-        """Return the replica that a program is on, if that is up."""
+        """Return the replica of a program, if that is up."""
         return self.served.home_of(program_id, model)
 
     def ids_serving(self, model: str) -> Collection[str]:
@@ -310,12 +311,12 @@ class Runtime:
         return self.served.pool_for(model).scheduler.replicas.keys()
 
     def tenant_of(self, program_id: str) -> str | None:
-        """Return whose a live program is; None if there is none."""
+        """Return a live program's tenant; None if there is no such program."""
         program = self.programs.get(program_id)
         return program.tenant if program is not None else None
 
     def lives(self, program_id: str, generation: int) -> bool:
-        """Say whether this incarnation of a program did not end yet."""
+        """Return whether this incarnation of a program still lives."""
         if self.pools.several:
             return any(program.generation == generation for program in self.pools.incarnations(program_id))
         program = self.programs.get(program_id)
@@ -327,26 +328,26 @@ class Runtime:
         return replica.account.turn_count if replica is not None else 0
 
     def pending_encode_count(self, replica_id: str) -> int | None:
-        """Return how many images a replica has to encode; None if it does not say, or is not known."""
+        """Return how many images a replica has to encode; None if unknown."""
         replica = self.pools.replicas.get(replica_id)
         return replica.account.pending_encode_count if replica is not None else None
 
     # --- what becomes of a turn with a lease; see `LeaseKeeper`
 
     def unverified(self, turn_id: int) -> None:
-        """Hear that only a stranger will tell how a turn goes."""
+        """Record that nobody trusted will report how a turn goes."""
         self._writer.dispatch(TurnUnverified(self.now_s(), turn_id))
 
     def started(self, turn_id: int) -> None:
-        """Hear that the first byte of an answer came."""
+        """Record that the first byte of an answer arrived."""
         self._writer.dispatch(TurnStarted(self.now_s(), turn_id))
 
     def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Hear about how many tokens were generated so far."""
+        """Record about how many tokens were generated so far."""
         self._writer.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
 
     def tried_again(self, turn_id: int) -> None:
-        """Hear that the next attempt takes the place of a turn: it ends as superseded, if it has not ended yet."""
+        """Record that the next attempt replaces a turn: it ends as superseded, if it has not ended yet."""
         if turn_id in self.pools.turns:
             self._superseded_ids.add(turn_id)
 
@@ -359,7 +360,7 @@ class Runtime:
         self._writer.dispatch(ending(end, self.now_s()))
 
     def count_end(self, end: TurnEnd) -> None:
-        """Count how a turn ended, and what it used; alone, of one that had no lease here."""
+        """Count how a turn ended, and its usage; call it directly for a turn without a lease here."""
         self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
         if end.outcome == "finished":
             self.prompt_tokens_total += end.prompt_tokens or 0
@@ -367,9 +368,9 @@ class Runtime:
             self.cached_tokens_total += end.cached_tokens or 0
 
     def adopt(self, ask: TurnAsk, replica_id: str) -> bool:
-        """Count a turn that runs on a replica already, by a lease of another scheduler, as if it had one of this one.
+        """Count a turn that already runs on a replica by another scheduler's lease, like one of this scheduler.
 
-        False if nothing is granted there now: then it is not counted.
+        Return False, without counting, if nothing is granted there now.
         """
         now_s = self.now_s()
         self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived(ask, now_s)))
@@ -381,9 +382,9 @@ class Runtime:
     # --- what others say
 
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
-        """End a program; False if there is none of that id, or not of that generation. Idempotent.
+        """End a program; return False if there is none of that id and generation. Idempotent.
 
-        `outcome` says what became of it: `success`, `failure`, or nothing.
+        `outcome` says how it ended: `success`, `failure`, or empty.
         """
         lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
         if lives or any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers):
@@ -393,14 +394,14 @@ class Runtime:
     def program_judged(
         self, program_id: str, generation: int, turn_count: int, will_succeed: bool, confidence_ratio: float
     ) -> None:
-        """Say what a judge thinks of a program, as in `ProgramJudged`; nothing happens if it is gone."""
+        """Report a judge's verdict on a program, as in `ProgramJudged`; does nothing if it is gone."""
         if self.lives(program_id, generation):
             self._writer.dispatch(
                 ProgramJudged(self.now_s(), program_id, generation, turn_count, will_succeed, confidence_ratio)
             )
 
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
-        """End several programs at once, so that none of them gets the room of another; return those that lived."""
+        """End several programs at once, so that none of them gets another's room; return those that lived."""
         live_ids = [program_id for program_id in program_ids if program_id in self.programs]
         if live_ids:
             self._writer.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
@@ -412,24 +413,24 @@ class Runtime:
         return program_id in self.programs
 
     def tool_ended(self, program_id: str, *, inferred: bool = False) -> bool:
-        """Say that a program's tool is through, `inferred` if its client did not; False if there is no such program."""
+        """Report that a program's tool ended, `inferred` if not by its client; return False without such a program."""
         self._writer.dispatch(ToolEnded(self.now_s(), program_id, inferred))
         return program_id in self.programs
 
     def hint(self, program_id: str, hint: TurnHint, branch_id: str = "") -> bool:
-        """Say what a client says of a program's next turn; False if there is no such program."""
+        """Report a client's hint on a program's next turn; return False without such a program."""
         known = program_id in self.programs
         if known:
             self._writer.dispatch(hinting(program_id, hint, branch_id, self.now_s()))
         return known
 
     def replica_at(self, replica_id: str, url: str) -> None:
-        """Say where a replica is; its leases tell."""
+        """Set a replica's URL, which its leases carry."""
         self._fleet.urls[replica_id] = url
         self.served.replica_known(replica_id)
 
     def replica_up(self, replica_id: str, capacity_tokens: int | None = None) -> None:
-        """Say that a replica may be used, and how large it is if that is known."""
+        """Report that a replica may be used, and its capacity if known."""
         if self.pools.is_strange(replica_id):
             models = self.pools.listing_of(replica_id) or ()
             self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
@@ -441,15 +442,15 @@ class Runtime:
         self._writer.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
 
     def replica_down(self, replica_id: str) -> None:
-        """Say that a replica is gone."""
+        """Report that a replica is down."""
         self._writer.dispatch(ReplicaDown(self.now_s(), replica_id))
 
     def replica_draining(self, replica_id: str) -> None:
-        """Say that a replica gets nothing new."""
+        """Report that a replica gets nothing new."""
         self._writer.dispatch(ReplicaDraining(self.now_s(), replica_id))
 
     def replica_flushed(self, replica_id: str) -> None:
-        """Say that a replica threw away what it kept for later turns."""
+        """Report that a replica flushed its cache for later turns."""
         self._writer.dispatch(ReplicaFlushed(self.now_s(), replica_id))
 
     def suspend_grants(self, cause: str, replica_id: str | None = None) -> None:
@@ -457,17 +458,17 @@ class Runtime:
         self._writer.dispatch(GrantsSuspended(self.now_s(), cause, replica_id))
 
     def continue_grants(self, cause: str, replica_id: str | None = None) -> None:
-        """Say that a cause for granting nothing is over; nothing happens if it does not hold."""
+        """End a cause for granting nothing; does nothing if it does not hold."""
         self._writer.dispatch(GrantsContinued(self.now_s(), cause, replica_id))
 
     def replica_removed(self, replica_id: str) -> None:
-        """Say that a replica is gone for good."""
+        """Report that a replica is gone for good."""
         self._fleet.urls.pop(replica_id, None)
         self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
         self.served.forget(replica_id)
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
-        """Say that a replica that is up fails turn after turn, or that it may be tried again."""
+        """Report that a replica that is up fails turn after turn, or that it may be tried again."""
         self._writer.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
 
     async def run(self) -> None:
@@ -475,27 +476,27 @@ class Runtime:
         await self._writer.run(self.settings.tick_s)
 
     def dispatch(self, event: Event) -> list[Decision]:
-        """Hand one event to the scheduler and carry out what it decides."""
+        """Hand one event to the scheduler and carry out its decisions."""
         return self._writer.dispatch(event)
 
     def _superseded_or(self, outcome: str, turn_id: int) -> str:
-        """Return how a turn ended that whoever carried it out ended so."""
+        """Return the outcome of a turn: superseded if it was replaced, otherwise `outcome`."""
         if turn_id not in self._superseded_ids:
             return outcome
         self._superseded_ids.discard(turn_id)
         return outcome if outcome == "finished" else "superseded"
 
     async def close(self, *, waits: bool = True) -> None:
-        """Grant nothing more, refuse who waits, let turns in flight end up to the grace period.
+        """Grant nothing more, reject waiting turns, let turns in flight end within the grace period.
 
-        Without `waits` they go on elsewhere: gateways carry them, and tell their end to another scheduler.
+        Without `waits` they go on elsewhere: gateways carry them, and report their end to another scheduler.
         """
         self._closing = True
         self.served.close()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))
-        await asyncio.sleep(0)  # whoever was granted just now begins its lease
+        await asyncio.sleep(0)  # a turn granted just now begins its lease
         if waits:
             try:
                 async with asyncio.timeout(self.settings.grace_s):

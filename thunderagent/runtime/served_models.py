@@ -1,12 +1,12 @@
-"""Which models are served where: what replicas list, and the pool that a turn is for.
+"""Which models are served where: what replicas list, and the pool of a turn.
 
-In the first moments nobody has said yet what it serves: turns wait until every replica was asked once, or answered
-nothing. Later a turn for a model that nobody lists has the replicas asked anew, for an adapter may just have been
-loaded, as soon as they may be asked again, and waits for their answers, and for replicas that never came up, no longer
-than turns wait for any replica. Then it is refused.
+At first no replica has reported what it serves: turns wait until every replica was asked once, or did not answer.
+Later, a turn for an unlisted model has the replicas asked again, as soon as they may be, because an adapter may just
+have been loaded. It waits for their answers, and for replicas that never came up, no longer than turns wait for any
+replica. Then it is rejected.
 
-With one pool that is so only where each engine refuses what it does not list: a turn that would be refused once it
-comes to its engine need not wait for room first. Where one takes any name, lists nothing, or never came up, all pass.
+With one pool that applies only if each engine rejects what it does not list: a turn that its engine would reject need
+not wait for room first. If an engine takes any name, lists nothing, or never came up, all turns pass.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from thunderagent.programs.pool import Pool
 from thunderagent.programs.pools import Pools
 
 SETTLING_LIMIT_S = 5.0
-"""Turns of the first moments wait for no longer until all replicas have said which models they serve."""
+"""How long turns wait at the start for all replicas to report their models."""
 
 ASK_EVERY_S = 1.0
-"""Replicas are asked anew for an unknown model, but no sooner than so long after the last time."""
+"""Least time between two rounds of asking replicas for an unknown model."""
 
 ANSWER_LIMIT_S = 2.0
-"""A turn waits for their answers no longer."""
+"""How long a turn waits for their answers."""
 
 TOLD_MODELS_COUNT = 20
-"""So many names stand in the error of a model that nobody serves, at most; and so many characters of that model's."""
+"""How many names the error of an unserved model shows at most; and how many characters of that model's."""
 TOLD_MODEL_CHARS = 100
 
 
 class ServedModels:
-    """Knows the pools by what replicas list, and has those who carry bytes know what of that matters to them."""
+    """Knows the pools by what replicas list, and tells the carriers of bytes what they need of that."""
 
     def __init__(
         self,
@@ -48,43 +48,43 @@ class ServedModels:
         clock: Callable[[], float],
         no_replica_limit_s: float,
     ) -> None:
-        """Begin with no replica; `state_of` tells what is pushed of each, `clock` returns monotonic seconds."""
+        """Start without replicas; `state_of` returns what is pushed of each, `clock` returns monotonic seconds."""
         self.pools = pools
         self._replicas = replicas
         self._state_of = state_of
         self._now_s = clock
         self._no_replica_limit_s = no_replica_limit_s
         self._unheard_ids: set[str] = set()
-        """Replicas of the first moments that nobody has asked anything yet."""
+        """Initial replicas that nobody has asked anything yet."""
         self._settled = asyncio.Event()
         self._unlisted_ids: set[str] = set()
-        """Replicas that never said which models they serve."""
+        """Replicas that never reported their models."""
         self._listed = asyncio.Event()
-        """Set when one says so, for those that wait for it now."""
+        """Set when a replica reports its models, for current waiters."""
         self.ask_anew: Callable[[Sequence[str]], None] | None = None
-        """Has replicas asked at once which models they serve; None where nobody asks them."""
+        """Asks replicas at once which models they serve; None if nobody asks them."""
         self._asked_s = -inf
-        """When they were asked anew for the last time."""
+        """When they were last asked again."""
         self._to_answer: set[str] = set()
-        """Replicas whose answer to that has not come."""
+        """Replicas that have not answered that yet."""
         self._lenient_ids: set[str] = set()
-        """Replicas that take any name."""
+        """Replicas that accept any name."""
         self.on_listed: Callable[[], None] = _nothing
-        """Called when a replica lists something else than before."""
+        """Called when a replica's list changes."""
         self._closing = False
         replicas.names_models = pools.may_be_several
 
     # --- what replicas say ------------------------------------------------------------------------------------------
 
     def replica_known(self, replica_id: str) -> None:
-        """Hear of a replica that will be asked."""
+        """Register a replica that will be asked."""
         if self.pools.may_be_several and self.pools.listing_of(replica_id) is None:
             self._unlisted_ids.add(replica_id)
             if not self._settled.is_set():
                 self._unheard_ids.add(replica_id)
 
     def replica_heard(self, replica_id: str) -> None:
-        """Hear that a replica was asked how it is, and answered or did not."""
+        """Record that a replica was asked for its state, with or without an answer."""
         self._unheard_ids.discard(replica_id)
         if not self._unheard_ids and not self._settled.is_set():
             self._settled.set()
@@ -93,9 +93,9 @@ class ServedModels:
     def listed(
         self, replica_id: str, models: tuple[str, ...], *, refuses_others: bool = False, asked_s: float = -inf
     ) -> None:
-        """Take in which models a replica serves; its first word on that says which pool it is in.
+        """Record the models of a replica; its first list decides its pool.
 
-        `refuses_others` says whether its engine refuses all other names; it was asked at `asked_s`.
+        `refuses_others` says whether its engine rejects all other names; it was asked at `asked_s`.
         """
         if replica_id in self._to_answer and asked_s >= self._asked_s:
             self._answered(replica_id)
@@ -120,7 +120,7 @@ class ServedModels:
         self._listed = asyncio.Event()
 
     def forget(self, replica_id: str) -> None:
-        """Forget a replica that was removed."""
+        """Forget a removed replica."""
         self.pools.forget(replica_id)
         self._unlisted_ids.discard(replica_id)
         self._lenient_ids.discard(replica_id)
@@ -129,7 +129,7 @@ class ServedModels:
         self.changed()
 
     def changed(self) -> None:
-        """Tell who carries bytes whether it matters which model a turn is for, and where each replica is."""
+        """Tell the carriers of bytes whether a turn's model matters, and where each replica is."""
         has_pools = self.pools.several
         self._replicas.names_models = (
             has_pools
@@ -141,7 +141,7 @@ class ServedModels:
         self._replicas.push(map(self._state_of, self.pools.replicas))
 
     def close(self) -> None:
-        """Have nobody wait for it any more."""
+        """Release all waiters."""
         self._closing = True
         self._settled.set()
         self._listed.set()
@@ -150,18 +150,18 @@ class ServedModels:
 
     @property
     def _refuses_unknown(self) -> bool:
-        """Whether it is known of a model that nobody lists, with one pool too, that its turns would be refused."""
+        """Whether turns for an unlisted model are known to be rejected, even with one pool."""
         pools, unknown_ids = self.pools, self._unlisted_ids or self._lenient_ids
         return pools.may_be_several and not unknown_ids and bool(pools.models) and not pools.all[0].may_serve_any
 
     def is_plain(self, model: str) -> bool:
-        """Say whether there is nothing to find out: all is known, and the only pool serves that model. Cost: O(1)."""
+        """Return whether there is nothing to find out: all is known, and the only pool serves that model. Cost: O(1)."""
         return (
             not self.pools.several and self._settled.is_set() and (not model or self.pools.of_model(model) is not None)
         )
 
     async def find_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> None:
-        """Find the pool that a turn is for; in the first moments only once it is known which replica serves what.
+        """Find the pool of a turn; at the start only once the replicas' models are known.
 
         `while_held` is entered while it waits. Raises what that raises, `UnknownModelError` and `ShuttingDownError`.
         """
@@ -175,9 +175,9 @@ class ServedModels:
             self.pools.send(ask.turn_id, await self._pool_when_known(ask, while_held))
 
     async def _pool_when_known(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Pool:
-        """Return the pool that a turn is for; a replica may serve by now what it did not, or what no other does.
+        """Return the pool of a turn; a replica may serve by now what it, or any other, did not.
 
-        Raises `UnknownModelError`, where some never came up once turns would have waited for a replica for too long.
+        Raises `UnknownModelError`; if some replicas never came up, after the time that turns wait for a replica.
         """
         came_s = self._now_s()
         ends_s = came_s + min(self._no_replica_limit_s, inf if ask.patience_s is None else ask.patience_s)
@@ -199,9 +199,9 @@ class ServedModels:
                 raise ShuttingDownError("the proxy is shutting down")
 
     def _answers_until_s(self, came_s: float, now_s: float) -> float:
-        """Return until when there is an answer to wait for that knows what was loaded when a turn came.
+        """Return until when to wait for an answer that knows what was loaded when a turn came.
 
-        Have all replicas that are up asked, unless they were since then; no sooner than they may be again.
+        Have all replicas that are up asked, unless they were since then; not before they may be asked again.
         """
         if self.ask_anew is None:
             return -inf
@@ -214,7 +214,7 @@ class ServedModels:
         return self._asked_s + ANSWER_LIMIT_S if self._to_answer else -inf
 
     def _pool_of(self, ask: TurnAsk) -> Pool:
-        """Return the pool that a turn is for. Raises `UnknownModelError`."""
+        """Return the pool of a turn. Raises `UnknownModelError`."""
         if ask.pinned_replica_id is not None:
             return self.pools.of_replica(ask.pinned_replica_id)
         return self.pool_for(ask.model, ask.program_id, ask.wanted_replica_id)
@@ -222,7 +222,7 @@ class ServedModels:
     def pool_for(self, model: str, program_id: str | None = None, replica_id: str | None = None) -> Pool:
         """Return the pool that serves a model.
 
-        Where none is named it is that of a replica that is wanted, or the only one that its program lives in. Raises
+        Without a model it is that of the wanted replica, or the only one where its program lives. Raises
         `UnknownModelError`.
         """
         pools = self.pools
@@ -249,7 +249,7 @@ class ServedModels:
         return f"there are: {', '.join(names[:TOLD_MODELS_COUNT])}{more}"
 
     def home_of(self, program_id: str, model: str = "") -> str | None:
-        """Return the replica that a program is on, if that is up; with several pools that in the model's, if named."""
+        """Return the replica of a program, if that is up; with several pools that in the named model's."""
         pools = self.pools
         pool = pools.of_model(model) if model and pools.several else None
         program = (pools if pool is None else pool.scheduler).programs.get(program_id)
@@ -257,7 +257,7 @@ class ServedModels:
         return home_id if self._replicas.is_up(home_id) else None
 
     def name_of_pool(self, program: Program) -> str:
-        """Return the name of a program's pool; empty where there is one."""
+        """Return the name of a program's pool; empty if there is only one."""
         if not self.pools.several:
             return ""
         pools = self.pools.of_program(program.program_id)
@@ -265,4 +265,4 @@ class ServedModels:
 
 
 def _nothing() -> None:
-    """Do nothing, where nobody wants to hear of it."""
+    """Do nothing, if nobody wants to know."""

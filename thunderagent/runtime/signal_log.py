@@ -1,4 +1,4 @@
-"""The information stream in a file: one JSON object a line, for who analyses or plots it."""
+"""The information stream in a file: one JSON object per line, for analysis and plots."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = structlog.get_logger("thunderagent.runtime")
 
 
 class SignalLogWriter:
-    """Append signals to a file: their kind, Unix seconds as `at_s`, and their fields."""
+    """Appends signals to a file: their kind, Unix seconds as `at_s`, and their fields."""
 
     def __init__(self, path: Path, kind_of: Callable[[type[Signal]], str], clock: Callable[[], float]) -> None:
-        """Open `path` to append to it. Raises `EventLogError` where it cannot be written.
+        """Open `path` for appending. Raises `EventLogError` if it cannot be written.
 
         `clock` is that of the signals, in monotonic seconds.
         """
@@ -33,7 +33,7 @@ class SignalLogWriter:
         self._failed = False
 
     def write(self, signal: Signal) -> None:
-        """Append one; give it up, loudly, if the disk does: serving goes on."""
+        """Append one signal; if the disk fails, log an error and stop: serving goes on."""
         if self._failed:
             return
         fields = msgspec.to_builtins(signal)

@@ -1,4 +1,4 @@
-"""How what is asked and told becomes events, and decisions become errors and lines of the log."""
+"""Converts requests and reports to events, and decisions to errors and log lines."""
 
 # compiled: each turn passes here, twice
 
@@ -34,18 +34,18 @@ from thunderagent.programs.pools import Pools
 log = structlog.get_logger("thunderagent.runtime")
 
 MOST_RETRY_AFTER_S: Final = 60
-"""Clients take a longer wait that they are told for a mistake."""
+"""Clients treat a longer wait as an error."""
 
 
 def arrival(ask: TurnAsk, now_s: float) -> TurnArrived | PinnedTurnArrived:
-    """Return what the scheduler hears of a turn that arrives."""
+    """Return the event of an arriving turn."""
     if ask.pinned_replica_id is not None:
         return PinnedTurnArrived(now_s, ask.turn_id, ask.pinned_replica_id, ask.prompt_bytes, ask.media)
     return arrived(ask, now_s)
 
 
 def arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
-    """Return the same of a turn that is pinned nowhere."""
+    """Return the event of an arriving turn that is not pinned."""
     return TurnArrived(
         now_s,
         ask.turn_id,
@@ -69,12 +69,12 @@ def arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
 
 
 def hinting(program_id: str, hint: TurnHint, branch_id: str, now_s: float) -> ProgramHinted:
-    """Return what the scheduler hears of a client's word."""
+    """Return the event of a client's hint."""
     return ProgramHinted(now_s, program_id, hint.next_turn_in_s, hint.confidence_ratio, hint.keep, branch_id)
 
 
 def ending(end: TurnEnd, now_s: float) -> TurnFinished | TurnFailed | TurnAbandoned:
-    """Return what the scheduler hears of a turn that ended."""
+    """Return the event of an ended turn."""
     if end.outcome == "finished":
         return TurnFinished(now_s, end.turn_id, end.prompt_tokens, end.output_tokens, end.cached_tokens, end.tool)
     if end.outcome == "abandoned":
@@ -105,11 +105,11 @@ _REFUSALS: dict[Reason, tuple[type[ThunderAgentError], str]] = {
         "the limit of programs is reached, and all of them have turns, so {!r} was not opened" + _NOT_FORWARDED,
     ),
 }
-"""What a rejected turn is told, by the reason."""
+"""The error for a rejected turn, by reason."""
 
 
 def refusal_of(decision: Reject, pools: Pools) -> ThunderAgentError:
-    """Return what a rejected turn is told; if there was no room in time, also when there may be some."""
+    """Return the error for a rejected turn; if there was no room in time, with when there may be some."""
     kind, why = _REFUSALS.get(decision.reason, _RELEASED)
     error = kind(why.format(decision.program_id))
     if decision.reason is Reason.OVERDRAWN:
@@ -122,7 +122,7 @@ def refusal_of(decision: Reject, pools: Pools) -> ThunderAgentError:
 
 
 _WORDS: Final = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Decision)}
-"""What decisions are called in the log."""
+"""Names of decisions in the log."""
 
 
 def log_decision(decision: Decision) -> None:
@@ -131,7 +131,7 @@ def log_decision(decision: Decision) -> None:
     if isinstance(decision, Hold):
         log.debug(word, program_id=decision.program_id, reason=reason)
     elif isinstance(decision, SetPriority):
-        # a policy may say one of each program
+        # a policy may decide one for each program
         write = log.info if decision.reason is Reason.OPERATOR else log.debug
         of = {"program_id": decision.program_id, "replica_id": decision.replica_id}
         write(word, **of, priority=decision.priority, reason=reason)

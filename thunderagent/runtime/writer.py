@@ -1,4 +1,4 @@
-"""The one that writes: hands events to the schedulers, carries out what they decide, and logs both."""
+"""The single writer: hands events to the schedulers, carries out their decisions, and logs both."""
 
 # compiled: each turn passes here, four times
 
@@ -24,7 +24,7 @@ log = structlog.get_logger("thunderagent.runtime")
 
 
 class Writer:
-    """All that happens passes here, one event after the other."""
+    """Every event passes here, one after the other."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Writer:
         clock: Callable[[], float],
         event_log: EventLogWriter | None,
     ) -> None:
-        """Begin before the first event; `clock` returns monotonic seconds."""
+        """Start before the first event; `clock` returns monotonic seconds."""
         self._pools = pools
         self._first = pools.all[0].scheduler
         self._fleet = fleet
@@ -45,19 +45,19 @@ class Writer:
         """Decisions by kind and reason."""
         self.observers = Observers()
         self.waiters: dict[int, asyncio.Future[Grant]] = {}
-        """Who waits for a lease, by turns."""
+        """Waiters for a lease, by turn."""
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the scheduler raised: nothing that it knows can be trusted."""
+        """Whether the scheduler raised: its state cannot be trusted any more."""
         return self._crash is not None
 
     async def run(self, tick_s: float) -> None:
-        """Tick at least so often until cancelled, or until the scheduler or its policy raised; then raise that.
+        """Tick at least every `tick_s` until cancelled, or until the scheduler or its policy raised; then raise that.
 
-        After an exception in the middle of an event the sums are wrong, and nothing that follows can be trusted.
+        After an exception within an event the sums are wrong, and nothing that follows can be trusted.
         """
         period_s = min(tick_s, self._first.policy.tick_s)
         while not self._crashed.is_set():
@@ -71,7 +71,7 @@ class Writer:
         raise self._crash
 
     def dispatch(self, event: Event) -> list[Decision]:
-        """Hand one event to the scheduler and carry out what it decides."""
+        """Hand one event to the scheduler and carry out its decisions."""
         pools = self._pools
         in_pools = pools.several or bool(pools.to_tell)
         try:
@@ -85,7 +85,7 @@ class Writer:
         if about in OF_REPLICAS:
             self._fleet.push(event)
         elif in_pools and about is Tick and any(type(each) in OF_REPLICAS for _, each, _ in pools.handled):
-            self._served.changed()  # some have become one
+            self._served.changed()  # some pools were merged
         for decision in decisions:
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
@@ -103,11 +103,11 @@ class Writer:
         return decisions
 
     def flush(self) -> None:
-        """Give the disk what is kept of the event log."""
+        """Flush the event log to the disk."""
         self._log_events(EventLogWriter.flush)
 
     def _log_events(self, write: Callable[[EventLogWriter], None]) -> None:
-        """Do something with the event log; give it up, loudly, if the disk does: serving goes on."""
+        """Call `write` on the event log; if the disk fails, log an error and stop logging: serving goes on."""
         if self._event_log is None:
             return
         try:
@@ -117,7 +117,7 @@ class Writer:
             self._event_log = None
 
     def _carry_out(self, decision: Decision) -> None:
-        """Log a decision other than a grant, and tell a rejected turn; claims moved when it was decided."""
+        """Log a decision other than a grant, and wake a rejected turn; claims moved when it was decided."""
         if type(decision) is Reject:
             waiter = self.waiters.get(decision.turn_id)
             if waiter is not None and not waiter.done():

@@ -1,1 +1,1 @@
-"""Gateways, each a process that carries bytes, and the scheduler that they take leases from, over a batched link."""
+"""Gateways, separate processes that carry bytes, and the scheduler that grants their leases over a batched link."""

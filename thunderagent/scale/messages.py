@@ -1,15 +1,15 @@
-"""What gateways and schedulers say to each other, and how it is written: frames of msgpack.
+"""Messages between gateways and schedulers, and their encoding: frames of msgpack.
 
 Theory of operation
 ===================
 A frame is what one side had to say since its last one: `[number, heard, epoch, [message, ...]]`. Frames of a link are
-numbered from 1, so that one that is missing or comes twice is seen; `heard` is the number of the last frame that came
-from the other side. A scheduler's frames bear its epoch, and a gateway does not hear frames of an epoch that is over.
+numbered from 1, so missing and repeated ones are noticed; `heard` is the number of the last frame from the other side.
+A scheduler's frames contain its epoch, and a gateway ignores frames of past epochs.
 
-A message is an array, its kind first. Both sides may be of different versions: **fields are only added**, at the end,
-with a default. What an older side does not send is the default; what a newer one sends beyond is not read; a kind that
-is not known is counted and dropped. `TurnAsk`, `TurnEnd` and `Lease` are the very structs that are passed by reference
-where both sides are one process (`leases.py`). Times are lengths, because two processes share no clock.
+A message is an array, its kind first. Both sides may have different versions: **fields are only added**, at the end,
+with a default. A field that an older side does not send has its default; further fields of a newer one are not read; an
+unknown kind is counted and dropped. `TurnAsk`, `TurnEnd` and `Lease` are the structs that a single process passes by
+reference (`leases.py`). Times are durations, because two processes share no clock.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PROTOCOL = "thunderagent.lease.v1"
 
 CHUNK_COUNT = 200
 CHUNK_BYTES = 4 * 2**20
-"""So many turns or programs are told again in one message at most, and so large is it, unless one alone is larger."""
+"""How many turns or programs are repeated in one message at most, and its largest size, unless one alone is larger."""
 
 MAX_EPOCH = 2**31
-"""No epoch or number of a link is higher, so that a generation with the epoch above it fits into 64 bits."""
+"""Limit of epochs and link numbers, so that a generation with the epoch above it fits into 64 bits."""
 
 Bounded = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 
@@ -49,31 +49,31 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
     gateway_id: str
     boot_id: int
-    """Of this run of the gateway: its turns are numbered anew with each."""
+    """Of this run of the gateway: each run numbers its turns from the start."""
     link_number: Bounded
-    """Which link of this run it is: with a later one, all earlier ones are over."""
+    """Number of the link in this run: a later one ends all earlier ones."""
     highest_epoch: Annotated[int, Meta(ge=0, lt=MAX_EPOCH)] = 0
     leader_id: int = 0
-    """Who led it in that epoch, as `Lead` said."""
+    """The leader in that epoch, from `Lead`."""
     version: int = VERSION
     polls: bool = False
     """Whether it can poll a share of the replicas."""
 
 
 class Running(Struct, frozen=True, array_like=True):
-    """A turn that runs, or ran: as it was asked for, and where it runs."""
+    """A turn that runs, or ran: its ask, and where it runs."""
 
     ask: TurnAsk
     lease: Lease
     started: bool = False
     output_tokens: int = 0
     end: TurnEnd | None = None
-    """How it ended, which nobody acknowledged yet."""
+    """Its end, if nobody has acknowledged that yet."""
     unverified: bool = False
 
 
 class Card(Struct, frozen=True, array_like=True):
-    """A program that a gateway carried turns of, none of which is with it now: where its cache is, how large."""
+    """A program whose turns a gateway carried, none of them now: where its cache is, and how large."""
 
     program_id: str
     replica_id: str
@@ -85,7 +85,7 @@ class Card(Struct, frozen=True, array_like=True):
 
 
 class Turns(Struct, frozen=True, array_like=True, tag="turns"):
-    """What a gateway has at the beginning of a link, in as many messages as it takes: those that ended first."""
+    """A gateway's turns at the beginning of a link, in as many messages as needed, ended ones first."""
 
     running: tuple[Running, ...] = ()
     held: tuple[TurnAsk, ...] = ()
@@ -93,10 +93,10 @@ class Turns(Struct, frozen=True, array_like=True, tag="turns"):
 
 
 class Told(Struct, frozen=True, array_like=True, tag="told"):
-    """All of a gateway's turns were told: others that it had are over."""
+    """All of a gateway's turns were sent: any others that it had are over."""
 
     tripped_ids: tuple[str, ...] = ()
-    """The replicas that fail it turn after turn: all of them."""
+    """All replicas that fail it turn after turn."""
 
 
 class Left(Struct, frozen=True, array_like=True, tag="abandon", gc=False):
@@ -106,7 +106,7 @@ class Left(Struct, frozen=True, array_like=True, tag="abandon", gc=False):
 
 
 class Progress(Struct, frozen=True, array_like=True, tag="progress", gc=False):
-    """How a turn with a lease goes: its first byte came, or about so many tokens were generated so far."""
+    """The progress of a turn with a lease: its first byte arrived, or the approximate tokens so far."""
 
     turn_id: int
     output_tokens: int = 0
@@ -114,7 +114,7 @@ class Progress(Struct, frozen=True, array_like=True, tag="progress", gc=False):
 
 
 class Released(Struct, frozen=True, array_like=True, tag="released", gc=False):
-    """A client's word that its program ended; answered with `Gone`."""
+    """A client's report that its program ended; answered with `Gone`."""
 
     program_id: str
     generation: int | None = None
@@ -122,22 +122,22 @@ class Released(Struct, frozen=True, array_like=True, tag="released", gc=False):
 
 
 class Digest(Struct, frozen=True, array_like=True, tag="replica", gc=False):
-    """What a gateway saw of a replica: it `refused` a connection, `failed` a turn, is `tripped`, or may be `tried`."""
+    """A gateway's report on a replica: it `refused` a connection, `failed` a turn, is `tripped`, or may be `tried`."""
 
     replica_id: str
     seen: str
 
 
 class Polled(Struct, frozen=True, array_like=True, tag="polled"):
-    """What a gateway found at a URL of its share, or at one that it was asked to look at."""
+    """A gateway's result for a URL of its share, or for one that it was asked to look at."""
 
     number: int
-    """As the scheduler of the link named it."""
+    """As numbered by the link's scheduler."""
     found: Found
 
 
 class Deposed(Struct, frozen=True, array_like=True, tag="deposed", gc=False):
-    """The only message of a link to a scheduler of an epoch that is over: another one leads in this one."""
+    """The only message of a link to a scheduler of a past epoch: another one leads in this one."""
 
     epoch: Annotated[int, Meta(ge=0, lt=MAX_EPOCH)]
 
@@ -146,10 +146,10 @@ class Deposed(Struct, frozen=True, array_like=True, tag="deposed", gc=False):
 
 
 class Lead(Struct, frozen=True, array_like=True, tag="lead", gc=False):
-    """This scheduler grants leases from now on, in the epoch of the frame."""
+    """This scheduler grants leases from now on, in the frame's epoch."""
 
     leader_id: int
-    """Of this run of it."""
+    """Of this run of the scheduler."""
     cell: str = ""
     version: int = VERSION
 
@@ -161,7 +161,7 @@ class Hold(Struct, frozen=True, array_like=True, tag="hold", gc=False):
 
 
 class Refusal(Struct, frozen=True, array_like=True, tag="reject", gc=False):
-    """There will be no lease for a turn: `code` is of an error of `ThunderAgentError`'s tree."""
+    """A turn gets no lease: `code` is that of an error in `ThunderAgentError`'s tree."""
 
     turn_id: int
     code: str
@@ -170,7 +170,7 @@ class Refusal(Struct, frozen=True, array_like=True, tag="reject", gc=False):
 
 
 class Revoke(Struct, frozen=True, array_like=True, tag="revoke", gc=False):
-    """End a turn: its client tried it again, and the next attempt came to another gateway."""
+    """End a turn: its client retried it, and the next attempt came to another gateway."""
 
     turn_id: int
     program_id: str
@@ -183,24 +183,24 @@ class Ok(Struct, frozen=True, array_like=True, tag="ok", gc=False):
 
 
 class Gone(Struct, frozen=True, array_like=True, tag="gone", gc=False):
-    """There is no program of that id, or not any more."""
+    """There is no program of that id, or no longer."""
 
     program_id: str
 
 
 class RemoteReplica(Struct, frozen=True, array_like=True):
-    """A replica, as whoever carries bytes has to know it."""
+    """A replica, as carriers of bytes must know it."""
 
     state: ReplicaState
     kind: str = "auto"
-    """Of its engine: how it is told of priorities, and of clients that left."""
+    """Kind of its engine: how to send it priorities, and news of clients that left."""
     rank_id: int | None = None
     models: tuple[str, ...] = ()
-    """That it lists, where there are several pools."""
+    """The models it lists, if there are several pools."""
 
 
 class Replicas(Struct, frozen=True, array_like=True, tag="replicas"):
-    """What changed of the replicas; the first one of a link says all of them, and ids that it does not are gone."""
+    """Changes of replicas; the first one of a link lists all, and ids not in it are gone."""
 
     changed: tuple[RemoteReplica, ...]
     removed_ids: tuple[str, ...] = ()
@@ -210,7 +210,7 @@ class Replicas(Struct, frozen=True, array_like=True, tag="replicas"):
 
 
 class PollShare(Struct, frozen=True, array_like=True, tag="polls"):
-    """All that a gateway is to poll, how often, and how long each answer may take."""
+    """All that a gateway is to poll, how often, and the limit for each answer."""
 
     watches: tuple[Watch, ...] = ()
     interval_s: float = 1.0
@@ -231,7 +231,7 @@ _KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Message))
 
 
 class Frame(Struct, frozen=True, array_like=True):
-    """What one side had to say since its last frame."""
+    """Messages of one side since its last frame."""
 
     number: int
     heard: int
@@ -254,17 +254,17 @@ _decode_any = msgspec.msgpack.Decoder(list[Any]).decode
 
 
 def encode(frame: Frame) -> bytes:
-    """Return a frame as it is sent."""
+    """Return the bytes of a frame."""
     return _encode(frame)
 
 
 def bytes_of(part: Struct) -> int:
-    """Return how many bytes a message takes in a frame, or a part of one."""
+    """Return how many bytes a message, or a part of one, takes in a frame."""
     return len(_encode(part))
 
 
 def decode(data: bytes) -> tuple[Frame, int]:
-    """Return a frame that came, and how many messages in it were of kinds that nobody here knows.
+    """Decode a frame; also return how many of its messages were of unknown kinds.
 
     Raises `BadFrameError`.
     """
@@ -275,7 +275,7 @@ def decode(data: bytes) -> tuple[Frame, int]:
 
 
 def known_of(raws: Sequence[Raw], decode_one: Callable[[Raw], T], kinds: Collection[str]) -> list[T]:
-    """Return what can be read of some parts, without those of other kinds. Raises `msgspec.DecodeError`."""
+    """Decode the parts of known kinds. Raises `msgspec.DecodeError`."""
     known: list[T] = []
     for each in raws:
         try:

@@ -1,1 +1,1 @@
-"""What starts the proxy: built from the configuration, run in one process, read anew, ended."""
+"""Running the proxy: built from the configuration, run in one process, reloaded, ended."""

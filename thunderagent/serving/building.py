@@ -1,4 +1,4 @@
-"""From the configuration to what each part of the proxy is told."""
+"""Converts the configuration to each part's settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = structlog.get_logger("thunderagent")
 
 
 def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
-    """Return what the policy is told, its parts with it."""
+    """Return the policy's settings, including its parts'."""
     settings = {name: parse_setting(text) for name, text in config.policy_args.items()}
     parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
     parts |= {"priority": config.priority, "global_policy": config.global_policy}
@@ -44,7 +44,7 @@ def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
 
 
 def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
-    """Make the scheduler with its policy, and what runs it."""
+    """Create the scheduler with its policy, and its runtime."""
     policy_settings = policy_settings_of(config)
     settings = SchedulerSettings(
         idle_limit_s=config.idle_limit_s,
@@ -119,7 +119,7 @@ def turn_settings_of(config: ServeConfig, identity: IdentityRules) -> TurnSettin
 
 
 def judge_of(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:
-    """Return who asks a judge about programs, if that is configured. Raises `ConfigurationError`."""
+    """Return the judge, if one is configured. Raises `ConfigurationError`."""
     if not config.judge_url:
         return None
     settings = JudgeSettings(
@@ -139,7 +139,7 @@ def judge_of(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Ju
 
 
 def tracing_of(config: ServeConfig) -> Tracing | None:
-    """Return what makes spans, if that is configured. Raises `ConfigurationError`."""
+    """Return the tracing, if it is configured. Raises `ConfigurationError`."""
     if not config.otlp_endpoint:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Simulated engines, each a process of its own, where nothing names a replica."""
+"""Simulated engines, each a process of its own, used if nothing names a replica."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def _embedded_engine(config: ServeConfig) -> AsyncIterator[Process]:
         *("-m", "thunderagent.simulator.embedded.server", *options),
         stdin=PIPE,
         stdout=PIPE,
-        start_new_session=True,  # a Ctrl-C in the terminal is the proxy's: its engines outlast the grace period
+        start_new_session=True,  # a Ctrl-C in the terminal is the proxy's: its engines must outlast the grace period
     )
     try:
         yield process

@@ -1,4 +1,4 @@
-"""Listening for clients, and leaving them: each in the order that loses no request."""
+"""Starting and stopping to listen for clients, in the order that loses no request."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from thunderagent.serving.security import (
 log = structlog.get_logger("thunderagent")
 
 LISTENER: web.AppKey[Runner] = web.AppKey("listener", Runner)
-"""What listens for an application."""
+"""The application's listener."""
 CLOSE_S = 2.0
-"""How long connections get to close after the grace period."""
+"""Time for connections to close after the grace period."""
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ async def listening(
         shutdown_timeout=CLOSE_S,
         stall_s=config.client_stall_limit_s,
         handler_of=app[FRONT].handler_of,
-        keepalive_timeout=config.idle_timeout_s,  # aiohttp's word; it counts from a connection's first moment
+        keepalive_timeout=config.idle_timeout_s,  # aiohttp's name; it counts from a connection's start
     )
     app[LISTENER] = runner
     await runner.setup()
@@ -78,19 +78,19 @@ async def listening(
 
 
 class Leaving(Protocol):
-    """Who says whether this process is ready."""
+    """Knows whether this process is ready."""
 
     leaving: bool
-    """Whether others should get the turns that come."""
+    """Whether others should get new turns."""
 
 
 async def leave(app: web.Application, runtime: Leaving, delay_s: float) -> None:
-    """Have clients turn elsewhere: be not ready, serve for `delay_s`, then close what is idle.
+    """Move clients elsewhere: stop being ready, serve for `delay_s`, then close idle connections.
 
-    Each answer says that it is its connection's last.
+    Each answer announces that it is its connection's last.
 
-    Without that a client goes on with its connection, and what has taken this process out of a load balancer's list has
-    no effect on it: its next turn would be refused. New connections are taken all the time, if only to be refused.
+    Without that a client keeps its connection, and removing this process from a load balancer's list has no effect on
+    it: its next turn would be refused. New connections are accepted all the time, if only to be refused.
     """
     runtime.leaving = True
     server = cast("Server", app[LISTENER].server)
@@ -100,7 +100,7 @@ async def leave(app: web.Application, runtime: Leaving, delay_s: float) -> None:
 
 
 async def leave_port(app: web.Application) -> None:
-    """Take no further connection, and close those that are idle; answers that are due go on."""
+    """Accept no further connections, and close idle ones; pending answers go on."""
     runner = app[LISTENER]
     for site in list(runner.sites):
         await site.stop()

@@ -1,9 +1,9 @@
-"""Look names up such that a name server that does not answer stalls nothing.
+"""Name lookups that a dead name server cannot stall.
 
-A lookup blocks a thread until the system gives up, which may take half a minute, and cannot be broken off. uvloop's own
-run in four threads, which four dead names fill, so that the others wait behind them; and it ends only with the last.
-Here each has a thread of its own that keeps nobody from ending, and who asks for a name that is being looked up waits
-for that answer: there are never more threads than names.
+A lookup blocks a thread until the system gives up, which may take half a minute, and cannot be interrupted. uvloop's
+own lookups run in four threads, which four dead names fill, so the others wait behind them; and it ends only with the
+last. Here each has a daemon thread of its own, and concurrent requests for a name wait for the same lookup: there are
+never more threads than names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[Any, ...]
 
 
 class Lookups:
-    """Run lookups, each in a thread, the same one only once at a time."""
+    """Runs lookups, each in a thread, at most one per name at a time."""
 
     def __init__(self, lookup: Callable[..., Any] = socket.getaddrinfo) -> None:
         """Look up by `lookup`, which may block."""
@@ -31,7 +31,7 @@ class Lookups:
         self._pending: dict[Key, asyncio.Future[Addresses]] = {}
 
     async def find(self, key: Key) -> Addresses:
-        """Return what is found. Raises OSError; a caller that is cancelled leaves the lookup to others."""
+        """Return the result. Raises OSError; a cancelled caller leaves the lookup to others."""
         future = self._pending.get(key)
         if future is None:
             future = self._pending[key] = asyncio.get_running_loop().create_future()
@@ -50,7 +50,7 @@ class Lookups:
     def _forget(self, key: Key, done: asyncio.Future[Addresses]) -> None:
         del self._pending[key]
         if not done.cancelled():
-            done.exception()  # all who asked may be gone: that is no reason for a warning
+            done.exception()  # all callers may be gone: that is no reason for a warning
 
 
 def _resolve(future: asyncio.Future[Addresses], found: Addresses, error: Exception | None) -> None:
@@ -63,10 +63,10 @@ def _resolve(future: asyncio.Future[Addresses], found: Addresses, error: Excepti
 
 
 class Loop(uvloop.Loop):
-    """uvloop's event loop with these lookups; aiohttp and httpx2 ask the loop for addresses."""
+    """uvloop's event loop with these lookups; aiohttp and httpx2 use the loop for addresses."""
 
     def __init__(self) -> None:
-        """Make a loop."""
+        """Create a loop."""
         super().__init__()
         self._lookups = Lookups()
 

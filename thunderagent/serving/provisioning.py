@@ -1,4 +1,4 @@
-"""Build who starts and ends replicas from the configuration, and let that and the proxy hear of each other."""
+"""Builds the provisioning from the configuration, and connects it with the proxy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 SOURCE = "provision"
-"""The source of replicas that those are which were started here."""
+"""The source of the replicas that were started here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyFleet:
-    """The proxy's replicas, as `thunderagent.provision.manager.Fleet` asks for them."""
+    """The proxy's replicas as `thunderagent.provision.manager.Fleet`."""
 
     replicas: Replicas
     discovery: Discovery
@@ -52,7 +52,7 @@ class ProxyFleet:
 
 
 def build_provisioning(config: ServeConfig, runtime: Runtime, replicas: Replicas, discovery: Discovery) -> Provisioning:
-    """Make what carries out decisions about replicas, and have it hear them. Raises `ConfigurationError`."""
+    """Create the provisioning, and connect it to decisions. Raises `ConfigurationError`."""
     if config.provision_min > config.provision_max:
         raise ConfigurationError(
             f"provision_min is {config.provision_min}, over provision_max, which is {config.provision_max}: set both"

@@ -1,7 +1,7 @@
-"""The configuration read again while the proxy runs, on SIGHUP or by `POST /config/reload`.
+"""Reloading the configuration of a running proxy, on SIGHUP or by `POST /config/reload`.
 
-Some settings are taken over at once; of the others the log and the answer say that they need a restart. A configuration
-that is wrong changes nothing. Keys, certificates and lists of replicas that stand in files are read again too.
+Some settings are applied at once; for the others the log and the answer say that they need a restart. An invalid
+configuration changes nothing. Keys, certificates and lists of replicas in files are read again, too.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ SECRET_WORDS = ("token", "api_key", "password")
 
 @dataclass(frozen=True, slots=True)
 class Taker:
-    """Takes some settings over while the proxy runs; `take` says whether it could, as the configuration now is."""
+    """Applies some settings of a running proxy; `take` says whether the current configuration could be applied."""
 
     names: frozenset[str]
     take: Callable[[ServeConfig], bool]
 
 
 class Reloader:
-    """Reads the configuration again, and has whoever goes by it take it over."""
+    """Reloads the configuration, and lets its users apply it."""
 
     def __init__(self, config: ServeConfig, load: Callable[[], ServeConfig]) -> None:
-        """Begin with `config`; `load` reads it again, and raises `ConfigurationError` if it is wrong."""
+        """Start with `config`; `load` reads it again, and raises `ConfigurationError` if it is invalid."""
         self._config = config
         self._load = load
         self._takers: list[Taker] = []
         self._files: list[Callable[[], Awaitable[None]]] = []
 
     def takes(self, *names: str, take: Callable[[ServeConfig], bool]) -> None:
-        """Have `take` called when one of these settings has changed."""
+        """Call `take` when one of these settings has changed."""
         self._takers.append(Taker(frozenset(names), take))
 
     def reads(self, read: Callable[[], Awaitable[None]]) -> None:
-        """Have `read` called at each reload, for what stands in a file of its own."""
+        """Call `read` at each reload, for what is in a file of its own."""
         self._files.append(read)
 
     async def run(self, asked: asyncio.Event) -> None:
@@ -65,13 +65,13 @@ class Reloader:
         while True:
             await asked.wait()
             asked.clear()
-            with suppress(ConfigurationError):  # which was logged
+            with suppress(ConfigurationError):  # it was logged
                 await self.reload()
 
     async def reload(self) -> dict[str, Any]:
-        """Read files and the configuration again, and say what changed in the latter.
+        """Reload files and the configuration, and return what changed in the latter.
 
-        Raises `ConfigurationError` if that is wrong; then nothing of it has changed.
+        Raises `ConfigurationError` if that is invalid; then nothing of it has changed.
         """
         for read in self._files:
             await read()
@@ -87,7 +87,7 @@ class Reloader:
         for taker in self._takers:
             if taker.names & changed and taker.take(config):
                 applied |= taker.names & changed
-        # What was not taken over stays as it was, so that the next reload tells of it again.
+        # What was not applied stays, so that the next reload reports it again.
         self._config = config.model_copy(update={name: getattr(before, name) for name in changed - applied})
         report = {
             "applied": {name: difference(name, before, config) for name in sorted(applied)},
@@ -98,7 +98,7 @@ class Reloader:
 
 
 def difference(name: str, before: ServeConfig, after: ServeConfig) -> str:
-    """Return how a setting changed, without what is secret."""
+    """Return how a setting changed, without secrets."""
     if name in KEY_LINES:
         old, new = ({line.partition(":")[0]: line for line in getattr(config, name)} for config in (before, after))
         added, revoked = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
@@ -119,12 +119,12 @@ def _shown(name: str, value: object) -> str:
 def take_over(
     reloader: Reloader, app: web.Application, keyring: Keyring, discovery: Discovery, *, simulated: bool
 ) -> None:
-    """Tell the reloader which settings can change while the proxy runs, and what applies each."""
+    """Tell the reloader which settings can change at runtime, and how to apply each."""
 
     def take_keys(config: ServeConfig) -> bool:
         lines = bool(config.api_keys), bool(config.admin_keys or config.api_keys)
         asks = keyring.has_data_keys, bool(keyring)
-        if config.keys_file is None and lines != asks:  # whether keys are asked for at all is built in
+        if config.keys_file is None and lines != asks:  # whether keys are required is fixed at the start
             return False
         keyring.set_lines(config.api_keys, config.admin_keys)
         return True
@@ -154,7 +154,7 @@ def take_over(
 
 @contextmanager
 def hangup() -> Iterator[asyncio.Event]:
-    """Yield an event that SIGHUP sets, where signals arrive: in the main thread."""
+    """Yield an event that SIGHUP sets, in the main thread, where signals arrive."""
     asked = asyncio.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

@@ -1,4 +1,4 @@
-"""From the configuration to where replicas come from, and to who else must follow each of them."""
+"""Creates the sources of replicas from the configuration, and further followers of replicas."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RunningFollower(Follower, Protocol):
 
 
 def static_of(urls: tuple[str, ...]) -> list[Wanted]:
-    """Return the engines that are named by their URLs, without the names that are looked up."""
+    """Return the engines named by URLs, without the names to be resolved."""
     return [wanted_of(url) for url in urls if not url.startswith(SCHEME)]
 
 
 def sources_of(config: ServeConfig) -> list[Source]:
-    """Return the sources that are configured, besides the static list. Raises `ConfigurationError`."""
+    """Return the configured sources, besides the static list. Raises `ConfigurationError`."""
     interval_s = config.discovery_interval_s
     sources: list[Source] = [DnsSource(url, interval_s=interval_s) for url in config.backends if url.startswith(SCHEME)]
     if config.backends_file is not None:
@@ -49,7 +49,7 @@ def sources_of(config: ServeConfig) -> list[Source]:
 
 
 def followers_of(config: ServeConfig, runtime: Runtime) -> list[RunningFollower]:
-    """Return who follows the engines' KV events, if they are configured. Raises `ConfigurationError`."""
+    """Return the follower of the engines' KV events, if configured. Raises `ConfigurationError`."""
     if not config.kv_events:
         return []
     followed = list(zip_longest(config.backends, config.kv_events, config.kv_events_replay))
@@ -64,7 +64,7 @@ def followers_of(config: ServeConfig, runtime: Runtime) -> list[RunningFollower]
 
 @dataclass(frozen=True, slots=True)
 class _Residency:
-    """Pass what lies in the engines' memory on to the runtime."""
+    """Passes the content of the engines' memory on to the runtime."""
 
     runtime: Runtime
 
@@ -74,7 +74,7 @@ class _Residency:
 
 
 class KvFollower:
-    """Follow the KV events of replicas whose address is known: from a list by URL, or from one for all."""
+    """Follows the KV events of replicas with a known address: from a list by URL, or from one for all."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class KvFollower:
         return repr(self._events)
 
     def add(self, replica: ReplicaEndpoint) -> None:
-        """Follow a replica, if its address is known. Raises `ConfigurationError` for an address that is none."""
+        """Follow a replica, if its address is known. Raises `ConfigurationError` for an invalid address."""
         if self._template is not None:
             host = urlsplit(replica.url).hostname or ""
             host = f"[{host}]" if ":" in host else host
@@ -107,7 +107,7 @@ class KvFollower:
             self._events.add(self._endpoint_of(replica.replica_id, of_rank(address, rank_id), replay_address))
 
     def remove(self, replica_id: str) -> None:
-        """Follow a replica no longer."""
+        """Stop following a replica."""
         self._events.remove(replica_id)
 
     def run(self) -> Coroutine[Any, Any, None]:

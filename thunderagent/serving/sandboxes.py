@@ -1,4 +1,4 @@
-"""Build the sandbox manager from the configuration, and let it and the scheduler hear of each other."""
+"""Builds the sandbox manager from the configuration, and connects it with the scheduler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from thunderagent.tools.sandbox import Caps
 from thunderagent.tools.template import DriverKind, Template
 
 LOOKED_AHEAD_COUNT = 256
-"""Of so many programs that wait it is foretold when each is admitted; the rest come after them."""
+"""For how many waiting programs the admission is predicted; the rest come after them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimePrograms:
-    """The scheduler's programs, as the manager asks for them: `thunderagent.tools.manager.Programs`."""
+    """The scheduler's programs as `thunderagent.tools.manager.Programs`."""
 
     runtime: Runtime
 
@@ -56,7 +56,7 @@ class RuntimePrograms:
         return expected_s
 
     def tool_began(self, program_id: str, command: str) -> None:
-        """See `Programs`. What its answer called is the better name, as it is what later calls are foretold by."""
+        """See `Programs`. The name that its answer called is better, because later calls are predicted by it."""
         word = first_word(command)
         self.runtime.tool_started(program_id, f"bash:{word}"[:MAX_KEY_CHARS] if word else "", inferred=True)
 
@@ -78,9 +78,9 @@ class RuntimePrograms:
 
 
 def build_manager(config: ServeConfig, runtime: Runtime) -> Manager | None:
-    """Make the manager with its drivers, and have it follow the programs; None if no driver is switched on.
+    """Create the manager with its drivers, and let it follow the programs; None if no driver is enabled.
 
-    Raises `ConfigurationError` where a driver's library is not installed, or a template names a driver that is off.
+    Raises `ConfigurationError` if a driver's library is not installed, or a template names a disabled driver.
     """
     if not config.sandboxes:
         return None
@@ -113,7 +113,7 @@ def build_manager(config: ServeConfig, runtime: Runtime) -> Manager | None:
 
 
 def _with_warm(template: Template, warm_count: int) -> Template:
-    """Return a template that keeps so many warm, if it is for classes of programs and does not say itself."""
+    """Return a template that keeps this many warm, if it is for classes of programs and does not say itself."""
     if template.program_classes and not template.warm_count and template.network != "own":
         return template.model_copy(update={"warm_count": warm_count})
     return template
@@ -154,7 +154,7 @@ def _driver(kind: DriverKind, owner: Owner, config: ServeConfig) -> Driver:
     return CallbackDriver(
         owner,
         token=config.sandbox_callback_token,
-        token_urls=[  # who else brings a URL must not get it
+        token_urls=[  # other URLs must not get it
             url
             for template in config.sandbox_templates.values()
             for url in (template.prepare_url, template.reclaim_url)

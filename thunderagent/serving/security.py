@@ -1,4 +1,4 @@
-"""What keeps strangers out, made of the configuration: keys, TLS, limits, and the refusal to be open to a network."""
+"""Protection against strangers, from the configuration: keys, TLS, limits, and the refusal of an open network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger("thunderagent.security")
 
 
 def build_keyring(config: ServeConfig) -> Keyring:
-    """Read the keys, and refuse what would be open by mistake. Raises `ConfigurationError`."""
+    """Read the keys, and refuse an accidentally open proxy. Raises `ConfigurationError`."""
     keyring = Keyring(config.api_keys, config.admin_keys, has_file=config.keys_file is not None)
     if config.keys_file is not None:
         keyring.set_filed(entry.key() for entry in read_keys(config.keys_file))
@@ -38,7 +38,7 @@ def build_keyring(config: ServeConfig) -> Keyring:
 
 
 def check_security(config: ServeConfig) -> None:
-    """Raise `ConfigurationError` for whatever would fail once other things were started."""
+    """Raise `ConfigurationError` for what would otherwise fail after other parts were started."""
     build_keyring(config)
     if config.simulates_engines and not (config.demo or is_loopback(config.host)):
         raise ConfigurationError(
@@ -53,7 +53,7 @@ def check_security(config: ServeConfig) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches an address; of names, only `localhost` is known to be such."""
+    """Return whether only this machine reaches an address; of names, only `localhost` certainly does."""
     try:
         return ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
@@ -61,7 +61,7 @@ def is_loopback(host: str) -> bool:
 
 
 def guard_settings(config: ServeConfig) -> GuardSettings:
-    """Return what the guard is told."""
+    """Return the guard's settings."""
     return GuardSettings(
         max_body_bytes=config.max_body_bytes,
         body_timeout_s=config.body_timeout_s,
@@ -76,12 +76,12 @@ def guard_settings(config: ServeConfig) -> GuardSettings:
 
 
 def _own_names(config: ServeConfig) -> tuple[str, ...]:
-    """Return the name that others reach this process by, if it was said."""
+    """Return the name by which others reach this process, if it was given."""
     return (urlsplit(config.reached_at).netloc,) if config.reached_at else ()
 
 
 def held_limits(config: ServeConfig) -> HeldLimits:
-    """Return how much may be held."""
+    """Return the limits of held turns."""
     return HeldLimits(
         config.max_held_turns_count,
         config.max_held_bytes,
@@ -115,7 +115,7 @@ def _key_of(field: str, key: SecretStr | None, file: Path | None) -> str:
 
 
 def backend_ssl_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """Return whom to trust as an engine, besides those that the system trusts. Raises `ConfigurationError`."""
+    """Return the certificates to trust for engines, besides the system's. Raises `ConfigurationError`."""
     if config.backend_ca_file is None:
         return None
     context = ssl.create_default_context()
@@ -127,7 +127,7 @@ def backend_ssl_context(config: ServeConfig) -> ssl.SSLContext | None:
 
 
 class ServerTls:
-    """The certificate that clients see. It can be read again while connections are open, which keep theirs."""
+    """The certificate for clients. It can be reloaded while connections are open, which keep the old one."""
 
     def __init__(self, cert: Path, key: Path | None) -> None:
         """Read it. `key` None: the private key is in the same file. Raises `ConfigurationError`."""
@@ -137,15 +137,15 @@ class ServerTls:
 
     @classmethod
     def of(cls, config: ServeConfig) -> ServerTls | None:
-        """Return what is configured; None is plain HTTP. Raises `ConfigurationError`."""
+        """Return the configured certificate; None is plain HTTP. Raises `ConfigurationError`."""
         if config.tls_cert is None:
             return None
         return cls(config.tls_cert, config.tls_key)
 
     async def reload(self) -> None:
-        """Read the certificate again; keep the old one if the new one is of no use."""
+        """Reload the certificate; keep the old one if the new one is invalid."""
         try:
-            self._read()  # into a context of its own first: half a change would break ours
+            self._read()  # into a new context first: half a change would break ours
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigurationError, OSError) as error:
             log.error("certificate_not_reloaded", why=str(error))  # noqa: TRY400 - no bug, so no trace

@@ -1,1 +1,1 @@
-"""Sandboxes: the environments of programs' tools, made ready before they are needed, gone when they are not."""
+"""Sandboxes: the environments of programs' tools, ready before they are needed, gone when they are not."""

@@ -58,11 +58,11 @@ from thunderagent.tools.base import OWNER_LABEL, RUN_LABEL, Change, Found, Order
 _log = structlog.get_logger(__name__)
 
 MAX_ANSWER_BYTES = 1024 * 1024
-# So much of what the other side says goes into a message of ours.
+# How much of the other side's text goes into our messages.
 _MAX_SAID_CHARACTERS = 300
-# A preparation that failed or was cancelled waits so long for what it began to be removed.
+# How long a failed or cancelled preparation waits for its leftovers to be removed.
 _CLEAN_UP_S = 5.0
-# Of a template: what is ours to keep to, and nothing to the other side.
+# Fields of a template that we enforce, irrelevant to the other side.
 _OUR_FIELDS = {
     *("driver", "prepare_url", "reclaim_url", "prepare_timeout_s", "ready_interval_s"),
     *("program_classes", "warm_count", "kubernetes_kind", "namespace"),
@@ -72,7 +72,7 @@ _Port = Annotated[int, Field(gt=0, le=65535)]
 
 
 class _Answer(BaseModel):
-    """What the other side says of a sandbox that it makes."""
+    """The other side's report on a sandbox that it makes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -94,7 +94,7 @@ _NOTHING_KNOWN = _Answer()
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """An answer as it came: `location` is empty if it has none."""
+    """An answer as received: `location` is empty if it has none."""
 
     url: httpx2.URL
     status: int
@@ -103,12 +103,12 @@ class _Reply:
 
 
 class CallbackDriver:
-    """Ask a service for sandboxes over HTTP.
+    """Asks a service for sandboxes over HTTP.
 
-    There are at most `concurrency_count` requests at a time to prepare, and as many to reclaim: neither waits for the
-    other. A request that has no whole answer after `request_timeout_s` has failed, and so has a preparation whose
-    status URL fails for so long. `token` goes along as `Authorization: Bearer`: to the URLs of templates, or, with
-    `token_urls`, to the origins of these alone; never to a URL that a client registered.
+    At most `concurrency_count` requests at a time prepare, and as many reclaim: neither waits for the other. A request
+    without a whole answer after `request_timeout_s` has failed, and so has a preparation whose status URL fails for
+    that long. `token` is sent as `Authorization: Bearer`: to the URLs of templates, or, with `token_urls`, only to the
+    origins of these; never to a URL that a client registered.
     """
 
     kind = "callback"
@@ -134,7 +134,7 @@ class CallbackDriver:
         self._reclaiming = asyncio.Semaphore(concurrency_count)
         self._in_flight_count = 0
         self._closed = asyncio.Event()
-        # The semaphores bound requests; and httpx2's timeouts are for each read, where ours is for the whole answer.
+        # The semaphores limit requests; and httpx2's timeouts are for each read, but ours is for the whole answer.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency_count)
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "thunderagent"}
         self._client = httpx2.AsyncClient(
@@ -150,15 +150,15 @@ class CallbackDriver:
         return f"<CallbackDriver {self._in_flight_count} requests in flight>"
 
     async def open(self) -> None:
-        """Begin nothing: it connects when it is asked for something."""
+        """Do nothing: it connects on demand."""
 
     async def prepare(self, order: Order) -> Place:
-        """Ask for a sandbox and return once the other side says that it is usable.
+        """Request a sandbox and return once the other side says that it is usable.
 
-        A try again with the same order is safe. Raises `SandboxRefusedError` for a 4xx, `SandboxSpaceError`,
-        `SandboxConflictError` and `SandboxSetupError` as told above, `SandboxEngineError` if there is no answer or it
-        is 429 or 5xx, and `SandboxError` for one that is not understood. Unless nothing can have been made, the other
-        side is then told to reclaim it; that is tried once, for a few seconds.
+        Repeating the same order is safe. Raises `SandboxRefusedError` for a 4xx, `SandboxSpaceError`,
+        `SandboxConflictError` and `SandboxSetupError` as explained above, `SandboxEngineError` without an answer or for
+        429 and 5xx, and `SandboxError` for an invalid one. Unless nothing can have been made, the other side is then
+        told to reclaim it; that is tried once, for a few seconds.
         """
         prepare_url, reclaim_url = _url_of(order.template.prepare_url), _url_of(order.template.reclaim_url)
         headers = {"Idempotency-Key": order.sandbox_id, **self._authorization(prepare_url)}
@@ -181,35 +181,35 @@ class CallbackDriver:
         )
 
     async def adopt(self, name: str, reclaim_url: str) -> Place:
-        """Return the place of a sandbox that a client made itself; nobody is asked whether it is there.
+        """Return the place of a client's own sandbox; nobody checks whether it exists.
 
-        Raises `SandboxRefusedError` for what is not an http or https URL, or an empty name.
+        Raises `SandboxRefusedError` for a URL that is not http or https, or an empty name.
         """
         if not name:
             raise SandboxRefusedError("a sandbox that runs elsewhere needs a handle")
         return Place(_handle("", _url_of(reclaim_url), name), details={"remote_handle": name})
 
     async def reclaim(self, handle: str) -> None:
-        """Ask for a sandbox to be removed; 404 and 410 say that it is gone already. Raises `SandboxError`."""
+        """Request the removal of a sandbox; 404 and 410 mean that it is already gone. Raises `SandboxError`."""
         sandbox_id, url, remote_handle = _read_handle(handle)
         await self._reclaim(sandbox_id, url, remote_handle)
 
     async def find(self) -> Sequence[Found]:
-        """Return nothing: the other side cannot be asked what it has."""
+        """Return nothing: the other side cannot list what it has."""
         return ()
 
     async def sweep(self) -> None:
         """Do nothing: what is left elsewhere ends when it expires."""
 
     async def watch(self) -> AsyncGenerator[Change, None]:
-        """Yield nothing until the driver is closed: the other side tells nothing by itself."""
+        """Yield nothing until the driver is closed: the other side reports nothing by itself."""
         await self._closed.wait()
         changes: tuple[Change, ...] = ()
         for change in changes:
             yield change
 
     async def measure(self, handles: Sequence[str]) -> Usage:  # noqa: ARG002
-        """Return nothing: what sandboxes take elsewhere is the other side's."""
+        """Return nothing: the other side accounts for its sandboxes itself."""
         return Usage()
 
     async def close(self) -> None:
@@ -228,9 +228,9 @@ class CallbackDriver:
         }
 
     async def _until_ready(self, order: Order, answer: _Answer, prepare_url: httpx2.URL) -> _Answer:
-        """Ask for the status until the sandbox is usable, for as long as the caller waits.
+        """Poll the status until the sandbox is usable, for as long as the caller waits.
 
-        A single failure to ask says nothing about the sandbox: only failing for the length of a request's timeout does.
+        A single failed request says nothing about the sandbox: only failing for a request's timeout does.
         """
         loop = asyncio.get_running_loop()
         headers = self._authorization(prepare_url)
@@ -250,7 +250,7 @@ class CallbackDriver:
         return answer
 
     async def _clean_up(self, order: Order, reclaim_url: httpx2.URL, remote_handle: str) -> None:
-        """Tell the other side that nobody wants that sandbox. Whatever hinders that is logged: its life is limited."""
+        """Tell the other side that nobody wants that sandbox. Errors are logged: its life is limited."""
         try:
             async with asyncio.timeout(_CLEAN_UP_S):
                 await self._reclaim(order.sandbox_id, reclaim_url, remote_handle)
@@ -263,7 +263,7 @@ class CallbackDriver:
             )
 
     async def _reclaim(self, sandbox_id: str, url: httpx2.URL, remote_handle: str) -> None:
-        # Only what we made ourselves has a name of ours: the token is for nobody else.
+        # Only our own sandboxes have our ids: the token is for nobody else.
         headers = self._authorization(url) if sandbox_id else {}
         async with self._reclaiming:
             reply = await self._send("POST", url, headers, {"handle": remote_handle, "sandbox_id": sandbox_id})
@@ -299,12 +299,12 @@ class CallbackDriver:
 
 
 def _made_nothing(error: BaseException) -> bool:
-    """Say whether a request to prepare surely made nothing: it was refused, or did not reach the other side."""
+    """Return whether a request to prepare certainly made nothing: it was refused, or did not reach the other side."""
     return isinstance(error, SandboxRefusedError) or isinstance(error.__cause__, httpx2.ConnectError)
 
 
 def _read_answer(reply: _Reply, prepare_url: httpx2.URL, known: _Answer) -> _Answer:
-    """Return what the other side says, with what it said before (`known`) where it says nothing now."""
+    """Return the other side's report, completed by its earlier one (`known`)."""
     is_asked_again = known != _NOTHING_KNOWN
     if is_asked_again and reply.status in {404, 410}:
         raise SandboxSetupError(f"the sandbox ended before it was usable: {_told(reply)}")
@@ -331,7 +331,7 @@ def _read_answer(reply: _Reply, prepare_url: httpx2.URL, known: _Answer) -> _Ans
 
 
 class _Complaint(BaseModel):
-    """The text for people, and the word for programs, of an error answer in one of the usual shapes."""
+    """The human text, and the machine code, of an error answer in one of the usual shapes."""
 
     message: str = ""
     code: str = ""
@@ -355,7 +355,7 @@ def _complaint_of(reply: _Reply) -> _Complaint:
 
 
 def _told(reply: _Reply) -> str:
-    """Return one short line of what an error answer says."""
+    """Return an error answer's message as one short line."""
     line = " ".join(_complaint_of(reply).message.split())
     text = "".join(each for each in line if each.isprintable())[:_MAX_SAID_CHARACTERS]
     return f"{reply.url.host} answered {reply.status}" + (f": {text}" if text else "")
@@ -392,7 +392,7 @@ def _origin_of(url: httpx2.URL) -> tuple[str, str, int]:
 
 
 def _joined(base: httpx2.URL, reference: str) -> httpx2.URL:
-    """Return the URL that a reference leads to from `base`; refuse one to another origin: the token is for this one."""
+    """Return the URL of a reference relative to `base`; refuse another origin: the token is for this one."""
     try:
         url = base.join(reference)
         is_same_origin = _origin_of(url) == _origin_of(base)
@@ -404,9 +404,9 @@ def _joined(base: httpx2.URL, reference: str) -> httpx2.URL:
 
 
 def _handle(sandbox_id: str, reclaim_url: httpx2.URL, remote_handle: str) -> str:
-    """Return a handle that tells all that reclaiming needs, so that it does after a restart too.
+    """Return a handle with everything that reclaiming needs, so that it works after a restart too.
 
-    Written `SANDBOX_ID@RECLAIM_URL#REMOTE_HANDLE`; the first and the last are percent-escaped.
+    Format `SANDBOX_ID@RECLAIM_URL#REMOTE_HANDLE`; the first and the last are percent-escaped.
     """
     return f"{quote(sandbox_id, safe='')}@{reclaim_url}#{quote(remote_handle, safe='')}"
 

@@ -1,4 +1,4 @@
-"""Contact with one engine: what is there, what happens there, what it takes, and whether it answers at all."""
+"""Contact with one engine: what exists there, what happens there, its use of resources, and whether it answers."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from thunderagent.tools.base import Command, Driver, Found, Usage
 log = structlog.get_logger("thunderagent.sandboxes")
 
 LOOKS_PER_SWEEP_COUNT = 10
-"""What no sandbox is left for is looked for at every tenth look."""
+"""How many looks pass between two sweeps of leftovers without a sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContactSettings:
-    """How an engine is kept in touch with; times in seconds."""
+    """How contact with an engine is kept; times in seconds."""
 
     resync_interval_s: float = 10.0
     measure_interval_s: float = 15.0
     answer_timeout_s: float = 60.0
     retry_s: float = 1.0
-    """Time to the second try to reach it; doubled for each further one up to `retry_limit_s`."""
+    """Time to the second connection attempt; doubled for each further one up to `retry_limit_s`."""
     retry_limit_s: float = 15.0
 
 
 class Listener(Protocol):
-    """Who wants to hear of an engine."""
+    """Receives news of an engine."""
 
     def found(self, kind: str, found: Sequence[Found], known: Sequence[str], *, first: bool) -> None:
-        """Hear of all labelled sandboxes that are there; `first` in this run.
+        """Take all labelled sandboxes that exist; `first` in this run.
 
-        `known` are the handles that were there before it was looked: one that came meanwhile may be missing.
+        `known` are the handles that existed before the look: one that appeared meanwhile may be missing.
         """
 
     def appeared(self, kind: str, found: Found) -> None:
-        """Hear of a labelled sandbox that began."""
+        """Note that a labelled sandbox began."""
 
     def ended(self, kind: str, handle: str, why: str) -> None:
-        """Hear of a labelled sandbox that ended."""
+        """Note that a labelled sandbox ended."""
 
     def watching(self, kind: str) -> None:
-        """Hear that from now on is told what happens; which commands run since before is not known."""
+        """Note that events are reported from now on; commands that began before are unknown."""
 
     def command(self, kind: str, command: Command) -> None:
-        """Hear of a command inside a labelled sandbox."""
+        """Take a command inside a labelled sandbox."""
 
     def measured(self, kind: str, usage: Usage) -> None:
-        """Hear what sandboxes take."""
+        """Take the sandboxes' resource use."""
 
     def handles(self, kind: str) -> list[str]:
-        """Return those that are there, as far as is known, and can be looked at."""
+        """Return the known handles that can be measured."""
 
 
 class Contact:
-    """One engine's. `why_lost` is what it said last, while it does not answer; else empty."""
+    """Contact with one engine. `why_lost` is its last error while it does not answer; otherwise empty."""
 
     def __init__(self, driver: Driver, listener: Listener, settings: ContactSettings) -> None:
-        """Begin without contact."""
+        """Start without contact."""
         self.why_lost = ""
         self._driver = driver
         self._listener = listener
@@ -74,15 +74,15 @@ class Contact:
         return f"<Contact with {self._driver.kind}: {self.why_lost or 'it answers'}>"
 
     async def run(self) -> None:
-        """Keep in touch until cancelled."""
+        """Keep contact until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch())
             group.create_task(self._measure())
-            await asyncio.sleep(0)  # it watches before it looks, so that nothing falls between
+            await asyncio.sleep(0)  # watch before looking, so that nothing is missed in between
             await self._look()
 
     async def _look(self) -> None:
-        """Look at all that is there: at the start, after each loss of contact, and now and then."""
+        """List everything: at the start, after each loss of contact, and now and then."""
         first = True
         sweep_at_count = look_count = 0
         delay_s = self._settings.retry_s
@@ -115,7 +115,7 @@ class Contact:
         while True:
             try:
                 async with aclosing(self._driver.watch()) as changes:
-                    self._look_again.set()  # at what happened between two watches
+                    self._look_again.set()  # at events between two watches
                     self._listener.watching(kind)
                     async for change in changes:
                         delay_s = self._settings.retry_s
@@ -130,7 +130,7 @@ class Contact:
                 delay_s = await self._lost(error, delay_s)
 
     async def _lost(self, error: Exception, delay_s: float) -> float:
-        """Remember why there is no contact and wait; return how long to wait the next time."""
+        """Record why there is no contact and wait; return the delay for the next time."""
         why = str(error) or "no answer in time"
         if not self.why_lost:
             log.warning("sandbox_engine_lost", driver=self._driver.kind, why=why)
@@ -139,7 +139,7 @@ class Contact:
         return min(2 * delay_s, self._settings.retry_limit_s)
 
     async def _measure(self) -> None:
-        """Measure what sandboxes take."""
+        """Measure the sandboxes' resource use."""
         while True:
             await asyncio.sleep(self._settings.measure_interval_s)
             handles = self._listener.handles(self._driver.kind)

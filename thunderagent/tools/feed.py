@@ -1,4 +1,4 @@
-"""What clients hear of sandboxes: a report of each, and a feed of changes."""
+"""News of sandboxes for clients: a report of each, and a feed of changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from thunderagent.tools.sandbox import Sandbox
 
 MAX_BEHIND_COUNT = 1000
-"""Changes that a slow reader may be behind; beyond, it is cut off and asks anew."""
+"""How many changes a slow reader may be behind; beyond, it is cut off and must ask again."""
 
 Report = dict[str, Any]
 
@@ -39,10 +39,10 @@ def report_of(sandbox: Sandbox, now_s: float) -> Report:
 
 
 class Feed:
-    """Everybody who follows changes."""
+    """The readers that follow changes."""
 
     def __init__(self) -> None:
-        """Begin with nobody."""
+        """Start without readers."""
         self._readers: dict[asyncio.Queue[Report | None], str | None] = {}
         """Each with the program that it follows; None follows all."""
 
@@ -51,7 +51,7 @@ class Feed:
 
     @asynccontextmanager
     async def read(self, program_id: str | None = None) -> AsyncIterator[asyncio.Queue[Report | None]]:
-        """Give a queue of reports, one for each change from now on, of one program's alone or of all.
+        """Provide a queue of reports, one for each change from now on, of one program or of all.
 
         None ends it: at the end, and for a slow reader.
         """
@@ -63,7 +63,7 @@ class Feed:
             self._readers.pop(queue, None)
 
     def tell(self, sandbox: Sandbox, now_s: float) -> None:
-        """Tell everybody who follows it what became of a sandbox."""
+        """Report a sandbox's change to all its readers."""
         if not self._readers:
             return
         report = report_of(sandbox, now_s)
@@ -76,7 +76,7 @@ class Feed:
                 self._end(queue)
 
     def close(self) -> None:
-        """End it for everybody."""
+        """End it for all readers."""
         for queue in list(self._readers):
             self._end(queue)
 

@@ -1,4 +1,4 @@
-"""Carry out the sandbox table's plan: prepare and reclaim through the drivers, and hear what happens at the engines.
+"""Carries out the sandbox table's plan: prepares and reclaims through the drivers, and hears the engines' events.
 
 Theory of operation
 ===================
@@ -7,14 +7,14 @@ threads of its own. `_plan` is called soon after something changed and at least 
 actions becomes a task of one group, so that nothing outlives `run`.
 
 A preparation that fails goes back to the table, which tries again or gives up. A preparation that is no longer wanted
-is cancelled; the driver then removes what it had begun. A reclaiming that fails is tried until it succeeds, because
-what it removes is ours. What the engines know is compared with the table after each loss of contact and now and then;
-what bears our name and an earlier run's is an orphan and is removed at the start, what bears that of this run and is
-not in the table is left of a preparation or a sandbox that failed and is removed whenever it is seen. A look takes
-time: it says nothing of what came or went since it began.
+is cancelled; the driver then removes what it had begun. A reclaiming that fails is repeated until it succeeds, because
+its object is ours. After each loss of contact and now and then, the engines' state is compared with the table. Objects
+with our name and an earlier run's are orphans and are removed at the start. Objects of this run that are not in the
+table are left from a failed preparation or sandbox, and are removed whenever they are seen. A look takes time: it says
+nothing of what came or went since it began.
 
-Programs come from the scheduler: `observe` sees every event with its decisions. Each program that has a sandbox is in
-the scheduler's table, opened if need be, so that one that never comes is forgotten, and its sandboxes with it.
+Programs come from the scheduler: `observe` sees every event with its decisions. Each program with a sandbox is in the
+scheduler's table, opened if needed, so that one that never comes is forgotten, and its sandboxes with it.
 """
 
 from __future__ import annotations
@@ -53,53 +53,53 @@ from thunderagent.tools.template import Template
 log = structlog.get_logger("thunderagent.sandboxes")
 
 HEARS = (Grant, Restore, Release)
-"""What `Manager.observe` is about."""
+"""Kinds of events for `Manager.observe`."""
 
 
 Run = tuple[str, str, str]
-"""A command that runs: the driver, the handle of the sandbox, and the engine's name for the command."""
+"""A running command: the driver, the handle of the sandbox, and the engine's id for the command."""
 
 
 class Programs(Protocol):
     """What the manager asks and tells the scheduler."""
 
     def open(self, program_id: str, tenant: str = "") -> None:
-        """Open a program, of a tenant, before its first turn; one that lives stays. Raises `RequestError`."""
+        """Open a program, of a tenant, before its first turn; a live one stays. Raises `RequestError`."""
 
     def runs(self, program_id: str) -> bool:
-        """Say whether it was admitted: it holds a claim on a replica."""
+        """Return whether it was admitted: it holds a claim on a replica."""
 
     def acting_for_s(self, program_id: str) -> float:
-        """Return for how long no turn of it is with us; 0 while one is."""
+        """Return how long no turn of it is here; 0 while one is."""
 
     def expected_holds_s(self) -> Mapping[str, float]:
-        """Return of those that wait in how many seconds each is expected to be admitted."""
+        """Return for waiting programs in how many seconds each is expected to be admitted."""
 
     def tool_began(self, program_id: str, command: str) -> None:
-        """Take in that a tool of it begins: a command in a sandbox."""
+        """Record that a tool of it begins: a command in a sandbox."""
 
     def tool_ended(self, program_id: str) -> None:
-        """Take in that it is through."""
+        """Record that its tool ended."""
 
     def sandbox_ready(self, program_id: str, sandbox_id: str, prepare_s: float) -> None:
-        """Write it into the program's story."""
+        """Add it to the program's story."""
 
     def sandbox_failed(self, program_id: str, sandbox_id: str, why: str) -> None:
-        """Write it into the program's story."""
+        """Add it to the program's story."""
 
     def measured(self, sandbox_count: int, disk_bytes: int | None, memory_bytes: int | None) -> None:
-        """Tell what all sandboxes take."""
+        """Report the resource use of all sandboxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
-    """How the manager works; times in seconds."""
+    """Settings of the manager; times in seconds."""
 
     plan_interval_s: float = 1.0
     plan_pause_s: float = 0.02
-    """Least time between two plans: each looks at all sandboxes, which takes 2 ms for five thousand."""
+    """Least time between two plans: each checks all sandboxes, which takes 2 ms for five thousand."""
     idle_limit_s: float = inf
-    """Sandboxes of a program without a turn for so long go, though the program stays."""
+    """Sandboxes of a program without a turn for this long are removed, though the program stays."""
     adopt_timeout_s: float = 10.0
     reclaim_timeout_s: float = 60.0
     reclaims_count: int = 8
@@ -128,15 +128,15 @@ class Manager:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin with nothing; `clock` is that of the scheduler, `wall_clock` returns Unix time."""
+        """Start empty; `clock` is that of the scheduler, `wall_clock` returns Unix time."""
         self.table = SandboxTable(caps, new_id)
         self.templates = templates
         self.settings = settings or ManagerSettings()
         self.failure_counts: Counter[str] = Counter()
-        """Failed preparations and sandboxes that died, by the error's code."""
+        """Failed preparations and sandboxes that died, by error code."""
         self.reclaimed_count = 0
         self.orphan_count = 0
-        """Left by earlier runs and removed."""
+        """Leftovers of earlier runs that were removed."""
         self._on_prepared: Callable[[float], None] = lambda _: None
         self._on_waited: Callable[[float], None] = lambda _: None
         self._owner = owner
@@ -146,13 +146,13 @@ class Manager:
         self._wall_clock = wall_clock
         self._classes = {name: template_name for template_name, t in templates.items() for name in t.program_classes}
         self._seen: set[str] = set()
-        """Programs that were given what is for their class; they may have let it go since."""
+        """Programs that were given their class's sandboxes; they may have let them go since."""
         self._reclaimed: set[tuple[str, str]] = set()
-        """Drivers and handles of what was reclaimed since the last look, which may have seen it still."""
+        """Drivers and handles reclaimed since the last look, which may still have seen them."""
         self._removing: set[tuple[str, str]] = set()
-        """Those of what nobody knows and is being removed."""
+        """Those of unknown objects that are being removed."""
         self._commands: dict[str, set[Run]] = {}
-        """What began to run in sandboxes of a program since its last turn. None is empty."""
+        """Commands that began in sandboxes of a program since its last turn. None is empty."""
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
@@ -168,9 +168,9 @@ class Manager:
     # --- what clients ask for ---------------------------------------------------------------------------------------
 
     async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Report]:
-        """Do what a request's body asks for, one thing or a list of them; return what each has become so far.
+        """Do what a request's body asks for, one thing or a list of them; return the current report of each.
 
-        Raises `RequestError`, `NotFoundError` for a template or a handle that there is not, `SandboxError`.
+        Raises `RequestError`, `NotFoundError` for an unknown template or handle, `SandboxError`.
         """
         wanted = read_requests(body)
         for each in wanted:  # all or none
@@ -203,7 +203,7 @@ class Manager:
             self.table.check(self._template_of(wanted))
 
     def _check_shares(self, wanted: Sequence[SandboxRequest]) -> None:
-        """Raise `SandboxRefusedError` where a key is that of another template, also one of the same body."""
+        """Raise `SandboxRefusedError` if a share key belongs to another template, also within one body."""
         digests: dict[str, str] = {}
         for each in wanted:
             if each.handle is None and each.share:
@@ -249,7 +249,7 @@ class Manager:
         return sandbox
 
     def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
-        """Prepare what programs of that class get, at the first sight of one; an unknown class gets none."""
+        """Prepare a class's sandboxes when a program of it is first seen; an unknown class gets none."""
         name = self._classes.get(program_class)
         if name is None or program_id in self._seen or self._closing:
             return
@@ -259,11 +259,11 @@ class Manager:
             return
         try:
             self._request(program_id, self.templates[name], name)
-        except SandboxError as error:  # the turn goes on: a sandbox is help, not leave
+        except SandboxError as error:  # the turn goes on: a sandbox is help, not a precondition
             log.warning("sandbox_failed", program_ids=[program_id], template=name, code=error.code, why=error.message)
 
     def of_program(self, program_id: str) -> list[Report]:
-        """Report on a program's sandboxes, the oldest first."""
+        """Report on a program's sandboxes, oldest first."""
         return [self._report(sandbox) for sandbox in self.table.of_program(program_id)]
 
     def all(self) -> list[Report]:
@@ -281,12 +281,12 @@ class Manager:
     def _leave(self, sandbox: Sandbox, program_id: str, why: str) -> None:
         self._all_ran(sandbox, program_id)
         self.table.leave(sandbox, program_id, why)
-        if sandbox.stage is Stage.GONE:  # nothing was made of it: no plan will tell
+        if sandbox.stage is Stage.GONE:  # nothing was made of it: no plan will report it
             self._tell(sandbox)
         self._changed.set()
 
     def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Report | None]]:
-        """Give a queue of reports, one for each change from now on, of one program's alone; None ends it."""
+        """Provide a queue of reports, one for each change from now on, of one program; None ends it."""
         return self._feed.read(program_id)
 
     def _report(self, sandbox: Sandbox) -> Report:
@@ -304,7 +304,7 @@ class Manager:
                 self._seen.discard(decision.program_id)
                 self._program_ended(decision.program_id, f"its program ended: {decision.reason.value}")
             elif isinstance(decision, Grant | Restore) and decision.program_id is not None:
-                if isinstance(decision, Grant):  # what runs on beside a turn is no tool that is waited for
+                if isinstance(decision, Grant):  # what still runs beside a turn is no tool to wait for
                     self._commands.pop(decision.program_id, None)
                 self._admitted(decision.program_id)
 
@@ -327,7 +327,7 @@ class Manager:
     # --- carrying out -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Carry out plans until cancelled; then, if the settings say so, reclaim everything, and let go of engines."""
+        """Carry out plans until cancelled; then, if the settings say so, reclaim everything, and close the engines."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -357,7 +357,7 @@ class Manager:
         def needed_in_s(program_id: str) -> float:
             if self._programs.runs(program_id):
                 return 0.0
-            # Who has no turn yet, or is behind those that were looked at, comes after them.
+            # Programs without a turn yet, or behind those that were checked, come after them.
             return expected_s.get(program_id, last_s)
 
         for action in self.table.plan(self._clock(), needed_in_s):
@@ -403,7 +403,7 @@ class Manager:
 
     def _prepared(self, sandbox: Sandbox, place: Place) -> None:
         now_s = self._clock()
-        if sandbox.stage is not Stage.PREPARING:  # it was reclaimed in the same moment: `_reclaim` removes it
+        if sandbox.stage is not Stage.PREPARING:  # it was reclaimed at the same moment: `_reclaim` removes it
             sandbox.place = place
             return
         self.table.prepared(now_s, sandbox, place)
@@ -451,7 +451,7 @@ class Manager:
             self._programs.sandbox_failed(program_id, sandbox.sandbox_id, f"{why}{' (tried again)' if again else ''}")
 
     async def _reclaim(self, action: Reclaim) -> None:
-        """Remove a sandbox, however often that takes; a preparation that runs is stopped first."""
+        """Remove a sandbox, however often that takes; a running preparation is stopped first."""
         sandbox = action.sandbox
         preparing = self._preparing.get(sandbox.sandbox_id)
         if preparing is not None:
@@ -472,7 +472,7 @@ class Manager:
         self._changed.set()
 
     async def _reclaim_for_certain(self, kind: str, handle: str, sandbox: Sandbox | None) -> None:
-        """Try until it is gone: what is ours must not stay."""
+        """Retry until it is gone: what is ours must not stay."""
         contact = self.settings.contact
         delay_s = contact.retry_s
         while not await self._try_to_reclaim(kind, handle, sandbox):
@@ -495,9 +495,9 @@ class Manager:
         return False
 
     async def _reclaim_at_shutdown(self) -> None:
-        """Remove what is being reclaimed and, by choice, all else that we made, as far as the time reaches.
+        """Remove what is being reclaimed and, by choice, all else that we made, within the time limit.
 
-        What is left of it ends with its time to live.
+        The rest ends with its time to live.
         """
         if self.settings.reclaim_on_shutdown:
             for sandbox in list(self.table):
@@ -520,7 +520,7 @@ class Manager:
     # --- what the engines say: `thunderagent.tools.contact.Listener` --------------------------------------------------
 
     def found(self, kind: str, found: Sequence[Found], known: Sequence[str], *, first: bool) -> None:
-        """Take over what was given, take in what died while nobody looked, remove what is nobody's any more."""
+        """Take over given sandboxes, record those that died unseen, and remove leftovers."""
         names = {_order_id(each) for each in self.table if each.stage is not Stage.FAILED}
         for each in found:
             if each.running and (kind, each.handle) not in self._reclaimed:
@@ -536,7 +536,7 @@ class Manager:
         self._end_expired(kind)
 
     def _end_expired(self, kind: str) -> None:
-        """Take for ended, and remove, what should have ended by itself, though nobody says so."""
+        """Treat overdue sandboxes as ended, and remove them, even without a report."""
         latest_s = self._clock() - self.settings.contact.resync_interval_s
         for sandbox in list(self.table):
             if sandbox.template.driver != kind or sandbox.stage not in (Stage.READY, Stage.IN_USE):
@@ -575,7 +575,7 @@ class Manager:
         log.info("sandbox_given", driver=kind, handle=found.handle, program_id=found.program_id)
 
     def ended(self, kind: str, handle: str, why: str) -> None:
-        """Take in that a sandbox ended by itself; that of one that we removed is no news."""
+        """Record that a sandbox ended by itself; the end of a removed one is no news."""
         sandbox = self.table.with_handle(kind, handle)
         if sandbox is None or sandbox.stage not in (Stage.READY, Stage.IN_USE):
             return
@@ -591,16 +591,16 @@ class Manager:
         self._changed.set()
 
     def watching(self, kind: str) -> None:
-        """Forget what ran: its end may have been missed."""
+        """Forget running commands: their ends may have been missed."""
         for program_id in list(self._commands):
             self._commands[program_id] = {run for run in self._commands[program_id] if run[0] != kind}
             if not self._commands[program_id]:
                 del self._commands[program_id]
 
     def command(self, kind: str, command: Command) -> None:
-        """Take a command in a sandbox that one program uses for a tool of that program.
+        """Treat a command in a sandbox that one program uses as a tool of that program.
 
-        Its tool begins with the first of several, and is through with the last.
+        The tool begins with the first of several, and ends with the last.
         """
         sandbox = self.table.with_handle(kind, command.handle)
         if sandbox is None:
@@ -616,7 +616,7 @@ class Manager:
             self._commands.setdefault(program_id, set()).add(run)
 
     def _all_ran(self, sandbox: Sandbox, program_id: str) -> None:
-        """Take what runs of a program in a sandbox that goes as through: nobody will tell of its end."""
+        """Treat a program's commands in a removed sandbox as ended: nobody will report their end."""
         if sandbox.place is not None:
             place = (sandbox.template.driver, sandbox.place.handle)
             self._ran(program_id, {run for run in self._commands.get(program_id, ()) if run[:2] == place})
@@ -630,12 +630,12 @@ class Manager:
             runs -= ended
 
     def handles(self, kind: str) -> list[str]:
-        """Return the handles of those that are there; not of those elsewhere, which nobody can look at."""
+        """Return the handles of existing sandboxes; not of those elsewhere, which nobody can inspect."""
         placed = [each for each in self.table if each.template.driver == kind and each.place is not None]
         return [] if kind == "callback" else [each.place.handle for each in placed if each.place is not None]
 
     def measured(self, kind: str, usage: Usage) -> None:
-        """Take in what sandboxes take, and tell the scheduler."""
+        """Record the sandboxes' resource use, and tell the scheduler."""
         for handle in {*usage.disk_bytes, *usage.memory_bytes}:
             sandbox = self.table.with_handle(kind, handle)
             if sandbox is not None:
@@ -645,19 +645,19 @@ class Manager:
 
     @property
     def engine_errors(self) -> dict[str, str]:
-        """Drivers whose engine does not answer, and what it said last."""
+        """Drivers whose engine does not answer, with its last error."""
         return {kind: contact.why_lost for kind, contact in self._contacts.items() if contact.why_lost}
 
     def stage_counts(self) -> Mapping[tuple[str, str], int]:
-        """Return how many sandboxes there are, by driver and stage."""
+        """Return the number of sandboxes, by driver and stage."""
         return Counter((sandbox.template.driver, sandbox.stage.value) for sandbox in self.table)
 
     def hear_times(self, on_prepared: Callable[[float], None], on_waited: Callable[[float], None]) -> None:
-        """Call these with the time of each preparation, and that which an admitted program waited for one."""
+        """Call these with the time of each preparation, and with the time that an admitted program waited for one."""
         self._on_prepared, self._on_waited = on_prepared, on_waited
 
     def sums(self) -> tuple[int, int | None, int | None]:
-        """Return how many sandboxes there are, and what they take on disk and in memory as far as it was measured."""
+        """Return the number of sandboxes, and their disk and memory use as far as measured."""
         alive = [sandbox for sandbox in self.table if sandbox.place is not None]
         disk = [sandbox.disk_bytes for sandbox in alive if sandbox.disk_bytes is not None]
         memory = [sandbox.memory_bytes for sandbox in alive if sandbox.memory_bytes is not None]
@@ -665,5 +665,5 @@ class Manager:
 
 
 def _order_id(sandbox: Sandbox) -> str:
-    """Return what the engine knows a sandbox by: each attempt that failed has a name of its own."""
+    """Return the engine's name of a sandbox: each failed attempt has a name of its own."""
     return f"{sandbox.sandbox_id}-{sandbox.attempt_count}" if sandbox.attempt_count else sandbox.sandbox_id

@@ -26,14 +26,14 @@ LOOK_S = 2.0
 LONGEST_LOOK_S = 60.0
 """Time between two looks while nothing is about to expire."""
 GIVE_UP_S = 3600.0
-"""An engine that has not answered for so long will not."""
+"""An engine that has not answered for this long will not."""
 
 
 class Reap(Protocol):
     """Removes what has expired."""
 
     def __call__(self, now_s: float) -> float | None:
-        """Return when the next of what is left expires, in Unix time as `now_s` is; None if nothing is left.
+        """Return when the next remaining object expires, in Unix time as `now_s` is; None if nothing is left.
 
         Raises `SandboxError` if the engine cannot be asked.
         """
@@ -48,7 +48,7 @@ def wait_for_the_end(file_descriptor_id: int) -> None:
 def reap_until_nothing_is_left(
     reap: Reap, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.time
 ) -> bool:
-    """Look until nothing is left; return False if the engine has not answered for `GIVE_UP_S`."""
+    """Repeat until nothing is left; return False if the engine has not answered for `GIVE_UP_S`."""
     answered_s = clock()
     while True:
         now_s = clock()

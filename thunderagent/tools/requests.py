@@ -1,4 +1,4 @@
-"""What a client may ask of sandboxes, as it comes off the network."""
+"""Clients' requests for sandboxes, as received."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunderagent.tools.template import DriverKind, Template
 
 
 class SandboxRequest(BaseModel):
-    """What a client asks for: a template by name, one of its own, or that one which it made itself be taken over."""
+    """A client's request: a template by name, its own template, or its own sandbox to take over."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class _Several(BaseModel):
 
 
 def read_requests(body: bytes) -> tuple[SandboxRequest, ...]:
-    """Read one request or a list of them. Raises `RequestError` that names what is wrong first."""
+    """Parse one request or a list of them. Raises `RequestError` with the first error."""
     text = body.strip()
     try:
         if text.startswith(b"["):

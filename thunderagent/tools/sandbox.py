@@ -29,10 +29,10 @@ PREPARE_EDGES_S = geometric_edges(0.01, 1.15, 80)
 PREPARE_QUANTILE = 0.9
 
 WARM_LIFE_RATIO = 0.25
-"""Part of its time to live after which a warm sandbox is replaced: who gets it may need it for long."""
+"""Part of its time to live after which a warm sandbox is replaced: its next user may need it for long."""
 
 TEMPLATES_LEARNED_COUNT = 1024
-"""Templates whose preparation times are remembered, those that were prepared last."""
+"""How many templates have their preparation times remembered, the most recent ones."""
 
 
 class Stage(StrEnum):
@@ -48,7 +48,7 @@ class Stage(StrEnum):
 
 
 class Step(StrEnum):
-    """What moves a sandbox from one stage to the next."""
+    """A step from one stage of a sandbox to the next."""
 
     BEGIN = "begin"
     PREPARED = "prepared"
@@ -79,7 +79,7 @@ STEPS: dict[tuple[Stage, Step], Stage] = {
 }
 
 ALIVE = frozenset({Stage.PREPARING, Stage.READY, Stage.IN_USE, Stage.RECLAIMING})
-"""Stages in which there may be something at the engine."""
+"""Stages in which something may exist at the engine."""
 
 COMING = frozenset({Stage.REQUESTED, Stage.PREPARING})
 """Stages before it is usable."""
@@ -87,7 +87,7 @@ COMING = frozenset({Stage.REQUESTED, Stage.PREPARING})
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What sandboxes may take, all together; None is no cap."""
+    """Limits on all sandboxes together; None is unlimited."""
 
     sandbox_count: int = 64
     memory_bytes: int | None = None
@@ -99,10 +99,10 @@ class Caps:
     """Time to the second attempt; doubled for each further one."""
     backoff_limit_s: float = 30.0
     early_ratio: float = 0.75
-    """Part of the caps, and of the hands, that preparations may take that are not due yet."""
+    """Part of the caps, and of the hands, for preparations that are not due yet."""
 
     def check(self, template: Template) -> None:
-        """Raise `SandboxRefusedError` where they could never hold such a sandbox."""
+        """Raise `SandboxRefusedError` if the caps could never hold such a sandbox."""
         for what, wanted_bytes, cap_bytes in (
             ("memory", template.memory_bytes, self.memory_bytes),
             ("disk", template.disk_bytes, self.disk_bytes),
@@ -136,7 +136,7 @@ class Sandbox:
     )
 
     def __init__(self, sandbox_id: str, template: Template, template_name: str, requested_s: float) -> None:
-        """Ask for one that belongs to nobody yet."""
+        """Create a requested sandbox that belongs to nobody yet."""
         self.sandbox_id = sandbox_id
         self.template = template
         self.digest = template.digest()
@@ -152,10 +152,10 @@ class Sandbox:
         self.begun_s: float | None = None
         self.ready_s: float | None = None
         self.awaited_since_s: float | None = None
-        """Since when a program that runs waits for it."""
+        """Since when a running program waits for it."""
         self.place: Place | None = None
         self.why = ""
-        """The last thing that went wrong with it."""
+        """Its last error."""
         self.disk_bytes: int | None = None
         self.memory_bytes: int | None = None
 
@@ -165,16 +165,16 @@ class Sandbox:
 
     @property
     def prepare_s(self) -> float | None:
-        """How long its last preparation took; None before it was ready, and of one that was given."""
+        """How long its last preparation took; None before it was ready, and for a given one."""
         return self.ready_s - self.begun_s if self.ready_s is not None and self.begun_s is not None else None
 
     def is_stale(self, now_s: float) -> bool:
-        """Say whether too little of its life is left to give it to a program, though it is kept warm."""
+        """Return whether too little of its life is left to give it to a program, if it is warm."""
         began_s = self.begun_s if self.stage is Stage.READY else None
         return began_s is not None and now_s - began_s > WARM_LIFE_RATIO * self.template.ttl_s
 
     def advance(self, step: Step) -> None:
-        """Move along the table. Raises `LifecycleError` where it has no such arrow."""
+        """Move along the table. Raises `LifecycleError` if it has no such arrow."""
         following = STEPS.get((self.stage, step))
         if following is None:
             raise LifecycleError(f"a sandbox that is {self.stage} knows no {step}: {self!r}")
@@ -182,16 +182,16 @@ class Sandbox:
 
 
 class PrepareTimes:
-    """How long preparations took, of each template."""
+    """How long preparations took, by template."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start empty."""
         self._by_digest_s: dict[str, LogHistogram] = {}
-        """The last learned last."""
+        """The most recently learned last."""
         self._of_all_s = LogHistogram(PREPARE_EDGES_S)
 
     def learn(self, digest: str, prepare_s: float) -> None:
-        """Take in how long one took of the template with that digest."""
+        """Learn how long a preparation of that template took."""
         times_s = self._by_digest_s.pop(digest, None) or LogHistogram(PREPARE_EDGES_S)
         self._by_digest_s[digest] = times_s
         if len(self._by_digest_s) > TEMPLATES_LEARNED_COUNT:
@@ -200,15 +200,15 @@ class PrepareTimes:
         self._of_all_s.add(prepare_s)
 
     def expected_s(self, digest: str) -> float:
-        """Return what nine of ten preparations of a template took; of a new one those of all; 0 before the first."""
+        """Return what nine of ten preparations of a template took; for a new one those of all; 0 before the first."""
         return self._by_digest_s.get(digest, self._of_all_s).quantile(PREPARE_QUANTILE, 0.0)
 
 
 class Room:
-    """What is left under the caps."""
+    """The room left under the caps."""
 
     def __init__(self, caps: Caps, alive: list[Sandbox]) -> None:
-        """Count those that are alive."""
+        """Count the existing ones."""
         self._caps = caps
         self._count = len(alive)
         self._memory_bytes = sum(map(_memory_bytes, alive))
@@ -226,19 +226,19 @@ class Room:
         self._disk_bytes += _disk_bytes(sandbox)
 
     def leaving(self, sandbox: Sandbox) -> None:
-        """Take note that one of them will be gone."""
+        """Note that one of them will be gone."""
         self._leaving_count += 1
         self._leaving_memory_bytes += _memory_bytes(sandbox)
         self._leaving_disk_bytes += _disk_bytes(sandbox)
 
     def holds(self, template: Template, ratio: float) -> bool:
-        """Say whether one more of a template fits into that part of the caps; the first one always does."""
+        """Return whether one more of a template fits into that part of the caps; the first one always does."""
         if not self._count:
             return True
         return self._fits(self._count, self._memory_bytes, self._disk_bytes, template, ratio)
 
     def will_hold(self, template: Template) -> bool:
-        """Say whether it fits once all are gone that are leaving."""
+        """Return whether it fits once all leaving ones are gone."""
         return self._fits(
             self._count - self._leaving_count,
             self._memory_bytes - self._leaving_memory_bytes,
@@ -257,10 +257,10 @@ class Room:
 
 
 def _memory_bytes(sandbox: Sandbox) -> int:
-    """Return what a sandbox may take: its limit, or what was measured where it has none."""
+    """Return a sandbox's memory: its limit, or the measured use without one."""
     return sandbox.template.memory_bytes or sandbox.memory_bytes or 0
 
 
 def _disk_bytes(sandbox: Sandbox) -> int:
-    """Return what a sandbox is expected to write, or wrote, whichever is more."""
+    """Return a sandbox's expected or actual writes, whichever is more."""
     return max(sandbox.template.disk_bytes or 0, sandbox.disk_bytes or 0)

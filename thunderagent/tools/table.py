@@ -2,15 +2,14 @@
 
 Theory of operation
 ===================
-A sandbox belongs to programs, mostly one; with a share key to several. It goes when the last of them has ended. One
-that belongs to nobody is kept warm: the first program that asks for the same thing gets it.
+A sandbox belongs to programs, mostly to one; with a share key to several. It is removed when the last of them has
+ended. One that belongs to nobody is kept warm: the first program that asks for the same thing gets it.
 
-`SandboxTable` is told what happened and says what to do. It has no clock and awaits nothing; whoever carries out its
-plan tells it how that ended. `plan` goes through those that are wanted in the order in which they are needed. When a
-program will be admitted is known only about; so a preparation is due when that time, less what nine of ten
-preparations of this template took, is over. Idle hands begin sooner, but those that are not due yet leave a part of
-the caps and of the hands to those that may come and are (`early_ratio`). Who is due and finds no room takes that of a
-warm sandbox.
+`SandboxTable` is told what happened and says what to do. It has no clock and awaits nothing; the executor of its plan
+reports the results. `plan` goes through the wanted ones in the order in which they are needed. The time at which a
+program will be admitted is only an estimate. So a preparation is due at that time, less what nine of ten preparations
+of this template took. Idle hands begin sooner, but preparations that are not due yet leave a part of the caps and of
+the hands to those that may come and are (`early_ratio`). A due one without room takes that of a warm sandbox.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from thunderagent.tools.sandbox import ALIVE, COMING, Caps, PrepareTimes, Room, 
 from thunderagent.tools.template import DriverKind, Template
 
 FAILED_KEPT_COUNT = 256
-"""Failed sandboxes that are remembered for their programs; the oldest are forgotten."""
+"""How many failed sandboxes are remembered for their programs; the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,10 @@ Action = Prepare | Reclaim
 
 
 class SandboxTable:
-    """Every sandbox that is known, by its id, by its programs and by its handle."""
+    """Every known sandbox, by id, by program and by handle."""
 
     def __init__(self, caps: Caps, new_id: Callable[[], str]) -> None:
-        """Begin empty; `new_id` gives names that were never used."""
+        """Start empty; `new_id` returns unused names."""
         self.caps = caps
         self.sandboxes: dict[str, Sandbox] = {}
         self._new_id = new_id
@@ -61,10 +60,10 @@ class SandboxTable:
         self._failed: dict[str, Sandbox] = {}
         self.prepare_times = PrepareTimes()
         self._warm: dict[str, tuple[str, Template, int]] = {}
-        """By its digest, a template's name and how many are to be kept ready of it."""
+        """By digest: a template's name and how many to keep ready of it."""
         self._warm_again_at_s: dict[str, float] = {}
         self._unowned: dict[str, Sandbox] = {}
-        """Those that are warm."""
+        """The warm ones."""
         self._to_reclaim: list[Reclaim] = []
 
     def __repr__(self) -> str:
@@ -74,17 +73,17 @@ class SandboxTable:
         return iter(self.sandboxes.values())
 
     def of_program(self, program_id: str) -> list[Sandbox]:
-        """Return a program's sandboxes, the oldest first."""
+        """Return a program's sandboxes, oldest first."""
         return list(self._of_program.get(program_id, {}).values())
 
     def with_handle(self, kind: str, handle: str) -> Sandbox | None:
-        """Return the sandbox that a driver calls so."""
+        """Return the sandbox with a driver's handle."""
         return self._by_handle.get((kind, handle))
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def keep_warm(self, templates: Mapping[str, tuple[Template, int]]) -> None:
-        """Say how many of which template are to be kept ready for whoever asks; the same under two names is added."""
+        """Set how many of each template are kept ready; the same one under two names is added up."""
         self._warm = {}
         for name, (template, count) in templates.items():
             digest = template.digest()
@@ -94,13 +93,13 @@ class SandboxTable:
     def request(
         self, now_s: float, template: Template, template_name: str, program_id: str, share_key: str = ""
     ) -> Sandbox:
-        """Ask for a sandbox for a program: the one of that key, else a warm one, else a new one.
+        """Request a sandbox for a program: the one of that key, otherwise a warm one, otherwise a new one.
 
-        Raises `SandboxRefusedError` where the key is that of another template, and as `check` does.
+        Raises `SandboxRefusedError` if the key belongs to another template, and as `check` does.
         """
         self.check(template, share_key)
         sandbox = self._by_share_key.get(share_key) if share_key else None
-        if sandbox is None and template.network != "own":  # a network of its own cannot change its program
+        if sandbox is None and template.network != "own":  # its own network cannot change its program
             sandbox = self._best_warm(now_s, template.digest())
         if sandbox is None:
             sandbox = Sandbox(self._new_id(), template, template_name, now_s)
@@ -112,17 +111,17 @@ class SandboxTable:
         return sandbox
 
     def check(self, template: Template, share_key: str = "") -> None:
-        """Raise `SandboxRefusedError` where the caps could never hold such a sandbox, or the key is another's."""
+        """Raise `SandboxRefusedError` if the caps could never hold such a sandbox, or the key is another's."""
         shared = self._by_share_key.get(share_key) if share_key else None
         if shared is not None and shared.digest != template.digest():
             raise SandboxRefusedError(f"the sandbox that is shared as {share_key!r} is made from another template")
         self.caps.check(template)
 
     def register(self, now_s: float, kind: str, program_id: str, place: Place) -> Sandbox:
-        """Take one that somebody else made for a program; asking twice is asking once."""
+        """Take over a program's own sandbox; idempotent."""
         sandbox = self._by_handle.get((kind, place.handle))
         if sandbox is None:
-            template = Template.model_construct(driver=cast("DriverKind", kind))  # of what it was made is not known
+            template = Template.model_construct(driver=cast("DriverKind", kind))  # its template is unknown
             sandbox = Sandbox(self._new_id(), template, "", now_s)
             self.sandboxes[sandbox.sandbox_id] = sandbox
             sandbox.given = True
@@ -134,7 +133,7 @@ class SandboxTable:
         return sandbox
 
     def _best_warm(self, now_s: float, digest: str) -> Sandbox | None:
-        """Return a warm one that is ready, else one that is being prepared; one that is not begun is no help."""
+        """Return a warm one that is ready, otherwise one in preparation; one that has not begun is no help."""
         warm = [each for each in self._unowned.values() if each.digest == digest and not each.is_stale(now_s)]
         return next((each for stage in (Stage.READY, Stage.PREPARING) for each in warm if each.stage is stage), None)
 
@@ -144,7 +143,7 @@ class SandboxTable:
         self._of_program.setdefault(program_id, {})[sandbox.sandbox_id] = sandbox
 
     def used(self, now_s: float, program_id: str) -> None:
-        """Note that a program runs: its sandboxes that are ready are in use from now on, it waits for the others."""
+        """Note that a program runs: its ready sandboxes are in use from now on, it waits for the others."""
         for sandbox in self._of_program.get(program_id, {}).values():
             if sandbox.stage is Stage.READY:
                 sandbox.advance(Step.USE)
@@ -154,12 +153,12 @@ class SandboxTable:
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def program_ended(self, program_id: str, why: str) -> None:
-        """Take a program's word back from its sandboxes; those that nobody uses any more go with the next plan."""
+        """Take a program off its sandboxes; those without users are removed by the next plan."""
         for sandbox in self.of_program(program_id):
             self.leave(sandbox, program_id, why)
 
     def leave(self, sandbox: Sandbox, program_id: str, why: str) -> None:
-        """Take one program off a sandbox; with the last it goes, and says to its end whose it was."""
+        """Take one program off a sandbox; with the last it is removed, but keeps its programs' names to its end."""
         self._unlist(sandbox, program_id)
         if len(sandbox.program_ids) > 1:
             del sandbox.program_ids[program_id]
@@ -167,7 +166,7 @@ class SandboxTable:
             self.reclaim(sandbox, why)
 
     def reclaim(self, sandbox: Sandbox, why: str) -> None:
-        """Have a sandbox reclaimed, whoever uses it; one of which nothing was made is dropped at once."""
+        """Reclaim a sandbox, whoever uses it; one that was not begun is dropped at once."""
         if sandbox.stage in (Stage.RECLAIMING, Stage.GONE):
             return
         if sandbox.stage in (Stage.REQUESTED, Stage.FAILED):
@@ -201,7 +200,7 @@ class SandboxTable:
     # --- what became of it --------------------------------------------------------------------------------------------
 
     def prepared(self, now_s: float, sandbox: Sandbox, place: Place) -> None:
-        """Take in that a preparation is through."""
+        """Record that a preparation succeeded."""
         sandbox.advance(Step.PREPARED)
         sandbox.ready_s = now_s
         sandbox.why = ""
@@ -210,7 +209,7 @@ class SandboxTable:
         self.prepare_times.learn(sandbox.digest, sandbox.prepare_s)
 
     def failed(self, now_s: float, sandbox: Sandbox, error: SandboxError) -> bool:
-        """Take in that a preparation failed; return whether it will be tried again.
+        """Record that a preparation failed; return whether it will be retried.
 
         An engine that does not answer costs no attempt: it is waited for.
         """
@@ -226,7 +225,7 @@ class SandboxTable:
         return False
 
     def died(self, now_s: float, sandbox: Sandbox, why: str) -> bool:
-        """Take in that a sandbox ended by itself; return whether another is made, as nobody had used it yet."""
+        """Record that a sandbox ended by itself; return whether another is made, because nobody had used it yet."""
         if sandbox.stage not in (Stage.READY, Stage.IN_USE):
             return False
         sandbox.why = why
@@ -244,7 +243,7 @@ class SandboxTable:
         return False
 
     def reclaimed(self, sandbox: Sandbox) -> None:
-        """Take in that a sandbox is gone."""
+        """Record that a sandbox is gone."""
         self._forget(sandbox, Step.RECLAIMED)
 
     def _fail(self, now_s: float, sandbox: Sandbox) -> None:
@@ -272,10 +271,10 @@ class SandboxTable:
     # --- the plan ---------------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float, needed_in_s: Callable[[str], float]) -> list[Action]:
-        """Return what is to be done now, and take it as begun.
+        """Return what to do now, and consider it begun.
 
-        `needed_in_s` tells of a program in how many seconds it is expected to be admitted: 0 if it runs.
-        Cost: O(sandboxes + wanted log wanted).
+        `needed_in_s` maps programs to the seconds until they are expected to be admitted: 0 if running. Cost:
+        O(sandboxes + wanted log wanted).
         """
         self._adjust_warm(now_s)
         actions: list[Action] = []
@@ -294,7 +293,7 @@ class SandboxTable:
                         continue  # nobody waits for it
                     if due:
                         self._make_room(sandbox.template, room)
-                    break  # whoever comes after is needed later: it does not overtake
+                    break  # later ones are needed later: they do not overtake
                 room.add(sandbox)
                 preparing_count += 1
                 sandbox.advance(Step.BEGIN)
@@ -304,7 +303,7 @@ class SandboxTable:
         return [*reclaims, *actions]
 
     def _by_need(self, wanted: list[Sandbox], needed_in_s: Callable[[str], float]) -> Iterator[tuple[bool, Sandbox]]:
-        """Yield those that are wanted with whether each is due: who is, by when it is needed; then who soon will be."""
+        """Yield the wanted ones with whether each is due: due ones by time of need, then those due soon."""
         prepare_s = {digest: self.prepare_times.expected_s(digest) for digest in {each.digest for each in wanted}}
         ranked: list[tuple[float, float, float, int, Sandbox]] = []
         for place, sandbox in enumerate(wanted):
@@ -316,7 +315,7 @@ class SandboxTable:
             yield begin_in_s <= 0.0, sandbox
 
     def _make_room(self, template: Template, room: Room) -> None:
-        """Have warm sandboxes reclaimed, if one of this template fits then; their room is free once they are gone."""
+        """Reclaim warm sandboxes, if one of this template fits then; their room is free once they are gone."""
         giving_way: list[Sandbox] = []
         for sandbox in self._unowned.values():
             if room.will_hold(template):
@@ -329,7 +328,7 @@ class SandboxTable:
                 self.reclaim(sandbox, "others need its room")
 
     def _adjust_warm(self, now_s: float) -> None:
-        """Ask for as many warm sandboxes as are missing of each template; reclaim those that are too many."""
+        """Request missing warm sandboxes of each template; reclaim surplus ones."""
         warm: dict[str, list[Sandbox]] = {digest: [] for digest in self._warm}
         for sandbox in list(self._unowned.values()):
             if sandbox.is_stale(now_s):

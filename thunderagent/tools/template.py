@@ -1,4 +1,4 @@
-"""What a sandbox is made from: a template, from the configuration file or from a request."""
+"""A sandbox's template, from the configuration file or from a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PodSecurity = Literal["restricted", "baseline"]
 
 
 LONGEST_S = 31_536_000.0
-"""A year, in seconds: what is longer is a mistake, and no engine's number."""
+"""A year, in seconds: anything longer is a mistake, and may overflow an engine's number."""
 
 LARGEST_COUNT = 2**62
 """Engines' numbers have 64 bits."""
@@ -121,6 +121,6 @@ class Template(BaseModel):
         return self
 
     def digest(self) -> str:
-        """Return what two templates have in common that make the same sandbox."""
+        """Return a digest that is equal for templates that make the same sandbox."""
         same = self.model_dump_json(exclude={"program_classes", "warm_count"})
         return hashlib.sha256(same.encode()).hexdigest()[:16]

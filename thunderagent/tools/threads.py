@@ -1,4 +1,4 @@
-"""Run a waiting library's calls off the event loop, in threads that belong to one driver."""
+"""Runs a blocking library's calls off the event loop, in threads that belong to one driver."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class Threads:
         return await loop.run_in_executor(self._executor, partial(function, *args, **kwargs))
 
     def close(self) -> None:
-        """Begin nothing more; calls that run end by themselves."""
+        """Accept no more calls; running ones end by themselves."""
         self._executor.shutdown(wait=False, cancel_futures=True)

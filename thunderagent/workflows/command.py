@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0
 
 
 def run_stubs(args: argparse.Namespace) -> int:
-    """Write stubs; hold each declaration against its class first, unless told not to."""
+    """Write stubs; check each declaration against its class first, unless told not to."""
     try:
         agents = load_agents(args.file)
         if not args.no_check:
@@ -55,7 +55,7 @@ def run_top(args: argparse.Namespace) -> int:
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """Return what a deployment says of itself. Raises `OSError`, `ValueError`."""
+    """Return a deployment's snapshot. Raises `OSError`, `ValueError`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(TIMEOUT_S)
         connection.connect(str(path))

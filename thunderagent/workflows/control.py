@@ -1,4 +1,4 @@
-"""Control of a deployment: both levels, once in a period, and the instances that there are to be."""
+"""Control of a deployment: both levels, once per period, and the required instances."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Control:
         period_s: float,
         hub: Hub | None = None,
     ) -> None:
-        """Do nothing yet. With a hub, all instances are elsewhere."""
+        """Do nothing yet. With a hub, all instances are remote."""
         self.node = node
         self.period_s = period_s
         self._hub = hub
@@ -63,11 +63,11 @@ class Control:
             await asyncio.sleep(self.period_s)
             try:
                 await self.once()
-            except Exception:  # a policy of the user's, or the store: controllers go on by what they were last told
+            except Exception:  # a user's policy, or the store, failed: controllers keep their last orders
                 log.exception("a turn of the global loop failed; the next one comes in %s s", self.period_s)
 
     async def once(self, instead: Sequence[Policy] | None = None) -> list[str]:
-        """Take one turn of both levels, with other policies if told so; return what was refused, and why."""
+        """Run both levels once, with other policies if given; return what was refused, and why."""
         await self._local.publish()
         if self._hub is not None:
             await self._hub.publish(self.level.store)
@@ -90,7 +90,7 @@ class Control:
         return refused
 
     def _keep_minimum(self) -> None:
-        """Replace what was lost, and start what calls wait for."""
+        """Replace lost instances, and start what calls wait for."""
         there = self._locations()
         for name, agent in self.node.agents.items():
             there_count = sum(agent_of(each) == name for each in there)

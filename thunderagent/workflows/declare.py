@@ -1,4 +1,4 @@
-"""What agents are: from YAML, or a mapping of the same shape, to checked declarations."""
+"""Agents' declarations: from YAML, or a mapping of the same shape, checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Directives(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _aliases(cls, given: Any) -> Any:
-        """Take the paper's other spellings, too."""
+        """Accept the paper's other spellings, too."""
         if isinstance(given, Mapping):
             given = dict(given)
             if "max_resources" in given:
@@ -69,7 +69,7 @@ class Directives(BaseModel):
 
     @property
     def rules(self) -> Rules:
-        """Return what the core must know."""
+        """Return what the core needs."""
         return Rules(
             is_stateful=self.stateful,
             is_managed=self.managed,
@@ -92,7 +92,7 @@ class Agent(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _gather_directives(cls, given: Any) -> Any:
-        """Directives stand beside the class, without a level of their own."""
+        """Accept directives beside the class, without a level of their own."""
         if isinstance(given, Mapping):
             known = {"name", "class", "class_path", "methods", "directives"}
             own = {key: value for key, value in given.items() if key in known}
@@ -117,7 +117,7 @@ class Agent(BaseModel):
         return found
 
     def check(self, kind: type) -> None:
-        """Hold the declaration against the class. Raises `DeclarationError`."""
+        """Check the declaration against the class. Raises `DeclarationError`."""
         for name, parameters in self.methods.items():
             method = getattr(kind, name, None)
             if not callable(method):
@@ -142,7 +142,7 @@ class Agent(BaseModel):
     def _check_types(
         self, name: str, parameters: Mapping[str, str], signature: inspect.Signature, names: Mapping[str, Any]
     ) -> None:
-        """Hold declared types against a method's; a batch gives a list for each parameter."""
+        """Check declared types against a method's; a batch takes a list for each parameter."""
         for parameter, declared in parameters.items():
             wanted = signature.parameters[parameter]
             given = f"list[{declared or 'Any'}]" if self.directives.batchable else declared or "Any"
@@ -162,7 +162,7 @@ class Agent(BaseModel):
 
 
 def load_agents(source: str | Path | Mapping[str, Any]) -> dict[str, Agent]:
-    """Read the agents of a YAML file, or of a mapping as such a file holds. Raises `DeclarationError`."""
+    """Read the agents of a YAML file, or of a mapping of its shape. Raises `DeclarationError`."""
     if isinstance(source, Mapping):
         content: Any = source
     else:
@@ -184,7 +184,7 @@ def load_agents(source: str | Path | Mapping[str, Any]) -> dict[str, Agent]:
 
 
 def uses_managed_state(kind: type) -> bool:
-    """Say whether a class, or the module that it is in, has managed state as an attribute."""
+    """Return whether a class, or its module, has managed state as an attribute."""
     module = importlib.import_module(kind.__module__)
     return any(isinstance(each, ManagedDict | ManagedList) for each in (*vars(kind).values(), *vars(module).values()))
 

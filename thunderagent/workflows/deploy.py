@@ -32,7 +32,7 @@ from thunderagent.workflows.view import Act, View, load_policy
 from thunderagent.workflows.watch import Watch
 
 PERIOD_S = 0.05
-"""Between two turns of the global loop."""
+"""Time between two turns of the global loop."""
 
 Value = TypeVar("Value")
 
@@ -67,7 +67,7 @@ class Deployment:
         self.proxy = proxy
         self._ray = ray
         self.hub: Hub | None = None
-        """The link to instances in other processes; None where all run in this one."""
+        """The link to instances in other processes; None if all run in this one."""
         self._teller = Teller(proxy) if hints and proxy else None
         self._top = top
         self._watch: Watch | None = None
@@ -240,7 +240,7 @@ class Deployment:
         return await self.control.once([lambda _, act: ask(act)])
 
     def lose(self, location: str) -> None:
-        """Take an instance away as if it had crashed: what is there fails."""
+        """Remove an instance as if it had crashed: what is there fails."""
         lose = self.node.lose if self.hub is None else self.hub.lose
         self._loop.call_soon_threadsafe(lose, location)
 
@@ -249,7 +249,7 @@ class Deployment:
         timeline.write(self.session_log(session), Path(path))
 
     def session_log(self, name: str) -> SessionInfo:
-        """Return what is kept of a session, ended or not. Raises `KeyError`."""
+        """Return the log of a session, ended or not. Raises `KeyError`."""
         return self.node.sessions.get(name) or self.sessions.ended[name]
 
 
@@ -319,7 +319,7 @@ async def _on_ray(address: str) -> Launcher:
 
 
 def _as_it_is(agent: Agent, kind: type) -> Agent:
-    """Declare an agent managed that has managed state, without being told."""
+    """Declare an agent managed if it has managed state."""
     if not agent.directives.managed and uses_managed_state(kind):
         return agent.with_directives(managed=True)
     return agent

@@ -19,7 +19,7 @@ from thunderagent.workflows.errors import DeadlockError
 from thunderagent.workflows.scope import Scope, current
 
 _registering = threading.Lock()
-"""Held while a waiter is added, from whatever thread."""
+"""Held while a waiter is added, from any thread."""
 
 
 class Handle(Record):
@@ -30,7 +30,7 @@ class Handle(Record):
     node: Any
 
     def __call__(self) -> Any:
-        """Return the value, as the proxy around it wants it."""
+        """Return the value, for the proxy object around it."""
         return self.wait(None)
 
     def wait(self, timeout_s: float | None) -> Any:
@@ -55,7 +55,7 @@ class Handle(Record):
         return self.take(scope)
 
     def take(self, scope: Scope | None) -> Any:
-        """Return the value that is there, or raise the error."""
+        """Return the available value, or raise the error."""
         assert self.outcome is not None
         if scope is not None:
             scope.saw(self)
@@ -64,7 +64,7 @@ class Handle(Record):
         return self.outcome.value
 
     def add_waiter(self, waiter: Callable[[], None]) -> None:
-        """Call `waiter` once there is an outcome, on the node's loop; at once if there is."""
+        """Call `waiter` once there is an outcome, on the node's loop; immediately if there is one."""
         with _registering:
             if self.outcome is None:
                 if self.waiters is None:
@@ -74,7 +74,7 @@ class Handle(Record):
         waiter()
 
     def notify(self) -> None:
-        """Tell who waits. The node does so, on its loop, when there is an outcome."""
+        """Notify waiters. The node calls it, on its loop, when there is an outcome."""
         with _registering:
             waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
@@ -93,7 +93,7 @@ class Handle(Record):
         return self.take(scope)
 
     def _over(self) -> asyncio.Future[None]:
-        """Return what ends, on the running loop, when there is an outcome."""
+        """Return a future of the running loop that ends when there is an outcome."""
         node = self.node
         if threading.get_ident() != node.thread_id:
             waiting = LoopFuture()
@@ -119,12 +119,12 @@ class Handle(Record):
 
     @property
     def words(self) -> str:
-        """Say which call it is."""
+        """Return the call's description."""
         return f"{self.call.agent}.{self.call.method} #{self.call.call_id}"
 
 
 class LoopFuture:
-    """Something to await on the running loop, which any thread may end."""
+    """An awaitable of the running loop, which any thread may complete."""
 
     __slots__ = ("_loop", "_thread_id", "future")
 
@@ -146,7 +146,7 @@ class LoopFuture:
 
 
 class _Waiting:
-    """Notes that a call waits for another, for whoever looks for circles or asks when a turn will come."""
+    """Records that a call waits for another, for deadlock checks and turn estimates."""
 
     __slots__ = ("_call_id", "_handle", "_scope")
 
@@ -171,7 +171,7 @@ def _begins_to_wait(handle: Handle, scope: Scope | None) -> None:
 
 
 class _Available(int):
-    """A truth that may also be called, as the paper has it both ways."""
+    """A boolean that may also be called, because the paper has both forms."""
 
     def __call__(self) -> bool:
         return bool(self)
@@ -228,7 +228,7 @@ def handle_of(future: Future) -> Handle:
 
 
 class Ref:
-    """Stands for a value among the arguments of a call that waits for it."""
+    """Placeholder for a value among the arguments of a waiting call."""
 
     __slots__ = ("call_id",)
 
@@ -240,7 +240,7 @@ _NESTING = (list, tuple, dict, set)
 
 
 def take_futures(args: tuple[Any, ...], needs: dict[int, Handle]) -> tuple[Any, ...]:
-    """Return the arguments with a `Ref` for each future that has no value yet, which `needs` then names."""
+    """Return the arguments with a `Ref` for each future without a value, which is added to `needs`."""
     for arg in args:
         kind = type(arg)
         if kind is Future or kind in _NESTING:
@@ -272,7 +272,7 @@ def fill_in(value: Any, values: dict[int, Any]) -> Any:
 
 
 def _rebuilt(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return a container with its parts changed, or the very same one where nothing did."""
+    """Return a container with changed parts, or the same one if nothing changed."""
     if kind is dict:
         pairs = {key: change(each) for key, each in value.items()}
         return pairs if any(pairs[key] is not each for key, each in value.items()) else value
@@ -283,7 +283,7 @@ def _rebuilt(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def settle(futures: Iterable[Any], *, any: bool = False, timeout: float | None = None) -> list[Any]:  # noqa: A002
     """Block until all futures are available, or one more is than now; return those that are.
 
-    `timeout` is in seconds; when it is over, whatever is available is returned. Raises nothing of what the calls raise.
+    `timeout` is in seconds; after it, whatever is available is returned. Never raises the calls' errors.
     """
     every = [each for each in futures if type(each) is Future]
     pending = [handle_of(each) for each in every if not each.available]

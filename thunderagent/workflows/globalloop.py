@@ -1,7 +1,7 @@
-"""The two levels of control: what each node says and does once in a period, and what the global loop decides.
+"""The two levels of control: each node's periodic reports and orders, and the global loop's decisions.
 
-The loop is on no call's path: controllers work by what they were last told. It reads what has changed since it last
-looked, runs the policies one after the other on one view, and leaves the decisions with the store.
+The loop is on no call's path: controllers follow their last orders. It reads what has changed since it last looked,
+runs the policies one after the other on one view, and leaves the decisions in the store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from thunderagent.workflows.view import Act, Policy, Summary, View, summarize
 
 
 class LocalLevel:
-    """A node's part: it leaves summaries with the store, and carries out what it finds there."""
+    """A node's part: it leaves summaries in the store, and carries out its decisions."""
 
     def __init__(self, node: Node, store: Store) -> None:
         self.node = node
@@ -25,12 +25,12 @@ class LocalLevel:
         self._said: dict[str, tuple[int, int, bool]] = {}
 
     async def publish(self) -> None:
-        """Say what has changed."""
+        """Publish changes."""
         if summaries := self.summaries():
             await self.store.publish(self.node.name, summaries)
 
     def summaries(self) -> list[Summary]:
-        """Return what has changed since this was last asked."""
+        """Return changes since the last call."""
         summaries = []
         for location, controller in self.node.controllers.items():
             instance = self.node.instances[location]
@@ -44,7 +44,7 @@ class LocalLevel:
         return summaries
 
     async def apply(self) -> None:
-        """Do what was decided."""
+        """Carry out new decisions."""
         for decisions in await self.store.take(self.node.name):
             apply(self.node, decisions)
 
@@ -75,7 +75,7 @@ def _others(node: Node, location: str) -> list[str]:
 
 @dataclass
 class LoopTimes:
-    """Where the time of the last turn of the loop went, in seconds."""
+    """Time of the loop's last turn by part, in seconds."""
 
     collect_s: float = 0.0
     merge_s: float = 0.0
@@ -90,7 +90,7 @@ class LoopTimes:
 
 @dataclass
 class GlobalLevel:
-    """The global part. `nodes` gives the names of all nodes; `provision` starts an instance of an agent."""
+    """The global part. `nodes` returns the names of all nodes; `provision` starts an instance of an agent."""
 
     view: View
     policies: Sequence[Policy]
@@ -100,10 +100,10 @@ class GlobalLevel:
     clock: Callable[[], float]
     times: LoopTimes = field(default_factory=LoopTimes)
     refused: list[str] = field(default_factory=list)
-    """What the last turn's policies asked for and did not get."""
+    """Refused requests of the last turn's policies."""
 
     async def step(self) -> None:
-        """Look, decide and say so, once."""
+        """Read, decide and publish, once."""
         began = perf_counter()
         summaries = await self.store.collect()
         collected = perf_counter()

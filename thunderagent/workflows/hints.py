@@ -1,18 +1,18 @@
-"""What a deployment knows of its sessions' next turns, said to the proxy as hints.
+"""A deployment's knowledge of its sessions' next turns, sent to the proxy as hints.
 
 Theory of operation
 ===================
-When code of a session begins to wait, its next turn is that of a call which is not through: of one that makes turns,
-when those before it in its instance's queue have run and it has come to its first; and if none of them makes any, when
-the last of them ends. How long each method runs, and until its first turn, is learned in means. If one that makes turns
-runs already, there is a turn now, and nothing is to be said. Each estimate is held against the turn that comes, by the
-method that it went by, and how often it was right is how sure the hint is.
+When code of a session begins to wait, its next turn comes from an unfinished call. If a call makes turns, it comes when
+the earlier calls in its instance's queue have run and it has reached its first turn; if none makes any, when the last
+of them ends. How long each method runs, and until its first turn, is learned as means. If a call that makes turns
+already runs, there is a turn now, and no hint is sent. Each estimate is compared with the turn that comes, per method,
+and the ratio of right ones is the hint's confidence.
 
-A call's branch ends with it, unless its agent is pinned to the session, whose context goes on: then others may have its
-memory, and the proxy is told so.
+A call's branch ends with it, unless its agent is pinned to the session, whose context goes on: then its memory is free
+for others, and the proxy is told so.
 
-Each node says what it knows of the calls that its own code has made. Of an instance on another node it does not see the
-queue, so it goes by how long calls of the method waited before, and hears of their turns when they are over.
+Each node reports what it knows of the calls that its own code made. It does not see the queue of an instance on another
+node, so it uses how long earlier calls of the method waited, and hears of their turns when they are over.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("thunderagent.workflows")
 
 Say = Callable[[str, dict[str, Any]], None]
-"""Takes a session and what is said of it, as `POST /programs/{id}/hints` takes it; at once, and never raises."""
+"""Sends a session's hint in the format of `POST /programs/{id}/hints`; never blocks or raises."""
 
 LEAST_CONFIDENCE_RATIO = 0.5
-"""The proxy does nothing for what is less sure, so it is not told."""
+"""The proxy ignores hints that are less sure, so they are not sent."""
 
 FORGETTING_RATIO = 0.9
-"""Weight of a call in a mean over that of the next one."""
+"""Weight of a call in a mean relative to the next one."""
 
 KEPT_TELLINGS_COUNT = 1000
-"""What waits to be told; of more, the oldest is not."""
+"""Limit of queued hints; beyond it, the oldest is dropped."""
 
 TIMEOUT_S = 5.0
 
@@ -61,21 +61,21 @@ CALL_NUMBER_MASK = (1 << NODE_BITS) - 1
 
 @dataclass(slots=True)
 class MethodTimes:
-    """What is learned of a method."""
+    """Learned times of a method."""
 
     count: float = 0.0
     run_s: float = 0.0
     turns_ratio: float = 0.0
     """Part of its calls that make turns."""
     lead_s: float = 0.0
-    """From its begin to its first turn."""
+    """From its start to its first turn."""
     wait_s: float = 0.0
-    """From when it was made to its begin, with its way there and back."""
+    """From its creation to its start, including transport both ways."""
     right_ratio: float = 0.5
-    """Part of the estimates by it that were right."""
+    """Part of the estimates for it that were right."""
 
     def ran(self, run_s: float, wait_s: float, lead_s: float | None) -> None:
-        """Take a call in."""
+        """Add a call."""
         self.count = self.count * FORGETTING_RATIO + 1.0
         self.run_s += (run_s - self.run_s) / self.count
         self.wait_s += (wait_s - self.wait_s) / self.count
@@ -86,7 +86,7 @@ class MethodTimes:
 
 @dataclass(slots=True)
 class _Expected:
-    """A session's next turn, as it was estimated."""
+    """A session's next turn, as estimated."""
 
     by: MethodTimes
     from_s: float
@@ -94,26 +94,26 @@ class _Expected:
 
 
 class Hints:
-    """Says when the next turns of a node's sessions come. `settled` and `session_ended` belong to its loop."""
+    """Estimates when the next turns of a node's sessions come. Call `settled` and `session_ended` on its loop."""
 
     def __init__(self, node: Node, say: Say) -> None:
-        """Know nothing of any method yet."""
+        """Start without knowledge of any method."""
         self._node = node
         self._say = say
         self._times: dict[tuple[str, str], MethodTimes] = {}
         self._open: dict[str, dict[int, Handle]] = {}
-        """By session, its calls that are not through."""
+        """By session, its unfinished calls."""
         self._leads_s: dict[str, dict[int, float]] = {}
-        """By session, calls here that have made a turn, and after how long they did."""
+        """By session, calls here that have made a turn, and the time to it."""
         self._expected: dict[str, _Expected] = {}
-        """By session, what was estimated since its last turn, first."""
+        """By session, the first estimate since its last turn."""
 
     def made(self, handle: Handle) -> None:
         """Note a new call; from any thread."""
         self._open.setdefault(handle.call.session, {})[handle.call.call_id] = handle
 
     def waits(self, scope: Scope) -> None:
-        """Say when the next turn comes of a session whose code begins to wait; from any thread."""
+        """Report when the next turn comes of a session whose code begins to wait; from any thread."""
         session = scope.session.name
         if not scope.session.uses_proxy or scope.is_mixed:
             return
@@ -130,7 +130,7 @@ class Hints:
             self._node.enter(lambda: self._learn(scope))
 
     def _learn(self, scope: Scope) -> None:
-        """Learn how long the session's turn was in coming, and how long a call until its first."""
+        """Learn how long the session's turn took to come, and a call's time to its first."""
         session, now_s = scope.session.name, self._node.clock()
         self._turn_came(session, now_s)
         call, instance = scope.call, self._node.instances.get(scope.location)
@@ -138,7 +138,7 @@ class Hints:
             self._leads_s.setdefault(session, {}).setdefault(call.call_id, now_s - instance.running_since_s)
 
     def _turn_came(self, session: str, at_s: float) -> None:
-        """Hold what was estimated before then against the turn."""
+        """Compare the estimates made before then with the turn."""
         expected = self._expected.get(session)
         if expected is None or at_s < expected.from_s:
             return
@@ -148,7 +148,7 @@ class Hints:
         expected.by.right_ratio += (1.0 - FORGETTING_RATIO) * (is_right - expected.by.right_ratio)
 
     def through(self, call: Call) -> float | None:
-        """Return after how long a call that has run here made its first turn, if it did: its branch has ended."""
+        """Return after how long a finished call here made its first turn, if it did: its branch has ended."""
         lead_s = self._leads_s.get(call.session, {}).pop(call.call_id, None)
         if lead_s is not None:
             self._say_ended(call)
@@ -159,7 +159,7 @@ class Hints:
             self._say(call.session, {"keep": "drop", "branch": branch_name(call.agent, call.call_id)})
 
     def settled(self, handle: Handle) -> None:
-        """Learn from a call that this node has made and that is through."""
+        """Learn from a finished call of this node."""
         call, outcome, now_s = handle.call, handle.outcome, self._node.clock()
         assert outcome is not None
         self._open.get(call.session, {}).pop(call.call_id, None)
@@ -195,7 +195,7 @@ class Hints:
             self._say(session, {"next_turn_in_s": round(in_s, 3), "confidence": round(by.right_ratio, 3)})
 
     def _next_turn(self, session: str) -> tuple[float, MethodTimes] | None:
-        """Return in what time the next turn of a session comes, and the method that says so; None if nobody knows."""
+        """Return the time until a session's next turn, and the method it is based on; None if unknown."""
         first: tuple[float, MethodTimes] | None = None
         last: tuple[float, MethodTimes] | None = None
         for handle in list(self._open.get(session, {}).values()):
@@ -218,7 +218,7 @@ class Hints:
         return first or last
 
     def _comes_in_s(self, handle: Handle, times: MethodTimes, *, makes_turns: bool) -> float | None:
-        """Return in what time a call makes its first turn, or ends if it makes none; None if it has a turn by now."""
+        """Return the time until a call's first turn, or its end if it makes none; None if it already has a turn."""
         call, now_s = handle.call, self._node.clock()
         controller = self._node.controllers.get(handle.executor)
         if controller is None:
@@ -243,7 +243,7 @@ def branch_name(agent: str, call_id: int) -> str:
 
 
 class Teller:
-    """Tells the proxy, in order, beside everything else; what it does not take is said once in the log."""
+    """Sends hints to the proxy, in order, in the background; failures are logged once."""
 
     def __init__(self, proxy: str) -> None:
         """Do nothing yet."""
@@ -257,14 +257,14 @@ class Teller:
         self._task = asyncio.create_task(self._tell_all())
 
     async def stop(self) -> None:
-        """End; what was not told is of no more use."""
+        """End; unsent hints are useless by then."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     def say(self, session: str, said: dict[str, Any]) -> None:
-        """Have something told."""
+        """Queue a hint."""
         self._waiting.put_nowait((session, said))
         if self._waiting.qsize() > KEPT_TELLINGS_COUNT:
             self._waiting.get_nowait()

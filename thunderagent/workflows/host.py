@@ -1,7 +1,7 @@
-"""A process of a deployment that is not the driver's: a node with one instance, its controller, and an origin.
+"""A process of a deployment other than the driver's: a node with one instance, its controller, and an origin.
 
-All hosts speak to the hub alone. A host is asked for what it has to send, and answers when it has something: all that
-came together in one turn of its loop.
+All hosts communicate with the hub alone. A host is polled for its messages, and answers when it has some: all that
+gathered in one turn of its loop.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from thunderagent.workflows.store import Decisions, MemoryStore
 from thunderagent.workflows.view import Summary
 
 HUB, HOST = "hub", "host"
-"""The addresses of what is no machine of the core: where hosts report to, and each host itself."""
+"""Addresses outside of the core's machines: where hosts report to, and each host itself."""
 GRACE_S = 5.0
-"""For calls that code of an instance has made and not waited for, when the instance retires."""
+"""For unawaited calls of an instance's code, when the instance retires."""
 
 
 @dataclass(slots=True)
 class SessionBegun:
-    """What a host must know of a session that is more than its name. `states` by agent."""
+    """What a host must know of a session beyond its name. `states` by agent."""
 
     name: str
     parent: str = ""
@@ -50,7 +50,7 @@ class Hello:
     number: int
     period_s: float
     keeps_state: bool
-    """The deployment's store is told of managed state."""
+    """The deployment's store takes managed state."""
     tells_hints: bool
     """The proxy is told of next turns."""
     locations: list[str]
@@ -60,7 +60,7 @@ class Hello:
 
 @dataclass(slots=True)
 class Report:
-    """What a host says to the hub once in a period, if anything has changed."""
+    """A host's periodic report to the hub, if anything has changed."""
 
     summaries: list[Summary]
     waits_for: frozenset[str]
@@ -69,7 +69,7 @@ class Report:
 
 @dataclass(slots=True)
 class Logged:
-    """A call is over that code of this host had made."""
+    """A call made by code of this host is over."""
 
     session: str
     entry: tuple[Any, ...]
@@ -94,7 +94,7 @@ class Said:
 
 
 class Host:
-    """Runs one instance. Its methods are called from the hub's side; `place` is where it is, for people."""
+    """Runs one instance. Its methods are called from the hub's side; `place` is its location, for people."""
 
     def __init__(self, hello: Hello, dumps: Dumps, place: str) -> None:
         """Do nothing yet. Raises `DeclarationError`."""
@@ -111,7 +111,7 @@ class Host:
         self._local = LocalLevel(self.node, MemoryStore())
         self._waits_for: frozenset[str] = frozenset()
         self._released: set[str] = set()
-        """Sessions of which the hub knows that they use the proxy."""
+        """Sessions that the hub knows to use the proxy."""
         self._out: list[Parcel] = []
         self._has_out = asyncio.Event()
         self._early: dict[int, list[Parcel]] = {}
@@ -130,7 +130,7 @@ class Host:
         self._task = asyncio.create_task(self._run())
 
     async def close(self, *, is_over: bool) -> None:
-        """End; unless all `is_over`, only when the calls that were made here are over, or `GRACE_S` have passed."""
+        """End; unless all `is_over`, only after the calls made here are over, or `GRACE_S` have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0 if is_over else GRACE_S):
                 while self.node.origin.records:  # noqa: ASYNC110 - seldom, and short
@@ -142,7 +142,7 @@ class Host:
     # --- what goes out
 
     def send(self, sender: str, to: str, message: Any) -> bool:
-        """Have a message carried; whoever is not here is the hub's to find."""
+        """Send a message; the hub finds remote receivers."""
         parcel, refused = pack(sender, to, message, self._dumps)
         for origin, result in refused:
             self.node.post(origin, result)
@@ -152,7 +152,7 @@ class Host:
         return True
 
     async def receive(self) -> list[Parcel]:
-        """Return what there is to send, as soon as there is something. Raises what has gone wrong here."""
+        """Return messages to send, as soon as there are some. Raises errors of this host."""
         await self._has_out.wait()
         self._has_out.clear()
         out, self._out = self._out, []
@@ -189,7 +189,7 @@ class Host:
     # --- what comes in
 
     def deliver(self, number: int, batch: list[Parcel]) -> None:
-        """Take in a batch of messages; batches are numbered, and taken in their order."""
+        """Process a batch of messages; batches are numbered, and processed in order."""
         self._early[number] = batch
         try:
             while (parcels := self._early.pop(self._next_number, None)) is not None:
@@ -232,7 +232,7 @@ class Host:
 
 
 class _Forwarded(deque[tuple[Any, ...]]):
-    """A session's log at a host: what is put in goes to the hub."""
+    """A session's log at a host: entries go to the hub."""
 
     def __init__(self, host: Host, session: str) -> None:
         super().__init__(maxlen=0)
@@ -240,5 +240,5 @@ class _Forwarded(deque[tuple[Any, ...]]):
         self._session = session
 
     def append(self, entry: tuple[Any, ...]) -> None:
-        """Send an entry on."""
+        """Forward an entry."""
         self._host.send(self._host.node.name, HUB, Logged(self._session, entry))

@@ -1,8 +1,8 @@
-"""The link to instances elsewhere, each in a process of its own: it starts them, carries messages, and hears of loss.
+"""The link to remote instances, each in a process of its own: it starts them, carries messages, and detects losses.
 
-It stands at the node where drivers run, which has the directory and the global loop. Hosts speak to it alone, so
-whatever two machines send each other arrives in order; what is for another host is passed on unread. Who starts
-processes is a `Launcher`: on Ray, `thunderagent.workflows.on_ray`.
+It is on the node where drivers run, which has the directory and the global loop. Hosts communicate with it alone, so
+messages between two machines arrive in order; messages for another host are passed on unread. A `Launcher` starts
+processes: on Ray, `thunderagent.workflows.on_ray`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from thunderagent.workflows.view import Summary
 log = logging.getLogger("thunderagent.workflows")
 
 CLOSE_S = 10.0
-"""The longest that a host has to end by itself."""
+"""The time limit for a host to end by itself."""
 
 
 class PeerLostError(WorkflowError):
-    """A process is gone; the text is what whoever started it knows of its end."""
+    """A process is gone; the text is what its starter knows of its end."""
 
 
 class Peer(Protocol):
-    """A process that runs a `Host`. What waits for it raises `PeerLostError` when it is gone."""
+    """A process that runs a `Host`. Waiting calls raise `PeerLostError` when it is gone."""
 
     async def open(self, hello: Hello) -> None:
         """Start the instance. Raises what its class raises."""
@@ -49,7 +49,7 @@ class Peer(Protocol):
         """Return the next batch, as soon as there is one."""
 
     async def close(self, *, is_over: bool) -> None:
-        """Have it end in order."""
+        """End it in order."""
 
     def kill(self) -> None:
         """End it at once."""
@@ -65,12 +65,12 @@ class Launcher(Protocol):
         """Start a process with an agent's resources. Raises `WorkflowError` if there is no room."""
 
     async def close(self) -> None:
-        """Let go of what is open."""
+        """Close open resources."""
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A host as the hub knows it."""
+    """A host as the hub sees it."""
 
     location: str
     name: str
@@ -91,16 +91,16 @@ class Hub:
     def __init__(self, launcher: Launcher, agents: Mapping[str, Agent], *, period_s: float) -> None:
         """Start nothing yet; `node` is to be set first."""
         self.on_kept: Callable[[str, str, dict[str, Any]], None] | None = None
-        """Told of an agent, a session, and managed state for the store to keep."""
+        """Called with an agent, a session, and managed state for the store."""
         self.on_said: Say | None = None
         """Told of hints of other nodes, if anybody wants them."""
         self._launcher = launcher
         self._agents = dict(agents)
         self._period_s = period_s
         self._members: dict[str, _Member] = {}
-        """By location and by the name of the node: each is there twice."""
+        """By location and by node name: each is there twice."""
         self._begun: dict[str, SessionBegun] = {}
-        """Sessions of which there is more to know than the name."""
+        """Sessions with more data than the name."""
         self._summaries: list[Summary] = []
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,15 +112,15 @@ class Hub:
         return [member.name for member in self._all()]
 
     def locations(self) -> set[str]:
-        """Return where there is an instance."""
+        """Return the locations of instances."""
         return {key for key, member in self._members.items() if key == member.location}
 
     def waits_for_instance(self, agent: str) -> bool:
-        """Say whether a call that was made elsewhere waits for an instance."""
+        """Return whether a remote call waits for an instance."""
         return any(agent in member.waits_for for member in self._all())
 
     async def launch(self, location: str) -> None:
-        """Start an instance. Raises what its class raises, and `WorkflowError` if there is no room for it."""
+        """Start an instance. Raises what its class raises, and `WorkflowError` without room for it."""
         peer = await self._launcher.start(self._agents[agent_of(location)], location)
         number = next(self._numbers)
         member = _Member(location, f"node-{number}", peer)
@@ -140,13 +140,13 @@ class Hub:
         member.listening = self._start(self._listen(member))
 
     async def publish(self, store: Store) -> None:
-        """Leave with the store what hosts have said."""
+        """Leave hosts' reports in the store."""
         if self._summaries:
             summaries, self._summaries = self._summaries, []
             await store.publish(self.node.name, summaries)
 
     async def apply(self, store: Store) -> None:
-        """Send hosts what was decided for them."""
+        """Send hosts their decisions."""
         for name in self.names():
             for decisions in await store.take(name):
                 if name in self._members:
@@ -155,7 +155,7 @@ class Hub:
     # --- sessions
 
     def begin_session(self, info: SessionInfo, states: dict[str, dict[str, Any]]) -> None:
-        """Tell hosts of a session's parent, and of what the store has kept of it."""
+        """Tell hosts a session's parent, and its stored state."""
         if info.parent or states:
             begun = self._begun[info.name] = SessionBegun(info.name, info.parent, info.group, states)
             for member in self._all():
@@ -168,7 +168,7 @@ class Hub:
     # --- messages
 
     def send(self, sender: str, to: str, message: Any, *, only: _Member | None = None) -> bool:
-        """Take a message along, to all for the address ""; False if nobody has that address."""
+        """Carry a message, to all for the address ""; return False if the address is unknown."""
         member = only or self._members.get(to)
         if member is None and to:
             return False
@@ -246,7 +246,7 @@ class Hub:
     # --- ends
 
     def lose(self, location: str) -> None:
-        """Take an instance away as if it had crashed."""
+        """Remove an instance as if it had crashed."""
         if location in self._members:
             self._lose(self._members[location], "it was taken away")
 
@@ -260,12 +260,12 @@ class Hub:
         self.node.tell_all(m.Gone(member.name, why=why))
 
     def _forget(self, member: _Member) -> bool:
-        """Send it nothing any more; say whether it was known."""
+        """Stop sending to it; return whether it was known."""
         self._members.pop(member.location, None)
         return self._members.pop(member.name, None) is not None
 
     async def _part(self, member: _Member) -> None:
-        """End the process of an instance that has retired, once the calls that it made are over."""
+        """End the process of a retired instance, once its calls are over."""
         await self._close_peer(member, is_over=False)
         if self._forget(member):
             self.node.tell_all(m.Gone(member.name, is_clean=True))
@@ -290,7 +290,7 @@ class Hub:
         return task
 
     async def close(self) -> None:
-        """End all hosts, and let go of what started them."""
+        """End all hosts, and close their launcher."""
         members = self._all()
         await asyncio.gather(*(self._close_peer(member, is_over=True) for member in members))
         for member in members:

@@ -1,7 +1,7 @@
 """The node store on Redis: others can read the summaries, and sessions' state outlives the deployment.
 
-One blob a node and period, one hash a session; all of it is msgpack, so state holds what that has: tuples come back as
-lists, and objects of classes are refused. Whoever can write to the server decides what agents remember.
+One blob per node and period, one hash per session, all in msgpack. So state is limited to its types: tuples come back
+as lists, and objects of classes are refused. Anybody who can write to the server decides what agents remember.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from thunderagent.workflows.view import Summary
 
 PREFIX = "thunderagent:workflows"
 MAX_BLOBS_COUNT = 1000
-"""Blobs that wait to be read; older ones go, so that a loop that stands still fills no memory."""
+"""Limit of unread blobs; older ones are dropped, so that a stuck loop fills no memory."""
 
 
 class RedisStore:
-    """A store at `redis://HOST:PORT/DATABASE`. Its methods raise `StoreError` where the server does not do as told."""
+    """A store at `redis://HOST:PORT/DATABASE`. Its methods raise `StoreError` if the server refuses."""
 
     def __init__(self, url: str, prefix: str = PREFIX) -> None:
         """Connect at the first use."""
@@ -33,7 +33,7 @@ class RedisStore:
         self._prefix = prefix
 
     async def publish(self, node: str, summaries: list[Summary]) -> None:
-        """Leave what a node's controllers say."""
+        """Leave a node's summaries."""
         blob = msgspec.msgpack.encode([node, [asdict(each) for each in summaries]])
         async with self._errors(), self._client.pipeline() as pipeline:
             pipeline.rpush(f"{self._prefix}:summaries", blob)
@@ -41,7 +41,7 @@ class RedisStore:
             await pipeline.execute()
 
     async def collect(self) -> list[Summary]:
-        """Take all that was left."""
+        """Take all summaries."""
         async with self._errors():
             blobs = await self._client.lpop(f"{self._prefix}:summaries", MAX_BLOBS_COUNT)
         said = [msgspec.msgpack.decode(blob, type=tuple[str, list[Summary]]) for blob in blobs or ()]
@@ -53,13 +53,13 @@ class RedisStore:
             await self._client.rpush(f"{self._prefix}:decisions:{node}", msgspec.msgpack.encode(asdict(decisions)))
 
     async def take(self, node: str) -> list[Decisions]:
-        """Take what was decided for a node."""
+        """Take a node's decisions."""
         async with self._errors():
             blobs = await self._client.lpop(f"{self._prefix}:decisions:{node}", MAX_BLOBS_COUNT)
         return [msgspec.msgpack.decode(blob, type=Decisions) for blob in blobs or ()]
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        """Keep parts of a session's managed state."""
+        """Store parts of a session's managed state."""
         try:
             fields = {f"{agent}/{name}": msgspec.msgpack.encode(value) for name, value in values.items()}
         except (TypeError, OverflowError) as error:
@@ -69,7 +69,7 @@ class RedisStore:
             await self._client.hset(f"{self._prefix}:state:{session}", mapping=fields)
 
     async def load_states(self, session: str) -> dict[str, dict[str, Any]]:
-        """Return a session's managed state as it was kept, by agent."""
+        """Return a session's stored managed state, by agent."""
         async with self._errors():
             fields = await self._client.hgetall(f"{self._prefix}:state:{session}")
         found: dict[str, dict[str, Any]] = {}
@@ -79,7 +79,7 @@ class RedisStore:
         return found
 
     async def drop_session(self, session: str) -> None:
-        """Keep a session's state no longer."""
+        """Delete a session's state."""
         async with self._errors():
             await self._client.delete(f"{self._prefix}:state:{session}")
 

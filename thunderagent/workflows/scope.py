@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from thunderagent.workflows.node import Node
 
 DRIVER = "driver"
-"""The location of code that no agent runs."""
+"""The location of code outside of agents."""
 NODE_BITS = 40
 """Call ids of a node are below this power of two, beside its number."""
 KEPT_ENTRIES_COUNT = 10_000
@@ -22,7 +22,7 @@ KEPT_ENTRIES_COUNT = 10_000
 
 
 class LogEntry(NamedTuple):
-    """One call that is over, as a session's log keeps it. Times are the node's clock."""
+    """One finished call in a session's log. Times are the node's clock."""
 
     call_id: int
     parent_id: int
@@ -39,7 +39,7 @@ class LogEntry(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SessionInfo:
-    """What a node keeps of a session: what the user sees as one conversation, and the proxy as one program."""
+    """A node's data on a session: what the user sees as one conversation, and the proxy as one program."""
 
     name: str
     parent: str = ""
@@ -54,7 +54,7 @@ class SessionInfo:
     runs_count: int = 0
     """Drivers that run in it."""
     uses_proxy: bool = False
-    """A turn was sent for it, so the proxy is to be told of its end."""
+    """A turn was sent for it, so the proxy must hear of its end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class Scope:
 
     @property
     def call_id(self) -> int:
-        """The call that runs; 0 in a driver."""
+        """The running call; 0 in a driver."""
         return self.maker.call_id
 
     def saw(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""The sessions of a deployment: how they begin and end, and what the store keeps of them."""
+"""The sessions of a deployment: their begin and end, and their stored state."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from thunderagent.workflows.view import View
 log = logging.getLogger("thunderagent.workflows")
 
 KEPT_LOGS_COUNT = 256
-"""Sessions that have ended whose logs are kept."""
+"""How many ended sessions' logs are kept."""
 
 
 class Sessions:
     """What lives longer than a driver. All of it runs on the deployment's loop."""
 
     def __init__(self, node: Node, view: View, store: Store, proxy: str, hub: Hub | None, *, keeps_state: bool) -> None:
-        """`keeps_state`: the store outlives the deployment, so it is given managed state."""
+        """With `keeps_state` the store outlives the deployment, so it is given managed state."""
         self.ended: dict[str, SessionInfo] = {}
         self._node = node
         self._view = view
@@ -43,7 +43,7 @@ class Sessions:
                 hub.on_kept = self._save
 
     async def begin(self, name: str, around: Scope | None) -> SessionInfo:
-        """Begin a session, or go on with it; `around` is where a workflow within a workflow was begun."""
+        """Begin or continue a session; `around` is where a nested workflow was begun."""
         info = self._node.sessions.get(name) if name else None
         if info is None:
             check_session_name(name)
@@ -71,7 +71,7 @@ class Sessions:
             await self.end(info.name)
 
     async def end(self, name: str, *, keep_state: bool = False) -> None:
-        """End a session: calls that are left of it fail, and its state is dropped, unless the deployment ends."""
+        """End a session: remaining calls fail, and its state is dropped, unless the deployment ends."""
         info = self._node.end_session(name)
         if self._hub is not None:
             self._hub.end_session(name)
@@ -87,7 +87,7 @@ class Sessions:
             await Program(self._proxy, name).async_release()
 
     async def close(self) -> None:
-        """End all sessions; what the store keeps of them stays."""
+        """End all sessions; their stored state stays."""
         for name in list(self._node.sessions):
             await self.end(name, keep_state=True)
         if self._saving:

@@ -1,7 +1,7 @@
-"""The node store: where controllers leave what they have to say, and the global loop what it has decided.
+"""The node store: controllers leave summaries there, and the global loop its decisions.
 
-It decouples the two: nobody waits for the other, and nothing in it is on the path of a call. One blob a node, not one
-key a future: a call becomes visible outside its controller only as a part of a summary.
+It decouples the two: neither waits for the other, and it is on no call's path. One blob per node, not one key per
+future: a call is visible outside its controller only as part of a summary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from thunderagent.workflows.view import Summary
 
 @dataclass(slots=True)
 class Decisions:
-    """What the global loop wants of a node."""
+    """The global loop's orders for a node."""
 
     routes: list[m.SetRoute] = field(default_factory=list)
     priorities: dict[str, float] = field(default_factory=dict)
@@ -28,31 +28,31 @@ class Decisions:
 
 
 class Store(Protocol):
-    """What both levels need of it."""
+    """The interface that both levels need."""
 
     async def publish(self, node: str, summaries: list[Summary]) -> None:
-        """Leave what a node's controllers say."""
+        """Leave a node's summaries."""
 
     async def collect(self) -> list[Summary]:
-        """Take all that was left."""
+        """Take all summaries."""
 
     async def push(self, node: str, decisions: Decisions) -> None:
         """Leave decisions for a node."""
 
     async def take(self, node: str) -> list[Decisions]:
-        """Take what was decided for a node."""
+        """Take a node's decisions."""
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        """Keep parts of a session's managed state, where the store outlives the deployment."""
+        """Store parts of a session's managed state, if the store outlives the deployment."""
 
     async def load_states(self, session: str) -> dict[str, dict[str, Any]]:
-        """Return a session's managed state as it was kept, by agent."""
+        """Return a session's stored managed state, by agent."""
 
     async def drop_session(self, session: str) -> None:
-        """Keep a session's state no longer."""
+        """Delete a session's state."""
 
     async def close(self) -> None:
-        """Let go of what is open."""
+        """Close open resources."""
 
 
 class MemoryStore:
@@ -63,11 +63,11 @@ class MemoryStore:
         self._decisions: dict[str, list[Decisions]] = {}
 
     async def publish(self, node: str, summaries: list[Summary]) -> None:  # noqa: ARG002 - a summary names its node
-        """Leave what a node's controllers say."""
+        """Leave a node's summaries."""
         self._summaries += summaries
 
     async def collect(self) -> list[Summary]:
-        """Take all that was left."""
+        """Take all summaries."""
         found, self._summaries = self._summaries, []
         return found
 
@@ -76,11 +76,11 @@ class MemoryStore:
         self._decisions.setdefault(node, []).append(decisions)
 
     async def take(self, node: str) -> list[Decisions]:
-        """Take what was decided for a node."""
+        """Take a node's decisions."""
         return self._decisions.pop(node, [])
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        """Keep nothing: the state lives as long as the process."""
+        """Store nothing: the state lives as long as the process."""
 
     async def load_states(self, session: str) -> dict[str, dict[str, Any]]:  # noqa: ARG002
         """Return nothing."""

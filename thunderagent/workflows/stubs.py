@@ -13,7 +13,7 @@ from thunderagent.workflows.future import Future
 from thunderagent.workflows.scope import current_scope
 
 GIVEN_DIRECTIVES: dict[str, dict[str, Any]] = {}
-"""By agent, what `configure` was told. `deploy` reads it: what is said in code goes before what the YAML says."""
+"""By agent, the directives given to `configure`. `deploy` reads them: code takes precedence over the YAML."""
 
 
 def call(agent: str, method: str, args: tuple[Any, ...]) -> Future:

@@ -15,7 +15,7 @@ _ROW_PX, _LEFT_PX, _WIDTH_PX = 22, 150, 1000
 
 
 def entries_of(info: SessionInfo) -> list[LogEntry]:
-    """Return a session's calls that are over, in the order in which they were made."""
+    """Return a session's finished calls, in order of creation."""
     return sorted((LogEntry(*each) for each in info.log), key=lambda entry: entry.created_s)
 
 
@@ -54,7 +54,7 @@ def chrome_trace(info: SessionInfo) -> dict[str, Any]:
 
 
 def stages(info: SessionInfo) -> list[dict[str, Any]]:
-    """Return, by agent and method, how often it was called, how long its calls waited and ran, and where."""
+    """Return, by agent and method, the number of calls, their waiting and running times, and their locations."""
     found: dict[str, dict[str, Any]] = {}
     for entry in entries_of(info):
         name = f"{entry.agent}.{entry.method}"

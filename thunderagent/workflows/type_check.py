@@ -1,4 +1,4 @@
-"""Whether a parameter of a class takes what its declaration says will be given."""
+"""Whether a parameter of a class accepts the type in its declaration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, get_args, get_origin
 UNIONS = (typing.Union, types.UnionType)
 NAMES = (ast.Expression, ast.Name, ast.Attribute, ast.Subscript, ast.expr_context)
 NODES = (*NAMES, ast.Tuple, ast.List, ast.Constant, ast.BinOp, ast.BitOr)
-"""What a type is written with. Nothing else of a declaration is ever run."""
+"""Syntax allowed in a type. Nothing else of a declaration is ever evaluated."""
 
 
 def takes(wanted: Any, declared: str, names: Mapping[str, Any]) -> bool:
-    """Say whether a parameter annotated `wanted` takes a value that is declared as a type.
+    """Return whether a parameter annotated `wanted` accepts a value of a declared type.
 
-    `names` are those of the class's module. A type that cannot be looked up, because it is there for type checkers
-    alone, is compared by its text.
+    `names` are those of the class's module. A type that cannot be looked up, because only type checkers import it, is
+    compared by its text.
     """
     if wanted is inspect.Parameter.empty or declared == "Any":
         return True
@@ -36,7 +36,7 @@ def takes(wanted: Any, declared: str, names: Mapping[str, Any]) -> bool:
 
 
 def look_up(text: str, names: Mapping[str, Any]) -> Any:
-    """Return the type that a text means. Raises `LookupError`, `SyntaxError`, `TypeError`, `AttributeError`."""
+    """Return the type of a text. Raises `LookupError`, `SyntaxError`, `TypeError`, `AttributeError`."""
     tree = ast.parse(text, mode="eval")
     if not all(isinstance(node, NODES) for node in ast.walk(tree)):
         raise SyntaxError(f"{text!r} is not a type")

@@ -1,7 +1,7 @@
-"""What a policy may see, and what it may ask for.
+"""What a policy may see, and what it may request.
 
-A policy is `step(view, act)`, run once in a period on what the controllers last said. The view is the policy's to read;
-what it asks for is checked, and refused with a reason where it cannot be.
+A policy is `step(view, act)`, run once per period on the controllers' last reports. The view is for reading; requests
+are checked, and refused with a reason if impossible.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class Summary:
-    """What a controller says of itself: of its sessions, only those that have changed since it last did."""
+    """A controller's report: only sessions that changed since its last one."""
 
     location: str
     node: str
     queued_count: int
     running: tuple[tuple[str, float], ...]
-    """Sessions of the calls that run, and when each was made."""
+    """Sessions of running calls, and when each call was made."""
     running_since_s: float
     done_count: int
     busy_s: float
     is_retiring: bool
     lines: dict[str, Line | None]
-    """By session; None for one of which nothing waits any more."""
+    """By session; None if nothing of it waits any more."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class View:
     def __init__(self, directives: dict[str, Directives], resources: dict[str, float] | None = None) -> None:
         self.directives = directives
         self.resources = resources
-        """What the deployment has in all; None if nobody said."""
+        """The deployment's total resources; None if not given."""
         self.now_s = 0.0
         self.instances: dict[str, InstanceView] = {}
         self.sessions: dict[str, SessionView] = {}
@@ -117,14 +117,14 @@ class View:
         """Sessions whose calls have changed since the last step."""
         self.priorities: dict[str, float] = {}
         self.weights: dict[str, dict[str, float]] = {}
-        """By agent, the weights that are set."""
+        """By agent, the current weights."""
 
     def of(self, agent: str) -> list[InstanceView]:
         """Return the instances of an agent that take calls."""
         return [each for each in self.instances.values() if each.agent == agent and not each.is_retiring]
 
     def free(self) -> dict[str, float]:
-        """Return what is left of each resource that the deployment has."""
+        """Return what is left of each resource of the deployment."""
         left = dict(self.resources or {})
         for instance in self.instances.values():
             for name, amount in self.directives[instance.agent].resources.items():
@@ -133,7 +133,7 @@ class View:
         return left
 
     def merge(self, summaries: Iterable[Summary], now_s: float) -> None:
-        """Take in what the controllers say. Costs O(sessions that have changed)."""
+        """Add the controllers' summaries. Costs O(sessions that have changed)."""
         self.now_s = now_s
         changed: dict[str, SessionView] = {}
         for summary in summaries:
@@ -166,7 +166,7 @@ class View:
         self.changed = list(changed.values())
 
     def forget(self, location: str) -> None:
-        """Take out an instance that is gone."""
+        """Remove an instance that is gone."""
         instance = self.instances.pop(location, None)
         for session in instance.waiting if instance is not None else ():
             view = self.sessions.get(session)
@@ -177,7 +177,7 @@ class View:
 
 
 class Act:
-    """What a policy asks for, collected until its step is over."""
+    """A policy's requests, collected until its step is over."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -238,7 +238,7 @@ class Act:
             self.migrations.setdefault(source, []).append(m.Migrate(session, to))
 
     def kill(self, location: str) -> None:
-        """End an instance: what waits there goes to the others, what runs is waited for."""
+        """End an instance: waiting calls go to others, running ones are waited for."""
         instance = self.view.instances.get(location)
         if instance is None or instance.is_retiring:
             self.refused.append(f"kill {location}: it is not there")
@@ -271,7 +271,7 @@ Policy = Callable[[View, Act], None]
 
 
 def load_policy(name: str) -> Policy:
-    """Return a policy by its own name, or of anybody's as `package.module:function`. Raises `DeclarationError`."""
+    """Return a policy by its own name, or any as `package.module:function`. Raises `DeclarationError`."""
     module_name, _, function = name.partition(":")
     if not function:
         module_name, function = f"thunderagent.workflows.policies.{name}", "step"
@@ -286,9 +286,9 @@ def load_policy(name: str) -> Policy:
 
 
 def summarize(controller: Controller, node: str, stats: tuple[int, float, float]) -> Summary:
-    """Return what has changed at a controller. Costs O(calls of the sessions that have changed).
+    """Return a controller's changes. Costs O(calls of the sessions that have changed).
 
-    `stats` are the calls that it has run, the seconds that they took, and when what runs was begun.
+    `stats` are its finished calls, their seconds, and when the running ones began.
     """
     queue = controller.queue
     lines: dict[str, Line | None] = {}

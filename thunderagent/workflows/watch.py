@@ -23,7 +23,7 @@ class Watch:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Listen. Raises `OSError` where that cannot be."""
+        """Listen. Raises `OSError` if that fails."""
         before = os.umask(0o177)
         try:
             self._server = await asyncio.start_unix_server(self._answer, self.path)
@@ -31,7 +31,7 @@ class Watch:
             os.umask(before)
 
     async def close(self) -> None:
-        """Listen no more, and take the socket away."""
+        """Stop listening, and remove the socket."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -46,7 +46,7 @@ class Watch:
 
 
 def snapshot(level: GlobalLevel) -> dict[str, Any]:
-    """Return what the global loop last saw: all instances, and the sessions with most calls that wait."""
+    """Return the global loop's last state: all instances, and the sessions with most waiting calls."""
     view, times = level.view, level.times
     sessions = sorted(view.sessions.values(), key=lambda each: -each.calls_count)[:SHOWN_SESSIONS_COUNT]
     return {

@@ -1,4 +1,4 @@
-"""Where replicas come from: a source is one file here, and says the whole set of replicas whenever it changes."""
+"""Sources of replicas: each is one file here, and reports the whole set of replicas whenever it changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every source of replicas does, and how one is written down."""
+"""The interface of every source of replicas, and how sources are written in the configuration."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from thunderagent.errors import DiscoveryError
 
 AUTO: Final = "auto"
 RanksCount = int | Literal["auto"]
-"""How many data-parallel ranks a URL has; 1: it is one replica as a whole; auto: what its metrics say."""
+"""Number of data-parallel ranks at a URL; 1: it is one replica as a whole; auto: what its metrics say."""
 
 MOST_RANKS_COUNT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One engine that a source names. `ranks_count` None is what the configuration says for all."""
+    """One engine that a source names. `ranks_count` None means the general configuration."""
 
     url: str = field(repr=False)
-    """It may hold a password: `shown_url` has none."""
+    """It may contain a password: `shown_url` does not."""
     ranks_count: RanksCount | None = None
     is_draining: bool = False
-    """It is about to go: it should get nothing new."""
+    """It is about to go and should get nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PodSelection:
 
     @classmethod
     def read(cls, text: str) -> PodSelection:
-        """Read `NAMESPACE/SELECTOR:PORT`, as `default/app=vllm:8000`. Raises `DiscoveryError`."""
+        """Parse `NAMESPACE/SELECTOR:PORT`, as `default/app=vllm:8000`. Raises `DiscoveryError`."""
         namespace, slash, rest = text.strip().partition("/")
         selector, colon, port = rest.rpartition(":")
         is_port = port.isascii() and (1 <= int(port) <= 65535 if port.isdigit() else port.replace("-", "").isalnum())
@@ -47,39 +47,39 @@ class PodSelection:
 
 
 class DiscoveryListener(Protocol):
-    """Hear what sources find. Called on the event loop only; must not block."""
+    """Receives what sources find. Called on the event loop only; must not block."""
 
     def replicas_wanted(self, source: str, wanted: Sequence[Wanted]) -> None:
-        """Take the whole set of a source, in place of its last one."""
+        """Replace the last set of a source by this one."""
 
     def source_failed(self, source: str, why: str) -> None:
-        """Learn that a source cannot say which replicas there are: what it named last stays."""
+        """Note that a source cannot report its replicas: its last set stays."""
 
 
 class Source(Protocol):
-    """Follow one source of replicas."""
+    """Follows one source of replicas."""
 
     @property
     def name(self) -> str:
         """Return what reports and logs call it."""
 
     async def run(self, listener: DiscoveryListener) -> None:
-        """Tell the listener the whole set at first and whenever it may have changed, until cancelled.
+        """Report the whole set at first and whenever it may have changed, until cancelled.
 
-        A source that fails says so and tries again; it never tells a set that is empty because it failed.
+        A source that fails reports that and tries again; it never reports an empty set because it failed.
         """
 
 
 def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
-    """Return the engine at a URL, as `http://host:8000` or `http://host:8000#dp=4`. Raises `DiscoveryError`."""
+    """Return the engine at a URL, such as `http://host:8000` or `http://host:8000#dp=4`. Raises `DiscoveryError`."""
     shown = text.rpartition("@")[2]  # without a password
     url, _, fragment = text.strip().partition("#")
     url = url.rstrip("/")
     try:
         parts = urlsplit(url)
-        has_address = bool(parts.hostname) and parts.port != 0  # a port that is none raises
+        has_address = bool(parts.hostname) and parts.port != 0  # an invalid port raises
     except ValueError as error:
-        raise DiscoveryError(f"{shown!r} is not a URL") from error  # its words may tell a part of the password
+        raise DiscoveryError(f"{shown!r} is not a URL") from error  # its text may contain a part of the password
     if parts.scheme not in {"http", "https"} or not has_address or any(sign.isspace() for sign in url):
         raise DiscoveryError(f"{shown!r} is not an http or https URL")
     if parts.query:
@@ -92,7 +92,7 @@ def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
 
 
 def ranks_count_of(text: str) -> RanksCount:
-    """Read a number of ranks, or auto. Raises `DiscoveryError`."""
+    """Parse a number of ranks, or auto. Raises `DiscoveryError`."""
     if text == AUTO:
         return AUTO
     if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MOST_RANKS_COUNT):
@@ -108,7 +108,7 @@ def _ranks_count_of(text: str, fragment: str) -> RanksCount:
 
 
 def replica_id_of(url: str, rank_id: int | None = None) -> str:
-    """Return the name of a replica: its URL without the scheme, and without a password; then its rank."""
+    """Return the id of a replica: its URL without scheme and password; then its rank."""
     whole = url.partition("://")[2].rpartition("@")[2]
     return whole if rank_id is None else f"{whole}/{rank_id}"
 

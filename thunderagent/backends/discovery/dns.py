@@ -1,6 +1,6 @@
-"""Replicas from a name: every address that it has is one. That is what a headless service of Kubernetes gives.
+"""Replicas from a name, one for each of its addresses, such as a headless service of Kubernetes.
 
-Only a name that is found with at least one address is believed; a lookup that fails, or finds none, changes nothing.
+Only a lookup with at least one address counts; one that fails, or finds none, changes nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LOOKUP_LIMIT_S = 10.0
 
 
 class Resolver(Protocol):
-    """Look a name up."""
+    """Looks names up."""
 
     async def addresses(self, name: str) -> Sequence[str]:
-        """Return all addresses of a name, IPv4 and IPv6. Raises OSError if it is not found."""
+        """Return all addresses of a name, IPv4 and IPv6. Raises OSError if there are none."""
 
 
 class SystemResolver:
-    """Look names up as the system does: its files, its servers, its search list."""
+    """Looks names up as the system does: its files, its servers, its search list."""
 
     async def addresses(self, name: str) -> Sequence[str]:
         """Return the addresses of a name; see `Resolver`."""
@@ -35,7 +35,7 @@ class SystemResolver:
 
 
 class DnsSource:
-    """Follow the addresses of one name."""
+    """Follows the addresses of one name."""
 
     def __init__(
         self, url: str, *, interval_s: float, resolver: Resolver | None = None, limit_s: float = LOOKUP_LIMIT_S
@@ -62,17 +62,17 @@ class DnsSource:
         return f"<DnsSource {self.name}>"
 
     async def run(self, listener: DiscoveryListener) -> None:
-        """Tell the addresses after every lookup that finds some."""
+        """Report the addresses after every lookup that finds some."""
         while True:
             try:
                 async with asyncio.timeout(self._limit_s):
                     addresses = set(await self._resolver.addresses(self._host))
             except TimeoutError:
                 listener.source_failed(self.name, f"no answer within {self._limit_s:g} s")
-            except (OSError, UnicodeError) as error:  # the second is how a name that cannot be one is refused
+            except (OSError, UnicodeError) as error:  # UnicodeError: how an invalid name is refused
                 listener.source_failed(self.name, f"{self._host} is not found: {error}")
             else:
-                # An address with a zone is of this machine's own link: no replica.
+                # An address with a zone is on this machine's own link: not a replica.
                 wanted = [self._wanted(address) for address in sorted(addresses) if "%" not in address]
                 if wanted:
                     listener.replicas_wanted(self.name, wanted)

@@ -1,8 +1,8 @@
-"""Replicas from a file that may be edited at any time: TOML, JSON, or a URL a line.
+"""Replicas from a file that may be edited at any time: TOML, JSON, or one URL per line.
 
-The file is read anew every few seconds and compared by its bytes, because a ConfigMap is exchanged behind a link and
-times of change lie on network file systems. What cannot be read in whole is an error, and never a smaller set: an
-editor may be in the middle of writing it. So a new content counts only if it is still the same a moment later.
+The file is read again every few seconds and compared by its bytes, because a ConfigMap is exchanged behind a link and
+modification times are unreliable on network file systems. An unreadable file is an error, and never a smaller set: an
+editor may be in the middle of writing it. So new content counts only if it is still the same a moment later.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from thunderagent.errors import DiscoveryError
 from thunderagent.faults import faults_of
 
 MOST_BYTES = 4 * 2**20
-"""A longer file is not what it should be."""
+"""A larger file is a mistake."""
 
 SETTLE_S = 0.05
-"""A file that changed must be the same after so long: else it is being written."""
+"""A changed file must stay the same for this long: otherwise it is being written."""
 
-_COMMENT = re.compile(r"(^|\s)#.*")  # a # inside of a URL begins its number of ranks
+_COMMENT = re.compile(r"(^|\s)#.*")  # a # within a URL begins its number of ranks
 
 
 class Entry(BaseModel):
@@ -56,10 +56,10 @@ _ENTRIES = TypeAdapter(list[Annotated[Entry, BeforeValidator(_entry)]])
 
 
 class FileSource:
-    """Follow a file."""
+    """Follows a file."""
 
     def __init__(self, path: Path, *, interval_s: float) -> None:
-        """Look at `path` every `interval_s`; it need not be there yet."""
+        """Check `path` every `interval_s`; it need not exist yet."""
         self.name = "file"
         self._path = path
         self._interval_s = interval_s
@@ -68,7 +68,7 @@ class FileSource:
         return f"<FileSource {self._path}>"
 
     async def run(self, listener: DiscoveryListener) -> None:
-        """Tell what the file says whenever its bytes changed."""
+        """Report the file's content whenever its bytes changed."""
         known: bytes | None = None
         while True:
             try:
@@ -88,7 +88,7 @@ class FileSource:
 
 
 def parse(content: bytes, suffix: str) -> list[Wanted]:
-    """Return the replicas that a file names. Raises `DiscoveryError` for one that is not wholly right."""
+    """Return the replicas that a file names. Raises `DiscoveryError` for any error in it."""
     if not content.strip():
         raise DiscoveryError("the file is empty; write an empty list, or only a comment, to name no replica")
     try:

@@ -2,15 +2,15 @@
 
 Theory of operation
 ===================
-A list, then its changes from the list's version on. A watch that ends goes on from the last version heard of, bookmarks
-included; if the server no longer knows that version (410), or is lost, the list is made again. What was known stays
-until then: only a whole list, or a change, alters the set.
+A list, then its changes from the list's version on. A watch that ends continues from the last version heard of,
+including bookmarks. If the server no longer knows that version (410), or is lost, the list is read again. The known set
+stays until then: only a whole list, or a change, alters it.
 
-A pod comes in when it is ready for the first time, and stays in until it is deleted or over, because a readiness probe
-may fail under load and whether an engine serves is for the poller to find out. A pod that is being deleted drains.
+A pod is added when it is ready for the first time, and stays until it is deleted or over. A readiness probe may fail
+under load, and the poller finds out whether an engine serves. A pod that is being deleted drains.
 
-The `kubernetes` package reads the configuration and renews tokens; the requests themselves are two, and are made with
-httpx2, because a request on the event loop can be cancelled and a thread cannot.
+The `kubernetes` package reads the configuration and renews tokens. The two kinds of requests use httpx2, because a
+request on the event loop can be cancelled and a thread cannot.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ except ImportError as error:
 _log = structlog.get_logger(__name__)
 
 WATCH_S = 60
-"""How long a watch lasts before it is asked for anew: so a connection that died in silence is noticed."""
+"""How long a watch lasts before it is renewed: so a silently broken connection is noticed."""
 PAGE_ITEMS_COUNT = 500
 
 Json = dict[str, Any]
 
 
 class _GoneError(DiscoveryError):
-    """The server no longer knows the version that a watch should go on from."""
+    """The server no longer knows the version from which a watch should continue."""
 
 
 class NotThereError(DiscoveryError):
-    """There is no such object (404)."""
+    """The object does not exist (404)."""
 
 
 class ConflictError(DiscoveryError):
-    """The object is there already, or is not of the version that was named (409)."""
+    """The object already exists, or does not have the named version (409)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """Where the API server is: at `api_url` without a login, or as a kubeconfig file or the pod's own account says."""
+    """Where the API server is: at `api_url` without a login, or by a kubeconfig file or the pod's own account."""
 
     kubeconfig: Path | None = None
     api_url: str = ""
@@ -66,18 +66,18 @@ class ClusterAccess:
 
 
 class KubernetesSource:
-    """Follow the pods of one selection."""
+    """Follows the pods of one selection."""
 
     def __init__(self, selection: PodSelection, access: ClusterAccess, *, backoff_s: float) -> None:
-        """Follow nothing yet; `backoff_s` is the time between two tries when the API server is lost."""
+        """Follow nothing yet; `backoff_s` is the time between two attempts when the API server is lost."""
         self.name = "kubernetes"
         self._selection = selection
         self._access = access
         self._backoff_s = backoff_s
         self._pods: dict[str, Json] = {}
-        """By their uids."""
+        """By uid."""
         self._urls: dict[str, str] = {}
-        """Of those that were ready once."""
+        """Of pods that were ready once."""
         self._portless: set[str] = set()
 
     def __repr__(self) -> str:
@@ -127,12 +127,12 @@ class KubernetesSource:
         wanted: dict[str, Wanted] = {}
         for uid, url in self._urls.items():
             is_draining = "deletionTimestamp" in self._pods[uid]["metadata"]
-            if url not in wanted or not is_draining:  # an address may have gone over to a new pod
+            if url not in wanted or not is_draining:  # an address may have passed to a new pod
                 wanted[url] = Wanted(url, is_draining=is_draining)
         listener.replicas_wanted(self.name, sorted(wanted.values(), key=lambda each: each.url))
 
     def _url_of(self, uid: str, pod: Json) -> str | None:
-        """Return where a pod's engine is; None if it was never ready, or is over."""
+        """Return a pod's engine URL; None if it was never ready, or is over."""
         status = pod.get("status") or {}
         if status.get("phase") in {"Succeeded", "Failed"}:
             return None
@@ -145,12 +145,12 @@ class KubernetesSource:
 
 
 def uid_of(pod: Json) -> str:
-    """Return what identifies a pod: names come back."""
+    """Return a pod's uid: names are reused."""
     return str(pod["metadata"]["uid"])
 
 
 def url_of(pod: Json, port_or_name: str) -> str | None:
-    """Return where a pod's engine is; None if it has no address yet, or no such port."""
+    """Return a pod's engine URL; None if it has no address yet, or no such port."""
     address, port = (pod.get("status") or {}).get("podIP"), _port_of(pod, port_or_name)
     if not address or port is None:
         return None
@@ -178,7 +178,7 @@ def _port_of(pod: Json, wanted: str) -> int | None:
 
 
 class Cluster:
-    """The few requests that are needed. All raise `DiscoveryError`, and nothing else."""
+    """The few requests that are needed. They raise only `DiscoveryError`."""
 
     def __init__(self, http: httpx2.AsyncClient, configuration: Any, timeout_s: float) -> None:
         self._http = http
@@ -186,7 +186,7 @@ class Cluster:
         self._timeout_s = timeout_s
 
     async def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """Return an object, or send a new one or a merge patch of one and return what came of it."""
+        """Read an object, or send a new one or a merge patch; return the result."""
         content = None if body is None else msgspec.json.encode(body)
         headers = await self._headers()
         if content is not None:
@@ -206,19 +206,19 @@ class Cluster:
         return answer
 
     async def problem(self) -> str:
-        """Say what is wrong with the cluster's version; empty if nothing is, or if it does not tell us."""
+        """Return what is wrong with the cluster's version; empty if nothing is, or it does not tell us."""
         try:
             return version_problem(await self.ask("GET", "/version"))
         except DiscoveryError:
             return ""
 
     async def _headers(self) -> dict[str, str]:
-        # A token may be renewed by a command or from a file.
+        # A command or a file may renew a token.
         login = await asyncio.to_thread(self._configuration.auth_settings)
         return {"Accept": "application/json", **{each["key"]: each["value"] for each in login.values()}}
 
     async def list(self, selection: PodSelection) -> tuple[list[Json], str]:
-        """Return all pods of a selection, and the version that this list is of."""
+        """Return all pods of a selection, and the version of this list."""
         pods: list[Json] = []
         query = {"labelSelector": selection.selector, "limit": str(PAGE_ITEMS_COUNT)}
         while True:
@@ -230,7 +230,7 @@ class Cluster:
                 query["continue"] = metadata.get("continue") or ""
                 if not query["continue"]:
                     return pods, str(metadata["resourceVersion"])
-            except _GoneError:  # the list expired before it was read: from the beginning
+            except _GoneError:  # the list expired before it was read: start over
                 raise DiscoveryError("the list of pods expired while it was read") from None
             except TimeoutError as error:
                 raise DiscoveryError(f"the Kubernetes API sent nothing within {self._timeout_s:g} s") from error
@@ -238,7 +238,7 @@ class Cluster:
                 raise DiscoveryError(f"the Kubernetes API gave an unexpected answer: {error!r}") from error
 
     async def watch(self, selection: PodSelection, version: str) -> AsyncIterator[Json]:
-        """Yield the events of one watch until it ends or breaks. Raises `_GoneError` if it is to begin too early."""
+        """Yield the events of one watch until it ends or breaks. Raises `_GoneError` if its version is too old."""
         query = {
             "labelSelector": selection.selector,
             "watch": "true",
@@ -257,7 +257,7 @@ class Cluster:
                     _ = event["object"]["metadata"]
                     yield event
         except (httpx2.HTTPError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-            # A list, if the server is there, or its error, if it is not, follows from the next watch.
+            # The next watch yields a list if the server is there, or its error otherwise.
             _log.info("kubernetes_watch_broken", namespace=selection.namespace, why=repr(error))
             if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
                 raise DiscoveryError(f"the Kubernetes API cannot be reached: {error}") from error
@@ -275,11 +275,11 @@ class Cluster:
 
 @asynccontextmanager
 async def connected(access: ClusterAccess) -> AsyncIterator[Cluster]:
-    """Connect as the configuration says. Raises `DiscoveryError` if there is none that can be used."""
+    """Connect by the configuration. Raises `DiscoveryError` if none is usable."""
     try:
         configuration = await asyncio.to_thread(cluster_configuration, access.api_url, access.kubeconfig)
         context = await asyncio.to_thread(_tls, configuration)
-    except Exception as error:  # the package reads a wrong file into whatever error comes of it
+    except Exception as error:  # the package raises arbitrary errors for an invalid file
         raise DiscoveryError(f"no usable configuration for Kubernetes: {error}") from error
     timeout = httpx2.Timeout(access.timeout_s, read=WATCH_S + access.timeout_s)
     async with httpx2.AsyncClient(

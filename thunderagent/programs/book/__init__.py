@@ -1,1 +1,1 @@
-"""Who is where, and holds what: the one mutable table and its sums."""
+"""Where each program is and what it holds: the one mutable table and its sums."""

@@ -2,31 +2,32 @@
 
 Theory of operation
 ===================
-Every replica has an account. Three sums make up its demand: the claims of programs that reason there, of programs whose
-tools run (acting), and of turns without a program. They are kept by increments: no event costs more than O(1) here.
+Every replica has an account. Its demand is the sum of three: the claims of programs that reason there, of programs
+whose tools run (acting), and of turns without a program. The sums are kept incrementally: no event costs more than O(1)
+here.
 
-The paper weighs an acting program's claim by f(t) = 2^(-t / half-life), t being the time since its tool began
-(arXiv 2602.13692, Eq. 7). All weights shrink by the same factor in the same time, so the sum of any number of them
-is one number that shrinks by that factor: `DecayedSum` needs no loop over programs.
+The paper weighs an acting program's claim by f(t) = 2^(-t / half-life), where t is the time since its tool began (arXiv
+2602.13692, Eq. 7). All weights shrink by the same factor in the same time. So their sum is one number that shrinks by
+that factor: `DecayedSum` needs no loop over programs.
 
 The five cost terms (section 4.2 there) are areas in the plane of memory and time, in token-seconds:
 
 - *decode*: a turn's tokens while it generates;
-- *prefill*: a turn's tokens while its prompt is computed, for the part of the prompt that is new;
-- *recompute*: the same, for the part of the uncached prompt that the program had sent before;
+- *prefill*: a turn's tokens while its prompt is computed, for the new part of the prompt;
+- *recompute*: the same, for the uncached part that the program had sent before;
 - *caching*: claims of programs whose tools run;
 - *unused*: memory of a usable replica that nobody claims while a turn waits anywhere.
 
-What a turn waits for in an engine's own queue is none of them: it holds no memory there. It is a sixth quantity,
-*queued*: the tokens of its prompt for that time. Of the time from a grant to the first byte that is what is left after
-its uncached prompt at the learned speed of prefill, and at least the part of its time for which claims say that there
-was no memory for it: where turns in flight claim R tokens of C, each has memory for C/R of the time.
+Waiting in an engine's own queue is none of these: it holds no memory there. It is a sixth quantity, *queued*: the
+tokens of the prompt times that wait. It is what remains of the time from grant to first byte after the uncached prompt
+at the learned prefill speed. It is at least the share of time for which, by the claims, there was no memory: where
+turns in flight claim R tokens of C, each has memory for C/R of the time.
 
-Caching and unused are integrals of sums, and are brought up to date before a sum changes. Decode, prefill and
-recompute are booked when a turn ends, because only then its usage is known. So that the five never sum to more than
-there was - capacity times time -, claims share what there is: turns in flight first, then programs at their tools;
-what programs have in common counts once, as an equal part of each claim. What turns in flight may have had is kept in
-a pot (`flight_token_s`), and no turn is booked with more than is left in it.
+Caching and unused are integrals of sums, and are brought up to date before a sum changes. Decode, prefill and recompute
+are booked when a turn ends, because its usage is known only then. The five must never sum to more than there was
+(capacity times time), so claims share what there is: turns in flight first, then programs at their tools; what programs
+have in common counts once, as an equal part of each claim. What turns in flight may have had is kept in a pot
+(`flight_token_s`), and no turn is booked with more than is left in it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.turn import TurnEnded
 
 PREFILL_TO_DECODE_RATIO: Final = 1 / 350
-"""Time to prefill a token over time to decode one, where a turn's first byte was not seen apart from its last.
+"""Time to prefill a token over time to decode one, used when a turn's first byte was not seen apart from its last.
 
 b/a of the engine fits in `simulator/constants.toml`: 1/344 for Llama-3.1-8B on A100, 1/390 for H100 TP2."""
 
@@ -54,17 +55,17 @@ class Costs:
     unused_token_s: float = 0.0
     caching_token_s: float = 0.0
     queued_token_s: float = 0.0
-    """Of turns in an engine's own queue: no memory, and no part of the sum."""
+    """Turns in an engine's own queue: they use no memory, and are no part of the sum."""
 
     @property
     def spent_token_s(self) -> float:
-        """Return the sum of the five, which is never more than there was."""
+        """Return the sum of the five, which never exceeds what there was."""
         working_token_s = self.decode_token_s + self.prefill_token_s + self.recompute_token_s
         return working_token_s + self.unused_token_s + self.caching_token_s
 
 
 class DecayedSum:
-    """A sum of terms that all halve every `half_life_s` seconds since each one's own start.
+    """A sum of terms, each of which halves every `half_life_s` seconds from its own start.
 
     A half-life of `inf` never decays; 0 counts nothing.
     """
@@ -72,7 +73,7 @@ class DecayedSum:
     __slots__ = ("_at_s", "_count", "_halvings_per_s", "_value")
 
     def __init__(self, half_life_s: float) -> None:
-        """Begin with no terms."""
+        """Create a sum without terms."""
         self._halvings_per_s = 1.0 / half_life_s if half_life_s > 0 else inf
         self._value = 0.0
         self._at_s = 0.0
@@ -95,21 +96,21 @@ class DecayedSum:
         self.change(tokens * self.weight(now_s - since_s), 1, now_s)
 
     def remove(self, tokens: int, since_s: float, now_s: float) -> None:
-        """Take out a term that was added with the same `tokens` and `since_s`."""
+        """Remove a term that was added with the same `tokens` and `since_s`."""
         self.change(-tokens * self.weight(now_s - since_s), -1, now_s)
 
     def change(self, weighed_tokens: float, count: int, now_s: float) -> None:
-        """Add so many terms that are `weighed_tokens` together now, or take them out."""
+        """Add or remove `count` terms that together weigh `weighed_tokens` now."""
         self._count += count
         self._value = max(0.0, self.at(now_s) + weighed_tokens) if self._count else 0.0
         self._at_s = now_s
 
 
 class Account:
-    """The sums of one replica. All sums in tokens; `capacity_tokens` None is not known.
+    """The sums of one replica, all in tokens; `capacity_tokens` is None while unknown.
 
-    What programs claim is summed in the places where they are; `demand_tokens`, `active_count`, `growth_tokens` and
-    `limit_tokens` are attributes, because every placement reads them of every replica.
+    The places sum what their programs claim. `demand_tokens`, `active_count`, `growth_tokens` and `limit_tokens` are
+    attributes, because every placement reads them of every replica.
     """
 
     __slots__ = (
@@ -146,60 +147,61 @@ class Account:
         self.capacity_ratio = 1.0
         """Part of the capacity that may be claimed."""
         self.limit_tokens = inf
-        """Tokens that may be claimed; infinite if the capacity is not known."""
+        """Tokens that may be claimed; infinite while the capacity is unknown."""
         self.usable = False
-        """Whether programs may get claims there: memory that nobody may have is not unused."""
+        """Whether programs may get claims there. Memory that nobody may claim is not unused."""
         self.working = Place(Kind.WORKING, replica_id)
         self.leaving = Place(Kind.LEAVING, replica_id)
         self.stalled = Place(Kind.STALLED, replica_id)
         self.acting = Place(Kind.ACTING, replica_id)
         self.decayed = DecayedSum(half_life_s) if half_life_s < inf else None
-        """The claims of those at their tools, each weighed by its time there; None where nothing fades."""
+        """The claims of acting programs, each weighed by its time at the tool; None if nothing fades."""
         self.other_tokens = 0
-        """Turns in flight without a program: anonymous, or of a program that was released in mid-turn."""
+        """Turns in flight without a program: anonymous, or of a program that was released mid-turn."""
         self.shared_tokens = 0
-        """Claimed more than once, because programs have it in common."""
+        """Tokens claimed more than once because programs share them."""
         self.demand_tokens = 0
-        """Tokens that programs and anonymous turns claim; what several have in common counts once."""
+        """Tokens claimed by programs and anonymous turns; shared tokens count once."""
         self.active_count = 0
         """Programs that claim memory there."""
         self.growth_tokens = 0
-        """What its programs are expected to grow by, beyond their claims."""
+        """Expected growth of its programs beyond their claims."""
         self.turn_count = 0
         self.hit_ratio = 0.0
         """As last polled; so are the next two."""
         self.kv_used_ratio = 0.0
         self.engine_waiting_count = 0
         self.pending_encode_count: int | None = None
-        """Images to encode there: as last polled, and one for each turn since; None where encoding is no stage."""
+        """Images to encode there: as last polled, plus one for each turn since; None if encoding is no stage of its
+        own."""
         self.costs = Costs()
         self.flight_s = 0.0
-        """For how long a turn in flight all the time had memory: less than the clock says where it was short."""
+        """Time for which turns in flight had memory: less than the clock says where memory was short."""
         self.flight_token_s = 0.0
-        """What turns in flight had of the memory, less what was booked for those that ended."""
+        """Memory that turns in flight had, less what was booked for those that ended."""
         self.updated_s = now_s
         self.waited_s = 0.0
         self.idle_waited_s = 0.0
-        """For so long it was usable and had no turn in flight while turns waited."""
+        """Time for which it was usable and had no turn in flight while turns waited."""
 
     def turn_granted(self) -> None:
-        """Count a turn in flight more; where images are encoded it is expected to bring one."""
+        """Count one more turn in flight; where images are encoded, expect one image of it."""
         self.turn_count += 1
         if self.pending_encode_count is not None:
             self.pending_encode_count += 1
 
     def claim_other(self, tokens: int) -> None:
-        """Book that turns without a program claim so much more, or less."""
+        """Add to the tokens that turns without a program claim; negative to subtract."""
         self.other_tokens += tokens
         self.demand_tokens += tokens
 
     def share(self, tokens: int) -> None:
-        """Book that so much more is claimed more than once, or less."""
+        """Add to the tokens that are claimed more than once; negative to subtract."""
         self.shared_tokens += tokens
         self.demand_tokens -= tokens
 
     def set_limit(self, capacity_tokens: int | None, capacity_ratio: float) -> None:
-        """Take in what its memory holds, and which part of it may be claimed."""
+        """Record the size of its memory, and which part of it may be claimed."""
         self.capacity_tokens, self.capacity_ratio = capacity_tokens, capacity_ratio
         self.limit_tokens = inf if capacity_tokens is None else capacity_tokens * capacity_ratio
 
@@ -219,7 +221,7 @@ class Account:
         return self.leaving.tokens
 
     def weighed_tokens(self, now_s: float) -> float:
-        """Return the left side of Eq. 7: like `demand_tokens`, acting programs weighed by their time in the tool."""
+        """Return the left side of Eq. 7: `demand_tokens` with acting programs weighed by their time in the tool."""
         acting_tokens = self.acting.tokens if self.decayed is None else self.decayed.at(now_s)
         return self.reasoning_tokens + self.other_tokens + acting_tokens
 
@@ -230,18 +232,18 @@ class Ledger:
     __slots__ = ("_half_life_s", "_waited_s", "_waiting_since_s", "accounts", "closed_costs", "waiting_count")
 
     def __init__(self, half_life_s: float) -> None:
-        """Begin without accounts; `half_life_s` is that of f(t)."""
+        """Create a ledger without accounts; `half_life_s` is that of f(t)."""
         self._half_life_s = half_life_s
         self.accounts: dict[str, Account] = {}
         self.closed_costs = Costs()
-        """What the memory of replicas was spent on that were removed: sums over all replicas never shrink."""
+        """Costs of removed replicas, so that sums over all replicas never shrink."""
         self.waiting_count = 0
         """Turns that wait for a lease."""
         self._waiting_since_s = 0.0
         self._waited_s = 0.0
 
     def open(self, replica_id: str, now_s: float) -> Account:
-        """Return the account of a replica, a new one if it has none."""
+        """Return the account of a replica; create it if there is none."""
         account = self.accounts.get(replica_id)
         if account is None:
             account = self.accounts[replica_id] = Account(self._half_life_s, now_s, replica_id)
@@ -249,7 +251,7 @@ class Ledger:
         return account
 
     def close(self, replica_id: str) -> None:
-        """Forget the account of a replica that was removed, if it has one; what it spent must be accrued."""
+        """Forget the account of a removed replica, if it has one; its costs must be accrued first."""
         account = self.accounts.pop(replica_id, None)
         if account is not None:
             for field in fields(Costs):
@@ -257,23 +259,23 @@ class Ledger:
                 setattr(self.closed_costs, field.name, total_token_s)
 
     def waited_s(self, now_s: float) -> float:
-        """Return for how many seconds in all at least one turn was waiting."""
+        """Return the total seconds in which at least one turn was waiting."""
         return self._waited_s + now_s - self._waiting_since_s if self.waiting_count else self._waited_s
 
     def wait_begins(self, now_s: float) -> None:
-        """Count one more turn that waits."""
+        """Count one more waiting turn."""
         if not self.waiting_count:
             self._waiting_since_s = now_s
         self.waiting_count += 1
 
     def wait_ends(self, now_s: float) -> None:
-        """Count one turn fewer that waits."""
+        """Count one waiting turn fewer."""
         self.waiting_count -= 1
         if not self.waiting_count:
             self._waited_s += now_s - self._waiting_since_s
 
     def accrue(self, account: Account, now_s: float) -> None:
-        """Bring the integrals of an account up to date. Must come before any of its sums changes."""
+        """Bring the integrals of an account up to date. Call this before any of its sums changes."""
         elapsed_s = now_s - account.updated_s
         if elapsed_s <= 0:
             return
@@ -305,11 +307,11 @@ class Ledger:
     def charge_turn(
         self, account: Account, ended: TurnEnded, *, prefill_token_s: float | None = None, loaded_tokens: int = 0
     ) -> None:
-        """Book a turn that ended under decode, prefill, recompute and queued.
+        """Book an ended turn under decode, prefill, recompute and queued.
 
-        Where the engine does not say what was cached, the polled hit rate stands in for it. Without the learned
-        `prefill_token_s` what a turn waited in the engine is known from claims only. `loaded_tokens` could be computed
-        while it loaded from a tier.
+        If the engine does not say what was cached, the polled hit rate stands in. Without the learned
+        `prefill_token_s`, the wait in the engine is known from claims only. `loaded_tokens` could be computed while the
+        turn loaded from a tier.
         """
         turn, now_s, cached_tokens = ended.turn, ended.now_s, ended.cached_tokens
         prompt_tokens, output_tokens = ended.prompt_tokens, ended.output_tokens

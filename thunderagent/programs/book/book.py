@@ -1,4 +1,4 @@
-"""The book: who is where and holds what. `move` and `resize` alone write down where programs stand."""
+"""The book: where each program is and what it holds. Only `move` and `resize` write where programs stand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from thunderagent.programs.model.views import SandboxSums
 class Book:
     """Programs, turns, replicas and the paused queue, with all sums.
 
-    Generations are drawn from one counter, so that the generation of an id that was forgotten long ago never comes
-    back, and no memory is kept for ids that are gone.
+    Generations come from one counter, so the generation of a long-forgotten id never comes back, and ids that are gone
+    take no memory.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Book:
         half_life_s: float = inf,
         shares: TenantShares | None = None,
     ) -> None:
-        """Begin with no replica and no program; `measure` says what a program claims."""
+        """Create a book without replicas and programs; `measure` says what a program claims."""
         self.queue = queue
         self._measure = measure
         self._pause_rank = pause_rank
@@ -42,7 +42,7 @@ class Book:
         self.programs: dict[str, Program] = {}
         """Live programs by id."""
         self.turns: dict[int, Turn] = {}
-        """Every turn that was not ended, by its id."""
+        """Every turn that has not ended, by its id."""
         self.anonymous_held: dict[int, Turn] = {}
         self.groups: dict[tuple[str, str], Group] = {}
         """By tenant and id."""
@@ -50,42 +50,42 @@ class Book:
         self.prefixes = SharedPrefixes()
         self.replicas: dict[str, Replica] = {}
         self.open_replicas: list[Replica] = []
-        """On which a program may get a claim, now or when grants go on."""
+        """Replicas on which a program may get a claim, now or when grants go on."""
         self.granting_replicas: list[Replica] = []
-        """Those of them on which grants are not suspended: what a policy sees."""
+        """Open replicas on which grants are not suspended: what a policy sees."""
         self.changed_replicas: dict[str, Replica] = {}
-        """On which programs came, went or changed in size since the policy was asked to balance."""
+        """Replicas whose programs came, went or changed in size since the policy was last asked to balance."""
         self.changed_programs: dict[str, Program | None] | None = None
-        """Those that moved or changed in size, by id, until they are taken to be written down; None if nobody does.
+        """Programs that moved or changed in size, by id, until they are written down; None if nobody writes them.
 
-        Of one that ended only the id stays.
+        Of an ended program only the id stays.
         """
         self.rooms: Rooms | None = None
-        """The replicas that grant by room, once a policy asked for that."""
+        """Granting replicas ordered by room, once a policy has asked for that."""
         self.suspended_for: dict[str, None] = {}
-        """Causes for which nothing is granted on any replica; each replica sees them, and has its own beside them."""
+        """Causes that suspend grants on every replica; each replica sees them beside its own."""
         self.active_count = 0
         self.decisions: list[Decision] = []
-        """Those on this event."""
+        """Decisions on this event."""
         self.sandboxes = SandboxSums()
         """As last measured."""
         self.generations = count(1)
-        """Shared with the books of other pools."""
+        """Counter shared with the books of other pools."""
         admits_all = queue.unadmitted.admitted
         self.announced = Place(Kind.AWAY, admitted=admits_all)
-        """Who had no turn yet."""
+        """Programs without a turn so far."""
         self.dismissed = Place(Kind.AWAY, admitted=admits_all)
-        """Who must be admitted first, with its next turn."""
+        """Programs that must be admitted before their next turn."""
         self.idle = Place(Kind.AWAY)
-        """Who gave its claim up at the idle limit, or has nothing that could be restored."""
+        """Programs that gave their claim up at the idle limit, or have nothing to restore."""
         self.destined = Place(Kind.AWAY)
-        """Who is to be active on a certain replica from its next turn on."""
+        """Programs that will be active on a certain replica from their next turn on."""
         self.asking = Place(Kind.ASKING)
         self.ended = Place(Kind.ENDED)
 
     @property
     def admitted_count(self) -> int:
-        """Programs that may begin, or began: all, where the policy has no admission."""
+        """Programs that began or may begin: all of them, if the policy has no admission."""
         if self.dismissed.admitted:
             return len(self.programs)
         return len(self.programs) - self.announced.count - self.dismissed.count - self.queue.unadmitted.count
@@ -104,10 +104,10 @@ class Book:
         return program
 
     def move(self, program: Program, to: Place, why: Reason | None = None, *, resized: bool = False) -> None:
-        """Move a program: its sums, the orders it stands in, its story, and the decision that says so, if one does.
+        """Move a program: update its sums, its orders and its story, and make the decision that reports it, if any.
 
-        Raises `LifecycleError` with the story where the table has no such move. `why` is the decision's reason. With
-        `resized` what it claims is measured between the two places.
+        Raises `LifecycleError` with the story if the table has no such move. `why` is the decision's reason. With
+        `resized` its claim is measured between the two places.
         """
         place, now_s = program.place, self.now_s
         if to.kind not in place.allowed:
@@ -141,7 +141,7 @@ class Book:
             self.decisions.append(Release(program.program_id, program.generation, why))
 
     def _claims(self, program: Program, replica: Replica, why: Reason | None, gets_one: bool) -> None:
-        """Write down that a program got a claim on a replica, or lost it."""
+        """Record that a program got or lost a claim on a replica."""
         replica_id, account = replica.replica_id, replica.account
         if gets_one:
             program.replica_id = replica_id
@@ -161,7 +161,7 @@ class Book:
             self.decisions.append(decision(program.program_id, replica_id, why))
 
     def pause_until(self, replica: Replica, most_tokens: float, why: Reason, least_count: int) -> Sequence[Program]:
-        """Move programs whose tools run off a replica in one batch: see `View.propose_pause_until`; return them."""
+        """Move acting programs off a replica in one batch, and return them: see `View.propose_pause_until`."""
         account, acting, now_s = replica.account, replica.acting, self.now_s
         if account.active_count <= least_count or not acting.count or acting.pressing_tokens(now_s) <= most_tokens:
             return ()
@@ -192,9 +192,9 @@ class Book:
         return gone
 
     def resize(self, program: Program) -> None:
-        """Measure what a program claims, and book that; one that has no claim is not ranked anew.
+        """Measure and book what a program claims; without a claim it is not ranked anew.
 
-        Where it claims as much as before, as a turn that generates what was foreseen, its replica did not change.
+        If it claims as much as before, as with a turn that generates what was foreseen, its replica did not change.
         """
         place = program.place
         claim_tokens, growth_tokens = program.claim_tokens, program.growth_tokens
@@ -212,12 +212,12 @@ class Book:
         place.resize(program, claim_tokens, growth_tokens, self.now_s)
 
     def enter_anew(self, program: Program) -> None:
-        """Put a program at the end of its equals where it stands."""
+        """Put a program behind its equals in its place."""
         program.place.leave(program, self.now_s)
         program.place.enter(program, self.now_s)
 
     def act_anew(self, program: Program, since_s: float, hold_until_s: float, *, hint_keeps: bool = False) -> None:
-        """Take in since when a program's tool runs, and until when, by a hint or not, its claim is worth holding."""
+        """Set since when a program's tool runs, and until when its claim is worth holding, by a hint or not."""
         place = program.place
         if place.active:
             self.changes(place.replica)
@@ -228,7 +228,7 @@ class Book:
             self.changed_programs[program.program_id] = program
 
     def rank_anew(self, program: Program) -> None:
-        """Ask the policy again where a program stands in the order of its place, or which place that is."""
+        """Ask the policy again for a program's rank in its place, or for its place."""
         place = program.place
         if place.active:
             self.changes(place.replica)
@@ -239,7 +239,7 @@ class Book:
             place.rank(program)
 
     def paused_place(self, program: Program) -> Place:
-        """Return where a program stands that has no claim, by its turns, its route and where it is to go."""
+        """Return the paused place of a program, by its turns, its route and its destination."""
         place = program.place
         if program.held:
             if not place.admitted:
@@ -254,7 +254,7 @@ class Book:
         return self.queue.resting
 
     def changes(self, replica: Replica) -> Account:
-        """Note that programs come, go or change on a replica; what it spent until now is accrued."""
+        """Note that programs of a replica come, go or change; what it spent until now is accrued."""
         self.changed_replicas[replica.replica_id] = replica
         account = replica.account
         if account.updated_s < self.now_s:
@@ -264,7 +264,7 @@ class Book:
         return account
 
     def touch(self, replica: Replica) -> Account:
-        """Bring what a replica spent up to date, before one of its sums or its limit changes."""
+        """Bring a replica's costs up to date, before one of its sums or its limit changes."""
         account = replica.account
         if account.updated_s < self.now_s:
             self.ledger.accrue(account, self.now_s)
@@ -275,7 +275,7 @@ class Book:
     # --- groups -----------------------------------------------------------------------------------------------------
 
     def join_group(self, program: Program, group_id: str) -> None:
-        """Make a program one of a group, if it names one."""
+        """Add a program to its group, if it names one."""
         if not group_id:
             return
         group = program.group = self.groups.setdefault((program.tenant, group_id), Group(program.tenant, group_id))
@@ -285,7 +285,7 @@ class Book:
             self.rank_anew(last)
 
     def leave_group(self, program: Program) -> None:
-        """Take a program out of its group; who is left alone of it may stand elsewhere in an order."""
+        """Remove a program from its group; the last one left in the group may change its rank."""
         group = program.group
         if group is None:
             return
@@ -299,42 +299,42 @@ class Book:
     # --- replicas ---------------------------------------------------------------------------------------------------
 
     def open_replica(self, replica_id: str) -> Replica:
-        """Make a replica known that is not up yet."""
+        """Register a replica that is not up yet."""
         account = self.ledger.open(replica_id, self.now_s)
         replica = self.replicas[replica_id] = Replica(replica_id, account, self.suspended_for, self._pause_rank)
         return replica
 
     def resident_tokens(self, program: Program, replica: Replica) -> int:
-        """Return how many tokens of a program are expected to lie in a replica's memory."""
+        """Return how many tokens of a program are expected in a replica's memory."""
         own_tokens = replica.residency.resident_tokens(program.generation)
         if not self.prefixes.tree.cuts:
             return own_tokens
         return own_tokens + self.prefixes.tokens_on(program, replica.replica_id)
 
     def note_residency(self, program: Program, replica: Replica) -> None:
-        """Note what of a program its turns in flight have in memory; its claim must have been measured with them."""
+        """Note what a program's turns in flight hold in memory; its claim must have been measured with them."""
         own_tokens = self.prefixes.own_tokens(program, program.claim_tokens, replica.replica_id)
         replica.residency.use(program.generation, own_tokens)
 
     def meant(self, replica_id: str | None) -> list[Replica]:
-        """Return the replica of that id if it is known, or all for None."""
+        """Return the replica of that id if it is known; all replicas for None."""
         if replica_id is None:
             return list(self.replicas.values())
         return [self.replicas[replica_id]] if replica_id in self.replicas else []
 
     def set_usable(self, replica: Replica) -> None:
-        """Note from when on a replica's memory can be had, or no longer."""
+        """Note whether a replica's memory may be claimed from now on."""
         self.touch(replica).usable = replica.grants
 
     def roomiest(self, ratio: float, count: int) -> list[Replica]:
-        """Return the `count` replicas that grant with most of `ratio` of their limits left; kept from now on."""
+        """Return the `count` granting replicas with most of `ratio` of their limits left; the order is kept then."""
         if self.rooms is None or self.rooms.ratio != ratio:
             self.rooms = Rooms(ratio)
             self.rooms.set_granting(self.granting_replicas)
         return self.rooms.first(count)
 
     def capacity_tokens_of(self, replica_id: str | None) -> int:
-        """Return what a replica's memory holds; where that is not known, what the largest open one's does."""
+        """Return the size of a replica's memory; if unknown, that of the largest open one."""
         accounts: Mapping[str, Account] = self.ledger.accounts
         account = accounts.get(replica_id) if replica_id is not None else None
         if account is not None and account.capacity_tokens is not None:

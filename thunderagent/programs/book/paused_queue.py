@@ -1,4 +1,4 @@
-"""The one global queue of programs that wait to be restored, on whichever replica."""
+"""The one global queue of programs that wait to be restored on any replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RankOf = Callable[[Program], Rank]
 
 
 class WaitingSet(Protocol):
-    """Programs in an order: by rank, or by what their tenants had."""
+    """An order of programs: by rank, or by what their tenants had."""
 
     def __len__(self) -> int: ...
 
@@ -25,36 +25,36 @@ class WaitingSet(Protocol):
     def __iter__(self) -> Iterator[Program]: ...
 
     def add(self, program: Program, rank: Order, /) -> None:
-        """Put one in, or rank it anew."""
+        """Add a program, or rank it anew."""
 
     def discard(self, program: Program, /) -> None:
-        """Take one out if it is in."""
+        """Remove a program if it is in."""
 
     def pair_ranks(self) -> None:
-        """Have a number come before each rank from now on: 0 before the ranks of all who are in."""
+        """Put a number before each rank from now on: 0 for all programs that are in."""
 
     def first(self) -> Program | None:
-        """Return who is first."""
+        """Return the first program."""
 
     def lowest(self, count: int, /) -> list[Program]:
         """Return the first `count`."""
 
 
 class TenantShares(Protocol):
-    """What tenants had, where they have shares: it comes before any rank."""
+    """What tenants with shares had; it comes before any rank."""
 
     def claims(self, name: str, tokens: int, /) -> None:
-        """Take in that a tenant claims so much more, or less."""
+        """Record that a tenant claims more tokens, or fewer if negative."""
 
     def level_token_s(self, name: str, /) -> float:
-        """Return what a tenant is taken to have had."""
+        """Return what a tenant counts as having had."""
 
     def waiting_set(self, replica_id: str | None) -> WaitingSet:
-        """Make an order of programs that wait for one replica, or for any."""
+        """Create an order of programs that wait for one replica, or for any."""
 
 
 class QueuePlace(Place):
-    """A place of programs without a claim that stand in an order: by rank, and by priority before once one has any."""
+    """An ordered place of programs without a claim: by rank, and first by priority once any program has one."""
 
     __slots__ = ("_rank_of", "_some_have_priority", "order")
 
@@ -67,7 +67,7 @@ class QueuePlace(Place):
         *,
         admitted: bool = True,
     ) -> None:
-        """Make an empty one."""
+        """Create an empty place."""
         super().__init__(kind, replica_id, admitted=admitted)
         self._rank_of = rank_of
         self._some_have_priority = False
@@ -81,34 +81,34 @@ class QueuePlace(Place):
         return (program.priority, rank) if self._some_have_priority else rank
 
     def enter(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Take a program in."""
+        """Add a program."""
         self.count += 1
         self.tokens += program.claim_tokens
         self.order.add(program, self._order_of(program))
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Take a program out that is here."""
+        """Remove a program."""
         self.count -= 1
         self.tokens -= program.claim_tokens
         self.order.discard(program)
 
     def rank(self, program: Program) -> None:
-        """Put a program that is here where its rank says."""
+        """Move a program to the position of its rank."""
         self.order.add(program, self._order_of(program))
 
 
 class RestingPlace(QueuePlace):
-    """Where programs stand that were paused while their tools run: many may come at once."""
+    """Programs that were paused while their tools ran: many may come at once."""
 
     __slots__ = ("_ranked",)
 
     def __init__(self, rank_of: RankOf) -> None:
-        """Make an empty one."""
+        """Create an empty place."""
         self._ranked: RankedSet[Program] = RankedSet()
         super().__init__(Kind.RESTING, rank_of, self._ranked)
 
     def enter_all(self, programs: Sequence[Program], now_s: float) -> None:
-        """Take several programs in, in their order."""
+        """Add several programs, in their order."""
         super().enter_all(programs, now_s)
         if self._some_have_priority or sum([program.priority != 0 for program in programs]):
             for program in programs:
@@ -118,24 +118,24 @@ class RestingPlace(QueuePlace):
 
 
 class PausedQueue:
-    """Paused programs by place, in each in the order in which the policy would restore.
+    """Paused programs by place, each place in the policy's restore order.
 
-    A program's own priority comes before what the policy says. One that an admission has not let begin waits in the
-    order of that (`unadmitted`); one that a route sends to a replica waits for that one alone, where the policy does
-    not see it (`routed`).
+    A program's own priority comes before the policy's rank. A program that is not admitted yet waits in the admission's
+    order (`unadmitted`). A program that a route sends to one replica waits for that one alone, and the policy does not
+    see it there (`routed`).
 
-    All that wait for room are in one order, wherever they stand: nobody takes the room of a replica for which somebody
-    waits that comes before it (`first_routed_before`), routed there or not, newcomers among them; and who is routed
-    comes after those that may go anywhere and come before it (`comes_before_all_waiting`). Of equal ranks comes first
-    who waits for longer. So whoever waits is passed only by those that its policy would put first anyway.
+    All programs that wait for room are in one order, wherever they stand. Nobody, newcomers included, takes room of a
+    replica while a program that comes earlier waits for it (`first_routed_before`), routed or not. A routed program
+    comes after those that may go anywhere and rank before it (`comes_before_all_waiting`). Of equal ranks, the one that
+    waits longest comes first. So a waiting program is passed only by those that its policy would put first anyway.
     """
 
     __slots__ = ("_rank", "_shares", "resting", "routed", "unadmitted", "waiting")
 
     def __init__(self, rank: RankOf, unadmitted_rank: RankOf | None = None, shares: TenantShares | None = None) -> None:
-        """Begin empty; `rank` is the policy's: lower is restored sooner. `unadmitted_rank` is that of admission.
+        """Create an empty queue; `rank` is the policy's (lower is restored sooner), `unadmitted_rank` the admission's.
 
-        With `shares` both are only among the programs of each tenant, and the tenant that had least comes first.
+        With `shares`, both rank only within a tenant, and the tenant that had least comes first.
         """
         self._rank = rank
         self._shares = shares
@@ -145,7 +145,7 @@ class PausedQueue:
             Kind.UNADMITTED, unadmitted_rank or rank, self._new_order(None), admitted=unadmitted_rank is None
         )
         self.routed: dict[str, QueuePlace] = {}
-        """Where programs with a turn wait for one replica, by its id."""
+        """Places of programs with a turn that wait for one replica, by its id."""
 
     def _new_order(self, replica_id: str | None) -> WaitingSet:
         return RankedSet() if self._shares is None else self._shares.waiting_set(replica_id)
@@ -165,45 +165,45 @@ class PausedQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Programs with a turn: those that may be restored, and those not admitted."""
+        """Number of programs with a turn: waiting for room, or not admitted."""
         return self.for_room_count + self.unadmitted.count
 
     @property
     def routed_count(self) -> int:
-        """Programs with a turn that wait for one replica alone."""
+        """Number of programs with a turn that wait for one replica alone."""
         return sum(place.count for place in self.routed.values()) if self.routed else 0
 
     @property
     def for_room_count(self) -> int:
-        """Programs with a turn that wait for room, anywhere or on one replica."""
+        """Number of programs with a turn that wait for room, anywhere or on one replica."""
         return self.waiting.count + self.routed_count
 
     def with_turns(self) -> Iterator[Program]:
-        """Yield programs with a turn in order, those not admitted last. For reports: O(n log n)."""
+        """Yield programs with a turn in order, unadmitted ones last. For reports: O(n log n)."""
         yield from self.for_room()
         yield from self.unadmitted.order
 
     def for_room(self) -> Iterator[Program]:
-        """Yield those with a turn that wait for room, those that may go anywhere first."""
+        """Yield programs with a turn that wait for room, first those that may go anywhere."""
         yield from self.waiting.order
         for place in self.routed.values():
             yield from place.order
 
     def first_waiting(self, count: int) -> list[Program]:
-        """Return the first `count` of all with a turn in their order, those not admitted last."""
+        """Return the first `count` programs with a turn in order, unadmitted ones last."""
         orders = (self.waiting.order, *(place.order for place in self.routed.values()))
         first = list(islice(merge(*(each.lowest(count) for each in orders), key=self._by_order), count))
         return first + self.unadmitted.order.lowest(count - len(first))
 
     def ahead_count(self, program: Program) -> int:
-        """Return how many come before a program with a turn, where it waits. Costs O(n log n): for reports."""
+        """Return how many programs stand before one with a turn. Costs O(n log n): for reports."""
         routed = program.place.kind is Kind.WAITING and program.routed_to in self.routed
         if routed:
             return list(self.routed[program.routed_to or ""].order).index(program)
         return [*self.waiting.order, *self.unadmitted.order].index(program)
 
     def place_at(self, replica_id: str) -> QueuePlace:
-        """Return where programs wait for one replica."""
+        """Return the place of programs that wait for one replica."""
         place = self.routed.get(replica_id)
         if place is None:
             place = QueuePlace(Kind.WAITING, self._rank, self._new_order(replica_id), replica_id)
@@ -211,7 +211,7 @@ class PausedQueue:
         return place
 
     def tidy(self, place: Place) -> None:
-        """Forget where programs waited for one replica, once nobody does."""
+        """Drop the place of programs that wait for one replica, once it is empty."""
         if place.kind is Kind.WAITING and place.replica_id is not None and not place.count:
             del self.routed[place.replica_id]
 
@@ -219,9 +219,9 @@ class PausedQueue:
         return program.priority, self._rank(program)
 
     def comes_before_all_waiting(self, program: Program) -> bool:
-        """Say whether a program with a turn would stand at the head of those that have one and may go anywhere.
+        """Return whether a program with a turn would come before all waiting programs that may go anywhere.
 
-        One that is routed would have to stand at the head of those that wait for the same replica, too.
+        A routed program must also come before all that wait for the same replica.
         """
         first = self.waiting.order.first()
         if program.routed_to is not None:
@@ -235,9 +235,9 @@ class PausedQueue:
         return self._by(program) < self._by(first)
 
     def first_routed_before(self, program: Program, replica_id: str) -> Program | None:
-        """Return the first of those that wait for a replica alone, if it comes before a program; None if nobody does.
+        """Return the first program that waits for this replica alone, if it comes before `program`; None otherwise.
 
-        Before one whose tool runs come all that have a turn.
+        Every program with a turn comes before one whose tool runs.
         """
         place = self.routed.get(replica_id)
         first = None if place is None else place.order.first()
@@ -246,7 +246,7 @@ class PausedQueue:
         return first if not program.held or self._goes_before(first, program) else None
 
     def first_routed(self, replica_ids: Iterable[str]) -> Program | None:
-        """Return who is first of those that wait for one of these replicas alone."""
+        """Return the first program of those that wait for one of these replicas alone."""
         heads = [place.order.first() for replica_id in replica_ids if (place := self.routed.get(replica_id))]
         return min((head for head in heads if head is not None), key=self._by_order, default=None)
 
@@ -255,7 +255,7 @@ class PausedQueue:
         return cmp_to_key(lambda one, other: -1 if self._goes_before(one, other) else 1)
 
     def _goes_before(self, one: Program, other: Program) -> bool:
-        """Say which of two with a turn comes first, wherever they wait."""
+        """Return whether `one` comes before `other`, both with a turn, wherever they wait."""
         if self._shares is not None and one.tenant != other.tenant:
             one_token_s, other_token_s = map(self._shares.level_token_s, (one.tenant, other.tenant))
             if one_token_s != other_token_s:

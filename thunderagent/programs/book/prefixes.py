@@ -1,12 +1,12 @@
-"""What programs have in common: a tree of prompts' prefixes, and for each replica how often a part of it is claimed.
+"""What programs share: a tree of prompt prefixes, and how often each replica's programs claim each part.
 
 Theory of operation
 ===================
-A prompt comes with a chain of cuts (`TurnArrived.prefix`); two programs whose chains have the same digest at a cut have
-the same prompt up to there. A cut stands for the tokens between it and the one before. Each chain that is
-active on a replica counts on every cut of it. A cut that n chains count on lies in memory once, but is in the claims
-of n programs: (n - 1) times its tokens are claimed too much, and the sum of that over all cuts is the replica's
-`shared_tokens`. A cut that no chain counts on is dropped, so the tree is as large as what is active.
+A prompt comes with a chain of cuts (`TurnArrived.prefix`). Two programs whose chains have the same digest at a cut have
+the same prompt up to there. A cut stands for the tokens between it and the one before. Each chain that is active on a
+replica counts on each of its cuts. A cut with n chains lies in memory once, but is in the claims of n programs: (n - 1)
+times its tokens are claimed too much. The sum of that over all cuts is the replica's `shared_tokens`. A cut without
+chains is dropped, so the tree is as large as what is active.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Chain
 
 SIZE_SLACK_RATIO: Final = 0.2
-"""Sizes of a cut that differ by less are taken for the same: each program estimates them from its own prompts."""
+"""Sizes of a cut that differ by less count as equal: each program estimates them from its own prompts."""
 
 
 class _Cut:
@@ -33,19 +33,19 @@ class _Cut:
 
 
 class PrefixTree:
-    """Count chains on replicas. Cost of everything: O(cuts of a chain)."""
+    """Counts chains on replicas. Every method costs O(cuts of a chain)."""
 
     __slots__ = ("cuts",)
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Create an empty tree."""
         self.cuts: dict[int, _Cut] = {}
 
     def __len__(self) -> int:
         return len(self.cuts)
 
     def enter(self, chain: Chain, replica_id: str, previous_tokens: int = 0) -> int:
-        """Count a chain on a replica; return how many tokens of it others claim there already."""
+        """Count a chain on a replica; return how many of its tokens others already claim there."""
         shared_tokens = 0
         for digest, tokens in chain:
             cut = self.cuts.get(digest)
@@ -59,7 +59,7 @@ class PrefixTree:
         return shared_tokens
 
     def leave(self, chain: Chain, replica_id: str) -> int:
-        """Take back what `enter` did with the same arguments; return the tokens that others go on to claim there."""
+        """Undo `enter` with the same arguments; return the tokens that others still claim there."""
         shared_tokens = 0
         for digest, _ in chain:
             cut = self.cuts[digest]
@@ -74,10 +74,10 @@ class PrefixTree:
         return shared_tokens
 
     def replace(self, before: Chain, chain: Chain, replica_id: str, *, exact: bool) -> dict[str, int]:
-        """Count a chain in place of another one; return by how much each replica's shared tokens grow.
+        """Replace one counted chain by another; return by how much each replica's shared tokens grow.
 
-        Mostly it is the same prompt that grew: what both begin with stays counted. A cut that is nobody else's has the
-        size that it has now; one of others only where that is `exact`.
+        Mostly the same prompt grew: the common beginning stays counted. A cut that no other chain has gets its current
+        size; one that others have, too, only if `exact`.
         """
         same_count = previous_tokens = 0
         others_differ = False
@@ -99,7 +99,7 @@ class PrefixTree:
         return grown
 
     def resize(self, chain: Chain) -> dict[str, int]:
-        """Give a chain's cuts the sizes that it has now; return by how much each replica's shared tokens grow."""
+        """Give a chain's cuts their current sizes; return by how much each replica's shared tokens grow."""
         grown: dict[str, int] = {}
         previous_tokens = 0
         for digest, tokens in chain:
@@ -114,12 +114,12 @@ class PrefixTree:
         return grown
 
     def sized(self, chain: Chain) -> Chain:
-        """Return a chain that is counted somewhere with the sizes that its cuts have here."""
+        """Return a chain that is counted somewhere, with the sizes that its cuts have here."""
         sizes_tokens = accumulate(self.cuts[digest].own_tokens for digest, _ in chain)
         return tuple((digest, tokens) for (digest, _), tokens in zip(chain, sizes_tokens, strict=True))
 
     def shared_tokens(self, chain: Chain, replica_id: str, *, with_count: int = 1) -> int:
-        """Return how many tokens of a chain at least `with_count` chains claim on a replica."""
+        """Return how many tokens of a chain are claimed by at least `with_count` chains on a replica."""
         shared_tokens = 0
         for digest, _ in chain:
             cut = self.cuts.get(digest)
@@ -135,18 +135,18 @@ def chain_of(cuts: Sequence[tuple[int, int]], tokens_per_byte_ratio: float) -> C
 
 
 class SharedPrefixes:
-    """Says how `Account.shared_tokens` change; what the account spent must be accrued before."""
+    """Computes how `Account.shared_tokens` changes; the account's costs must be accrued first."""
 
     __slots__ = ("tree",)
 
     def __init__(self) -> None:
-        """Begin with nobody active."""
+        """Create one without active programs."""
         self.tree = PrefixTree()
 
     def set_prefix(
         self, program: Program, branch: Branch, cuts: Sequence[PrefixCut], first_ratio: float
     ) -> Mapping[str, int]:
-        """Take in where a branch's prompt may part from others; return by how much each replica's shared tokens grow.
+        """Record where a branch's prompt may part from others; return by how much each replica's shared tokens grow.
 
         Until the branch's tokens per byte are known, its sizes are a guess by `first_ratio`, and count for it alone.
         """
@@ -163,7 +163,7 @@ class SharedPrefixes:
                 account.share(self.tree.enter(branch.prefix, program.replica_id or ""))
 
     def leave(self, program: Program, account: Account, branches: Sequence[Branch] | None = None) -> None:
-        """Count a program no longer that is paused or ends, or some of its branches that end."""
+        """Stop counting a program that is paused or ends, or those of its branches that end."""
         if not self.tree.cuts:
             return
         for branch in program.branches.values() if branches is None else branches:
@@ -171,7 +171,7 @@ class SharedPrefixes:
                 account.share(-self.tree.leave(branch.prefix, program.replica_id or ""))
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
-        """Return how many tokens of a program lie on a replica because others claim them there."""
+        """Return how many tokens of a program are on a replica because others claim them there."""
         counted_itself = program.place.active and program.replica_id == replica_id
         with_count = 2 if counted_itself else 1
         tokens = 0
@@ -181,5 +181,5 @@ class SharedPrefixes:
         return tokens
 
     def own_tokens(self, program: Program, tokens: int, replica_id: str) -> int:
-        """Return `tokens` of a program without what it has in common with others on a replica."""
+        """Return `tokens` of a program minus what it shares with others on a replica."""
         return max(0, tokens - self.tokens_on(program, replica_id)) if self.tree.cuts else tokens

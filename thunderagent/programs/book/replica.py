@@ -1,4 +1,4 @@
-"""A replica as the scheduler sees it: whether it is usable, its account, and the places where its programs are."""
+"""A replica as the scheduler sees it: whether it is usable, its account, and the places of its programs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from thunderagent.programs.model.ranked_set import Rank, RankedSet
 RankOf = Callable[[Program], Rank]
 
 MOST_AT_ONCE_COUNT: Final = 64
-"""So many are looked up at a time to be paused in one batch."""
+"""How many programs are looked up at a time to be paused in one batch."""
 
 
 class ReplicaPlace(Place):
-    """A place where programs claim memory of a replica: its account grows and shrinks with it.
+    """A place whose programs claim memory of a replica: its account grows and shrinks with it.
 
-    Who is there is put into an order once the policy asks for it, by the policy's rank; until then none is kept. The
-    policy is asked for that last, when all is booked.
+    The order by the policy's rank is kept only once the policy has asked for it. The policy is asked for a rank last,
+    when all is booked.
     """
 
     __slots__ = ("_account", "_rank_of", "kept")
 
     def __init__(self, kind: Kind, replica: Replica, rank_of: RankOf) -> None:
-        """Make an empty one."""
+        """Create an empty place."""
         super().__init__(kind, replica.replica_id)
         self.replica = replica
         self._account = replica.account
         self._rank_of = rank_of
         self.kept: RankedSet[Program] | None = None
-        """The order as far as one is kept: who only looks asks for this, and changes nothing."""
+        """The order, if one is kept: readers use this, because it changes nothing."""
 
     def enter(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Take a program in."""
+        """Add a program."""
         account, tokens = self._account, program.claim_tokens
         self.count += 1
         self.tokens += tokens
@@ -49,7 +49,7 @@ class ReplicaPlace(Place):
             self.rank(program)
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Take a program out that is here."""
+        """Remove a program."""
         account, tokens = self._account, program.claim_tokens
         self.count -= 1
         self.tokens -= tokens
@@ -60,7 +60,7 @@ class ReplicaPlace(Place):
             self.kept.discard(program)
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:  # noqa: ARG002
-        """Take in that a program that is here has another size than these."""
+        """Record that a program's size changed from these values."""
         more_tokens = program.claim_tokens - claim_tokens
         self.tokens += more_tokens
         self._account.demand_tokens += more_tokens
@@ -69,13 +69,13 @@ class ReplicaPlace(Place):
             self.rank(program)
 
     def rank(self, program: Program) -> None:
-        """Put a program that is here where its rank says, if anybody asks for that."""
+        """Move a program to the position of its rank, if the order is kept."""
         if self.kept is not None:
             self.kept.add(program, self._rank_of(program))
 
     @property
     def order(self) -> RankedSet[Program]:
-        """Who is here by rank, the lowest first; from now on that is kept."""
+        """Return the programs by rank, lowest first; the order is kept from now on."""
         if self.kept is None:
             self.kept = RankedSet()
             self._fill(self.kept, [program for program in self.replica.programs.values() if program.place is self])
@@ -86,12 +86,12 @@ class ReplicaPlace(Place):
 
 
 class LeavingPlace(ReplicaPlace):
-    """Where programs leave: only those that the policy marked stand in the order, the last to be marked first."""
+    """Programs that leave. Only those that the policy marked are in the order, the last one marked first."""
 
     __slots__ = ()
 
     def rank(self, program: Program) -> None:
-        """Put a program that is here where its rank says, or out of the order if it leaves whatever the policy says."""
+        """Move a program to the position of its rank, or out of the order if it leaves whatever the policy says."""
         if self.kept is None:
             return
         if program.marked_by_policy:
@@ -106,20 +106,20 @@ class LeavingPlace(ReplicaPlace):
 
 
 class ActingPlace(ReplicaPlace):
-    """Where tools run: the sum of the claims may fade with time, and who is held too long is found."""
+    """Acting programs: the sum of their claims may fade with time, and those held too long are found."""
 
     __slots__ = ("expiring", "hint_tokens")
 
     def __init__(self, kind: Kind, replica: Replica, rank_of: RankOf) -> None:
-        """Make an empty one."""
+        """Create an empty place."""
         super().__init__(kind, replica, rank_of)
         self.hint_tokens = 0
-        """What hints of clients keep here for longer than the policy would have."""
+        """Tokens that clients' hints keep here for longer than the policy would have."""
         self.expiring: RankedSet[Program] = RankedSet()
-        """Who is here by the time until which it is worth holding, if there is one."""
+        """Programs by the time until which they are worth holding, if they have one."""
 
     def enter(self, program: Program, now_s: float) -> None:
-        """Take a program in."""
+        """Add a program."""
         if self._account.decayed is not None:
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
         if program.hold_until_s < inf:
@@ -129,7 +129,7 @@ class ActingPlace(ReplicaPlace):
         super().enter(program, now_s)
 
     def leave(self, program: Program, now_s: float) -> None:
-        """Take a program out that is here."""
+        """Remove a program."""
         super().leave(program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)
@@ -139,7 +139,7 @@ class ActingPlace(ReplicaPlace):
             self.hint_tokens -= program.claim_tokens
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:
-        """Take in that a program that is here has another size than these."""
+        """Record that a program's size changed from these values."""
         if self._account.decayed is not None:
             self._account.decayed.remove(claim_tokens, program.acting_since_s, now_s)
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
@@ -148,16 +148,16 @@ class ActingPlace(ReplicaPlace):
         super().resize(program, claim_tokens, growth_tokens, now_s)
 
     def pressing_tokens(self, now_s: float) -> float:
-        """Return what is claimed on the replica but for programs that leave; acting ones are weighed if that fades."""
+        """Return the claims on the replica except those of leaving programs; acting ones are weighed if claims fade."""
         account = self._account
         claimed_tokens = account.demand_tokens if account.decayed is None else account.weighed_tokens(now_s)
         return claimed_tokens - account.leaving.tokens
 
     def take_until(self, most_tokens: float, least_count: int, now_s: float, prefixes: SharedPrefixes) -> list[Program]:
-        """Take programs out until at most `most_tokens` are claimed here by others than those that leave; return them.
+        """Remove and return programs until the others here, except leaving ones, claim at most `most_tokens`.
 
-        First are those that are held for too long, the longest first, then by rank, while more than `least_count` are
-        active. They are looked up many at a time, and what is not summed for each of them is summed once.
+        Programs held too long go first, the longest first, then by rank, while more than `least_count` are active. They
+        are looked up many at a time, and sums are updated once for all where possible.
         """
         account, decayed, order, expiring = self._account, self._account.decayed, self.order, self.expiring
         pressing_tokens, most_count = self.pressing_tokens(now_s), account.active_count - least_count
@@ -227,21 +227,21 @@ class Replica:
     def __init__(
         self, replica_id: str, account: Account, suspended_everywhere_for: Mapping[str, None], pause_rank: RankOf
     ) -> None:
-        """Begin with a replica that is not up yet, and see the causes for which nothing is granted on any."""
+        """Create a replica that is not up yet; it sees the causes that suspend grants everywhere."""
         self.replica_id = replica_id
         self.account = account
         self.up = False
         self.draining = False
         self.suspended_everywhere_for = suspended_everywhere_for
         self.own_causes: dict[str, None] = {}
-        """Causes for which nothing is granted on this one alone, in the order in which they came."""
+        """Causes that suspend grants on this replica alone, in the order in which they came."""
         self.flushed_s = -inf
-        """When what it kept for later turns was thrown away last."""
+        """When the cache that it keeps for later turns was last flushed."""
         self.tripped = False
         self.programs: dict[str, Program] = {}
-        """Who is active here."""
+        """Programs that are active here."""
         self.let_in: set[Program] = set()
-        """Of these, those that got their claims whether there was room or not."""
+        """Those of them that got their claims regardless of room."""
         self.asking = Place(Kind.ASKING, replica_id)
         self.asking.replica = self
         self.working = ReplicaPlace(Kind.WORKING, self, pause_rank)
@@ -256,7 +256,7 @@ class Replica:
         )
         self.residency = Residency()
         self.tells_cached = False
-        """Whether the engine says of each turn what was cached."""
+        """Whether the engine reports for each turn what was cached."""
 
     def __repr__(self) -> str:
         account = self.account
@@ -269,9 +269,10 @@ class Replica:
         )
 
     def may_overdraw(self, claim_tokens: int, overdraft_ratio: float) -> bool:
-        """Say whether one more program may be let in here whether there is room or not.
+        """Return whether one more program may be let in here regardless of room.
 
-        One always may, so that nobody waits for ever; beyond that they overdraw at most so much of the limit together.
+        One always may, so that nobody waits for ever; beyond that, all together overdraw at most this ratio of the
+        limit.
         """
         demand_tokens, limit_tokens = self.account.demand_tokens, self.account.limit_tokens
         if demand_tokens <= limit_tokens or not self.let_in:
@@ -279,13 +280,13 @@ class Replica:
         return demand_tokens + claim_tokens <= limit_tokens * (1.0 + overdraft_ratio)
 
     def longest_turn_s(self, now_s: float) -> float:
-        """Return for how long the longest turn in flight here has run; 0 if there is none."""
+        """Return how long the longest turn in flight here has run; 0 if there is none."""
         granted_s = [turn.granted_s for program in self.programs.values() for turn in program.in_flight.values()]
         return max(0.0, now_s - min(granted_s, default=inf))
 
     @property
     def suspended_for(self) -> Mapping[str, None]:
-        """Causes for which nothing is granted here: on no replica, then on this one."""
+        """Causes that suspend grants here: those of all replicas, then this one's own."""
         everywhere, own = self.suspended_everywhere_for, self.own_causes
         return {**everywhere, **own} if everywhere and own else everywhere or own
 

@@ -1,14 +1,14 @@
-"""Whose tokens still lie in an engine's memory: its own least-recently-used order, followed from outside.
+"""Estimate whose tokens are still in an engine's memory, by following its least-recently-used order from outside.
 
 Theory of operation
 ===================
-An engine keeps the blocks of turns that ended until it needs them, and takes the oldest first, of each program the tail
-first. So what is left of a program after a while depends on how much was touched since its last turn - by others that
-run, whose tools run, that are paused, or that have ended: the engine does not know the difference. A list of programs
-in the order of their last turns, with their tokens, is all it takes to follow that: one entry a turn, O(1) each.
+An engine keeps the blocks of ended turns until it needs them. It evicts the oldest first, and each program's tail
+first. So what is left of a program depends on how much was touched since its last turn: by programs that run, whose
+tools run, that are paused, or that have ended. The engine does not know the difference. A list of programs in the order
+of their last turns, with their tokens, is enough to follow that: one entry per turn, O(1) each.
 
-It is an estimate: what programs share is left out of it as far as it is known, and a request that the engine preempts
-is not seen. Where an engine reports what it holds, that replaces the estimate.
+It is an estimate: shared tokens are left out where known, and preemptions in the engine are not seen. If an engine
+reports what it holds, that replaces the estimate.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections import OrderedDict
 from typing import Final
 
 PROGRAMS_COUNT: Final = 10_000
-"""Programs without a turn that are remembered: where the memory's size is not known nothing else bounds them."""
+"""How many programs without a turn are remembered: nothing else bounds them if the memory's size is unknown."""
 
 
 class Residency:
-    """What lies in one replica's memory, by the generation of the program, which is unique."""
+    """What is in one replica's memory, by the program's generation, which is unique."""
 
     __slots__ = ("_idle", "_idle_tokens", "_used", "_used_tokens", "capacity_tokens")
 
     def __init__(self) -> None:
-        """Begin with an empty memory of unknown size, out of which nothing is ever taken."""
+        """Create an empty memory of unknown size, from which nothing is evicted."""
         self.capacity_tokens: int | None = None
         self._idle: OrderedDict[int, int] = OrderedDict()
         self._idle_tokens = 0
@@ -40,13 +40,13 @@ class Residency:
         return len(self._used) + len(self._idle)
 
     def resident_tokens(self, generation: int) -> int:
-        """Return how many tokens of a program lie there."""
+        """Return how many tokens of a program are there."""
         if generation in self._idle:
             return self._idle[generation]
         return self._used.get(generation, 0)
 
     def use(self, generation: int, tokens: int) -> None:
-        """Note that a turn of a program runs, or runs on, with `tokens` in all."""
+        """Note that a turn of a program runs, or goes on, with `tokens` in all."""
         if generation in self._idle:
             self._idle_tokens -= self._idle.pop(generation)
         self._used_tokens += tokens - self._used.get(generation, 0)
@@ -55,7 +55,7 @@ class Residency:
             self._shrink(self.capacity_tokens)
 
     def leave(self, generation: int, tokens: int) -> None:
-        """Note that the last turn of a program ended, and left `tokens` behind. Nothing for one that had no turn."""
+        """Note that a program's last turn ended and left `tokens` behind. Does nothing if it had no turn."""
         used_tokens = self._used.pop(generation, None)
         if used_tokens is None:
             return
@@ -68,13 +68,13 @@ class Residency:
             self._shrink(self.capacity_tokens)
 
     def report(self, generation: int, tokens: int) -> None:
-        """Replace the estimate for a program without a turn by what the engine says."""
+        """Replace the estimate for a program without a turn by the engine's report."""
         if generation not in self._used and (tokens or generation in self._idle):
             self._idle_tokens += tokens - self._idle.get(generation, 0)
             self._idle[generation] = tokens
 
     def clear_idle(self) -> None:
-        """Note that nothing is left but what turns in flight use."""
+        """Note that nothing is left except what turns in flight use."""
         self._idle.clear()
         self._idle_tokens = 0
 

@@ -1,4 +1,4 @@
-"""Replicas by room: the part of their limits that nobody claims."""
+"""Replicas by room: the unclaimed part of their limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thunderagent.programs.model.ranked_set import RankedSet
 
 
 class Rooms:
-    """Replicas that grant, those first with most of `ratio` of their limits left; of equal ones any.
+    """Granting replicas, first those with most of `ratio` of their limits left; ties in any order.
 
     Kept once it was asked for. A change of a replica costs O(1), and O(log replicas) at the next question.
     """
@@ -17,19 +17,19 @@ class Rooms:
     __slots__ = ("_order", "ratio", "stale")
 
     def __init__(self, ratio: float) -> None:
-        """Begin empty."""
+        """Create an empty order."""
         self.ratio = ratio
         self._order: RankedSet[Replica] = RankedSet()
         self.stale: dict[Replica, None] = {}
-        """Whose room changed since somebody asked."""
+        """Replicas whose room changed since the last question."""
 
     def set_granting(self, replicas: Sequence[Replica]) -> None:
-        """Take in which replicas grant."""
+        """Record which replicas grant."""
         self._order = RankedSet()
         self.stale = dict.fromkeys(replicas)
 
     def first(self, count: int) -> list[Replica]:
-        """Return the `count` with most room."""
+        """Return the `count` replicas with most room."""
         order = self._order
         for replica in self.stale:
             account = replica.account

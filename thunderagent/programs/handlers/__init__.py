@@ -1,1 +1,1 @@
-"""What happens on each kind of event: the facts are booked, and at most a place is asked for."""
+"""One handler for each kind of event: it books the facts, and asks at most for a place."""

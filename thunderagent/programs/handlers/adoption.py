@@ -1,11 +1,11 @@
-"""A program passes from one scheduler to another: written down by the one, taken in by the next.
+"""A program passes from one scheduler to another: one writes a record, the next adopts it.
 
 Theory of operation
 ===================
-A record says where a program stands without its turns, for these are told by whoever carries them, as `TurnAdopted` or
-by arriving again. So one with turns in flight is taken in as if its tool ran: it has its claim; one that waits, as one
-that is paused. No decision is made of it, for each was where it is. What is measured anew: how long it may stay idle,
-what it shares with others, its hints.
+A record says where a program stands without its turns. Whoever carries the turns reports them, as `TurnAdopted` or by
+sending them again. So a program with turns in flight is adopted as if its tool ran, with its claim; one that waits, as
+a paused one. Adoption makes no decision, because each program stays where it was. Some things are measured anew: how
+long it may stay idle, what it shares with others, its hints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunderagent.programs.model.turn import MAIN_BRANCH, Branch
 
 
 def record_of(program: Program, book: Book) -> ProgramRecord:
-    """Return what another scheduler can go on from. Cost: O(branches)."""
+    """Return a record from which another scheduler can go on. Cost: O(branches)."""
     place, replica = program.place, book.replicas.get(program.replica_id or "")
     if place is book.announced:
         standing = "announced"
@@ -72,7 +72,7 @@ def record_of(program: Program, book: Book) -> ProgramRecord:
 
 
 class Adoption:
-    """Takes in programs of another scheduler."""
+    """Adopts programs of another scheduler."""
 
     def __init__(self, core: Core, lives: Lives) -> None:
         """Work on the parts of `core`."""
@@ -80,7 +80,7 @@ class Adoption:
         self._lives = lives
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what takes in each event."""
+        """Return the handler of each event type."""
         return {ProgramsAdopted: self._programs_adopted}
 
     def _programs_adopted(self, event: ProgramsAdopted) -> None:
@@ -126,7 +126,7 @@ class Adoption:
 
 
 def _take_in(program: Program, record: ProgramRecord, now_s: float) -> None:
-    """Write down what a record says that is nobody else's business."""
+    """Write down what only the program itself keeps of a record."""
     program.opened_s = now_s - record.age_s
     program.acting_since_s = now_s - record.acting_s
     program.branches = {each.branch_id: _branch_of(each) for each in record.branches}

@@ -13,21 +13,21 @@ from thunderagent.programs.rules.routes import serving
 
 
 class Anonymous:
-    """Grants turns without a program at once, or as soon as a replica grants anything."""
+    """Grants turns without a program at once, or as soon as a replica grants."""
 
     def __init__(self, core: Core) -> None:
         """Work on the parts of `core`."""
         self._core = core
 
     def turn(self, event: TurnArrived | PinnedTurnArrived) -> Turn:
-        """Return the turn that arrived, whoever's it is."""
+        """Return the arrived turn, with or without a program."""
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._core.book.now_s)
         if event.media:
             turn.media, turn.media_tokens = event.media, self._core.knowledge.media_sizes.tokens(event.media)
         return turn
 
     def arrived(self, event: TurnArrived) -> None:
-        """Take in one that may run anywhere, or goes on from what one replica has."""
+        """Take a turn that may run anywhere, or continues from something that one replica has."""
         core, turn = self._core, self.turn(event)
         served_by = turn.served_by = core.routing.routes.asked(event.turn_id) if core.routing.routes else None
         wanted = core.book.replicas.get(event.wanted_replica_id or "")
@@ -39,7 +39,7 @@ class Anonymous:
         self.place(turn, candidates or serving(core.book.granting_replicas, served_by))
 
     def pinned_arrived(self, event: PinnedTurnArrived) -> None:
-        """Take in one for the replica that its client chose."""
+        """Take a turn for the replica that its client chose."""
         replica = self._core.book.replicas.get(event.replica_id)
         if replica is None or not replica.up:
             self._core.book.decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
@@ -49,7 +49,7 @@ class Anonymous:
         self.place(turn, [] if replica.suspended_for else [replica])
 
     def place(self, turn: Turn, candidates: Sequence[Replica]) -> None:
-        """Grant a turn on the least loaded of these; hold it where there is none."""
+        """Grant a turn on the least loaded candidate; hold it if there is none."""
         book = self._core.book
         turn.claim_tokens = int(turn.prompt_bytes * self._core.knowledge.tokens_per_byte_ratio) + turn.media_tokens
         book.turns[turn.turn_id] = turn
@@ -62,7 +62,7 @@ class Anonymous:
             book.decisions.append(Hold(turn.turn_id, None, Reason.SUSPENDED if suspended else Reason.NO_REPLICA))
 
     def grant_held(self) -> None:
-        """Grant those that were held and have a replica now."""
+        """Grant held turns that have a replica now."""
         book = self._core.book
         for turn in list(book.anonymous_held.values()):
             pinned = book.replicas.get(turn.pinned_replica_id or "")

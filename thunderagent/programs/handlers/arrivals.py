@@ -19,12 +19,12 @@ from thunderagent.programs.rules.routes import serving
 
 
 class Arrivals:
-    """Takes in turns that want a lease.
+    """Handles turns that want a lease.
 
-    A turn of a program that has one in flight is granted beside it, unless the program leaves: then it is held until
-    those end. An anonymous turn is granted on the least loaded replica. Where nothing is granted on its replica now, a
-    turn of an active program is held where that is, if no other replica grants or one of its turns is in flight: no
-    policy has a say in that, for nothing has changed.
+    A turn of a program with another in flight is granted beside it, unless the program leaves: then it is held until
+    those end. An anonymous turn is granted on the least loaded replica. If its replica grants nothing now, a turn of an
+    active program is held in place when no other replica grants or one of its turns is in flight. The policy is not
+    asked then, because nothing has changed.
     """
 
     def __init__(self, core: Core, lives: Lives, anonymous: Anonymous) -> None:
@@ -33,10 +33,10 @@ class Arrivals:
         self._lives = lives
         self._anonymous = anonymous
         self._stays_home: bool = getattr(core.policy, "stays_home", False)
-        """Whether the policy has an active program go on where it is, whenever that grants: then it is not asked."""
+        """Whether the policy keeps an active program on its replica whenever that grants: then it is not asked."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what takes in each event."""
+        """Return the handler of each event type."""
         return {
             TurnArrived: self._turn_arrived,
             PinnedTurnArrived: self._anonymous.pinned_arrived,
@@ -53,11 +53,11 @@ class Arrivals:
             if earlier is not None and self._keeps_its_program(earlier, event):
                 turn_ends.drop(earlier, "superseded")
             self._turn_of_program_arrived(event, event.program_id, earlier)
-        if earlier is not None and earlier.turn_id in turns:  # so late that its program gives nothing up before
+        if earlier is not None and earlier.turn_id in turns:  # done late, so that its program gives nothing up before
             turn_ends.drop(earlier, "superseded")
 
     def _keeps_its_program(self, earlier: Turn, event: TurnArrived) -> bool:
-        """Say whether an attempt is in flight where its program, whose next attempt comes, is not to stay."""
+        """Return whether an attempt is in flight whose program must not stay when its next attempt arrives."""
         program = earlier.program
         if program is None or program.program_id != event.program_id or earlier.turn_id not in program.in_flight:
             return False
@@ -102,14 +102,14 @@ class Arrivals:
             self._count_where_it_runs(program, turn, runs_on)
 
     def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...]) -> None:
-        """Note what of a prompt others may have, too."""
+        """Note which parts of a prompt other programs may share."""
         book, ratio = self._core.book, self._core.knowledge.tokens_per_byte_ratio
         for replica_id, tokens in book.prefixes.set_prefix(program, branch, prefix, ratio).items():
             if tokens:
                 book.touch(book.replicas[replica_id]).share(tokens)
 
     def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
-        """Return the turn that arrived, with the age of the attempt that it takes the place of."""
+        """Return the arrived turn, with the age of the attempt that it replaces."""
         now_s, knowledge = self._core.book.now_s, self._core.knowledge
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, now_s)
         turn.wanted_replica_id = event.wanted_replica_id
@@ -132,7 +132,7 @@ class Arrivals:
         return turn
 
     def _place_turn(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
-        """Grant a turn where its program has others in flight, place its program anew, or hold it where that is."""
+        """Grant a turn beside others in flight, place its program anew, or hold the turn in place."""
         core, place = self._core, program.place
         if not place.active:
             self._ask(program, turn, earlier)
@@ -160,7 +160,7 @@ class Arrivals:
             self._ask(program, turn, earlier)
 
     def _goes_on_at(self, home: Replica, program: Program, turn: Turn) -> bool:
-        """Say whether nothing but the policy could have a program go on elsewhere, as for most turns."""
+        """Return whether only the policy could move a program elsewhere, as for most turns."""
         replica_id = home.replica_id
         return (
             home.account.usable
@@ -171,12 +171,12 @@ class Arrivals:
         )
 
     def _ask(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
-        """Ask the policy where a program may go on whose first turn in a while has come, and grant or hold it."""
+        """Ask the policy where a program goes on whose first turn in a while has arrived; grant or hold the turn."""
         book = self._core.book
         self._core.limits.turn_came(program)
         program.held[turn.turn_id] = turn
         if earlier is not None and program.held.pop(earlier.turn_id, None) is not None:
-            del book.turns[earlier.turn_id]  # else it would be granted with the one that takes its place
+            del book.turns[earlier.turn_id]  # otherwise it would be granted with the one that replaces it
             self._core.leases.wait_ends(program, earlier)
         if not program.place.admitted and not self._core.placing.parent_claims(program):
             self._hold_unadmitted(program, turn)
@@ -215,7 +215,7 @@ class Arrivals:
         self._core.leases.grant(program, turn, reason)
 
     def _give_up_home(self, program: Program, turn: Turn, reason: Reason) -> None:
-        """Take the claim of a program that asks, if it has one; the turn that came waits with those that were held."""
+        """Take the claim of a program that asks, if it has one; the new turn waits with the held ones."""
         if program.place.active:
             self._core.leave(program, self._core.book.asking, reason)
         else:
@@ -232,7 +232,7 @@ class Arrivals:
         book.decisions.append(Hold(turn.turn_id, program.program_id, reason))
 
     def _hold_unadmitted(self, program: Program, turn: Turn) -> None:
-        """Let a turn wait whose program is not admitted, unless it is now."""
+        """Hold a turn whose program is not admitted, unless it is admitted now."""
         book = self._core.book
         book.ledger.wait_begins(turn.arrived_s)
         book.resize(program)
@@ -248,7 +248,7 @@ class Arrivals:
         book.decisions.append(Hold(turn.turn_id, program.program_id, Reason(program.hold_reason)))
 
     def _hold_in_place(self, program: Program, turn: Turn, reason: Reason) -> None:
-        """Hold a turn of an active program where that is: it leaves, or nothing is granted there at the moment."""
+        """Hold a turn of an active program in place: the program leaves, or its replica grants nothing at the moment."""
         book = self._core.book
         program.held[turn.turn_id] = turn
         self._core.limits.turn_came(program)
@@ -262,7 +262,7 @@ class Arrivals:
         book.decisions.append(Hold(turn.turn_id, program.program_id, reason))
 
     def _grant_beside(self, program: Program, turn: Turn) -> None:
-        """Grant a turn of a program that has one in flight, where that one is."""
+        """Grant a turn beside the program's turn in flight, on the same replica."""
         replica = program.place.replica
         self._core.book.changes(replica)
         self._core.leases.begin_flight(program, turn, replica)
@@ -273,9 +273,10 @@ class Arrivals:
     # --- turns that run already -------------------------------------------------------------------------------------
 
     def _turn_adopted(self, event: TurnAdopted) -> None:
-        """Count a turn where it runs; as nobody's, if its program has others elsewhere, or may not be opened.
+        """Count a turn where it runs; as anonymous if its program has others elsewhere, or may not be opened.
 
-        One whose tool ran elsewhere, as far as was known, is there by now: what was known is older than the turn.
+        If the program's tool was last seen running elsewhere, the program is here by now: the turn is newer than that
+        record.
         """
         book, lives, arrived = self._core.book, self._lives, event.arrived
         replica, program_id = book.replicas.get(event.replica_id), arrived.program_id
@@ -295,13 +296,13 @@ class Arrivals:
             self._turn_of_program_arrived(arrived, program_id, None, replica)
 
     def _count_where_it_runs(self, program: Program, turn: Turn, replica: Replica) -> None:
-        """Put a turn in flight on a replica, and its program with it, whether there is room or not."""
+        """Put a turn in flight and its program on a replica, regardless of room."""
         book, place = self._core.book, program.place
         if place.active and place.kind is not Kind.ACTING:
             self._grant_beside(program, turn)
             return
         self._core.limits.turn_came(program)
-        turn.wanted_replica_id = None  # it has what it wanted
+        turn.wanted_replica_id = None  # it got the replica that it wanted
         if place.active and place.replica is replica:
             program.in_flight[turn.turn_id] = turn
             self._grant_at_home(program, turn, replica, Reason.HOME, resized=True)

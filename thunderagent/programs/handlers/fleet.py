@@ -1,4 +1,4 @@
-"""Replicas come, go, fail, are polled, and grant nothing for a while."""
+"""Replicas come, go, fail, are polled, and suspend grants."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
 
 REMOVED_COUNT: Final = 1000
-"""So many replicas that were removed are remembered."""
+"""How many removed replicas are remembered."""
 
 
 class Fleet:
-    """Takes in what is heard of replicas.
+    """Handles news of replicas.
 
-    Programs leave a replica that is down at once, and one that drains or is tripped at the end of their turns in
-    flight. While grants are suspended on a replica - its engine is paused, sleeps, or gets new weights - no policy sees
-    it and no limit takes anything there; turns that were held where their programs are get their leases when grants go
-    on.
+    Programs leave a replica that is down at once, and one that drains or is tripped when their turns in flight end.
+    While grants are suspended on a replica (its engine is paused, sleeps, or gets new weights), no policy sees it and
+    no limit takes anything there. Turns that were held in place get their leases when grants go on.
     """
 
     def __init__(self, core: Core, anonymous: Anonymous, tenants: Tenants | None) -> None:
@@ -48,10 +47,10 @@ class Fleet:
         self._core = core
         self._anonymous = anonymous
         self._tenants = tenants
-        self._removed_ids: dict[str, None] = {}  # those removed last: what comes late of one does not bring it back
+        self._removed_ids: dict[str, None] = {}  # removed last: late news of one does not bring it back
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what takes in each event."""
+        """Return the handler of each event type."""
         return {
             KnowledgeLoaded: self._knowledge_loaded,
             ReplicaUp: self._replica_up,
@@ -71,7 +70,7 @@ class Fleet:
         }
 
     def _known_or_new(self, replica_id: str) -> Replica | None:
-        """Return a replica, a new one if there is none; None if it was removed: then its news are late."""
+        """Return a replica, a new one if there is none; None if it was removed, because its news are late."""
         book = self._core.book
         replica = book.replicas.get(replica_id)
         if replica is None and replica_id not in self._removed_ids:
@@ -81,7 +80,7 @@ class Fleet:
         return replica
 
     def _take_correction(self, replica: Replica) -> bool:
-        """Have what may be claimed of a replica be as it was learned; say whether it was something else."""
+        """Apply the learned capacity of a replica; return whether it changed."""
         account, ratio = replica.account, self._core.knowledge.correction(replica.replica_id).ratio
         if ratio == account.capacity_ratio:
             return False
@@ -123,7 +122,7 @@ class Fleet:
                 core.refresh_hold_reason(program)
 
     def _reconsider_marks(self) -> None:
-        """Let programs stay that have nowhere else to go to any more. Cost: O(active programs)."""
+        """Unmark programs that have nowhere else to go any more. Cost: O(active programs)."""
         replicas = self._core.book.replicas.values()
         for program in [program for replica in replicas for program in replica.programs.values()]:
             if program.place.kind is Kind.LEAVING:
@@ -169,7 +168,7 @@ class Fleet:
             self._replicas_changed()
 
     def _empty(self, replica: Replica, reason: Reason) -> None:
-        """Take everything off a replica that is gone."""
+        """Take everything off a lost replica."""
         core, book = self._core, self._core.book
         replica.tripped = False
         self._set_health(replica, up=False, draining=False)
@@ -180,9 +179,9 @@ class Fleet:
             turn.account_id = None
         account.claim_other(-account.other_tokens)
         account.turn_count = 0
-        account.pending_encode_count = None  # what starts again has none; it says so
+        account.pending_encode_count = None  # after a restart it has none; it reports that again
         replica.residency.clear()
-        replica.own_causes.clear()  # an engine that starts again is paused no longer
+        replica.own_causes.clear()  # a restarted engine is no longer paused
         for turn in [turn for turn in book.anonymous_held.values() if turn.pinned_replica_id == replica.replica_id]:
             core.reject(turn, Reason.NO_REPLICA)
 
@@ -214,7 +213,7 @@ class Fleet:
                 self._core.pause(program, reason)
 
     def _end_marks(self, replica: Replica, cause: Reason) -> None:
-        """Let the programs of a replica stay that were to leave it for a cause that is over."""
+        """Keep the programs of a replica that were to leave it for a cause that is over."""
         for program in list(replica.programs.values()):
             if cause in program.leaves_for:
                 self._core.unmark(program, Reason.STAYS, cause=cause)
@@ -234,7 +233,7 @@ class Fleet:
         self._replicas_changed()
 
     def _grants_continued(self, event: GrantsContinued) -> None:
-        """End a cause on all replicas or on one: a cause of one stands when the same one ends for all."""
+        """End a cause on all replicas or on one; a replica's own cause stands when the same one ends for all."""
         book = self._core.book
         suspended = [replica for replica in book.meant(event.replica_id) if replica.suspended_for]
         if event.replica_id is None:
@@ -248,7 +247,7 @@ class Fleet:
         self._replicas_changed()
 
     def _continue_programs(self, replica: Replica) -> None:
-        """Grant what was held in place on a replica, who waits longest first, and let the idle limit run again."""
+        """Grant what was held in place on a replica, longest wait first, and start the idle limit again."""
         held = [program for program in replica.programs.values() if program.held]
         for program in sorted(held, key=lambda program: program.waiting_since_s):
             if program.place.kind is Kind.LEAVING:
@@ -269,7 +268,7 @@ class Fleet:
         self._learn_nothing(replica)
 
     def _learn_nothing(self, replica: Replica) -> None:
-        """Learn nothing from the turns in flight there: their times and hits are not the engine's usual ones."""
+        """Learn nothing from turns in flight there: their times and hits are not the engine's usual ones."""
         for program in replica.programs.values():
             for turn in program.in_flight.values():
                 turn.unrepresentative = True
@@ -304,7 +303,7 @@ class Fleet:
                 self._replicas_changed()
 
     def _learn_from_poll(self, replica: Replica, event: ReplicaPolled) -> None:
-        """Take in what a poll tells of lost memory."""
+        """Learn from a poll what memory was lost."""
         account, now_s = replica.account, self._core.book.now_s
         correction = self._core.knowledge.correction(replica.replica_id)
         if event.query_tokens is None or (event.query_tokens and event.hit_ratio is None):
@@ -323,7 +322,7 @@ class Fleet:
             return
         knowledge, counts = self._core.knowledge, (event.query_tokens, event.hit_tokens)
         if knowledge.tiers.polled(replica.replica_id, *counts, tells_cached=replica.tells_cached):
-            # What a turn's usage calls cached may come from the tier from now on: the pool's counters tell its losses.
+            # What a turn's usage calls cached may come from the tier from now on: the pool's counters show its losses.
             knowledge.correction(replica.replica_id).follow_counters()
 
     def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Programs begin and end, their tools and sandboxes do, and judges speak of them."""
+"""Programs, their tools and their sandboxes begin and end, and judges rate them."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.views import SandboxSums
 
 MAX_HOPELESS_COUNT: Final = 10_000
-"""So many ids of programs that were ended as hopeless are remembered, the oldest forgotten first."""
+"""How many ids of programs that were ended as hopeless are remembered; the oldest is forgotten first."""
 
 
 class Lives:
-    """Takes in what a program is told of outside its turns."""
+    """Handles what happens to a program outside its turns."""
 
     def __init__(self, core: Core, settings: SchedulerSettings) -> None:
         """Work on the parts of `core`."""
         self._core = core
         self._settings = settings
         self.hopeless_ids: dict[str, None] = {}
-        """Programs that were ended because they were judged hopeless: turns of these are rejected."""
+        """Programs that were ended because they were judged hopeless; their turns are rejected."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what takes in each event."""
+        """Return the handler of each event type."""
         return {
             ProgramOpened: self._program_opened,
             ProgramCrowdedOut: self._program_crowded_out,
@@ -63,10 +63,10 @@ class Lives:
     # --- begin ------------------------------------------------------------------------------------------------------
 
     def has_place(self, tenant: str, *, opens: bool = True) -> bool:
-        """Say whether a tenant may have one more program, where the oldest without a turn was forgotten if need be.
+        """Return whether a tenant may have one more program, forgetting the oldest one without a turn if needed.
 
-        A tenant that has as many as it may forgets its own; where all have, the one with most does. One that does not
-        open lives already, and nobody's until now.
+        A tenant at its own limit forgets one of its own; at the total limit, the tenant with most does. If `opens` is
+        false, the program lives already and belonged to nobody until now.
         """
         limits = self._core.limits
         if not limits.is_full(tenant, opens=opens):
@@ -79,7 +79,7 @@ class Lives:
         return True
 
     def open(self, event: TurnArrived | ProgramOpened | ProgramRecord, program_id: str) -> Program:
-        """Open a program, of which no turn is placed yet."""
+        """Open a program, without placing a turn."""
         program = self._core.book.open(program_id, event.tenant)
         self._core.limits.opened(program)
         self._core.book.join_group(program, event.group_id)
@@ -88,7 +88,7 @@ class Lives:
         return program
 
     def announced_begins(self, program: Program, event: TurnArrived) -> None:
-        """Take in what the first turn of a program says that was announced without it."""
+        """Record what the first turn says of a program that was announced without one."""
         book, families = self._core.book, self._core.families
         program.opened_s = book.now_s
         if event.tenant and not program.tenant:
@@ -127,13 +127,13 @@ class Lives:
     # --- tools ------------------------------------------------------------------------------------------------------
 
     def tool_returned(self, program: Program) -> None:
-        """Learn how long a tool took that is through."""
+        """Learn how long a finished tool took."""
         self._core.knowledge.tool_returned(program, self._core.book.now_s)
         if self._core.stream.flows_whole:
             self._core.stream.tool_ended(program)
 
     def _tool_started(self, event: ToolStarted) -> None:
-        """Measure from now on, whatever was taken to have begun at the end of the turn."""
+        """Measure the tool from now on, whatever was assumed to have begun at the end of the turn."""
         core, book = self._core, self._core.book
         program = book.programs.get(event.program_id)
         if program is None or program.place.phase is not Phase.ACTING or program.place is book.announced:
@@ -147,7 +147,7 @@ class Lives:
         self._act_anew(program, book.now_s, book.now_s + core.policy.hold_s(core.view, program))
 
     def _tool_ended(self, event: ToolEnded) -> None:
-        """Hold on to a program that will be back at once; where nobody said so, as long as at the begin of its tool."""
+        """Hold a program that will be back at once; if nobody announced that, as long as when its tool began."""
         core, program = self._core, self._core.book.programs.get(event.program_id)
         if program is None or not program.tool_runs:
             return

@@ -1,4 +1,4 @@
-"""What an operator says: each event has one operation carried out, if it can be."""
+"""Operators' requests: each event triggers one operation, if it is possible."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from thunderagent.programs.operations import Operations
 
 
 class Operator:
-    """Takes in what an operator says."""
+    """Handles operators' requests."""
 
     def __init__(self, core: Core, operations: Operations) -> None:
-        """Have `operations` carried out."""
+        """Run `operations`."""
         self._core = core
         self._operations = operations
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what takes in each event."""
+        """Return the handler of each event type."""
         return {
             RouteSet: self._route_set,
             PrioritySet: self._priority_set,

@@ -1,4 +1,4 @@
-"""A turn goes on and ends: what it used is booked, what it tells is learned, and its room may be given to others."""
+"""A turn goes on and ends: book what it used, learn from it, and give its room to others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from thunderagent.programs.model.turn import Turn, TurnEnded
 
 
 class Turns:
-    """Takes in what becomes of turns that have a lease, or wait for one."""
+    """Handles what happens to turns that have a lease, or wait for one."""
 
     def __init__(self, core: Core) -> None:
         """Work on the parts of `core`."""
         self._core = core
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return what takes in each event."""
+        """Return the handler of each event type."""
         return {
             TurnUnverified: self._turn_unverified,
             TurnStarted: self._turn_started,
@@ -50,7 +50,7 @@ class Turns:
                 core.stream.began(turn)
 
     def _engine_began(self, turn: Turn) -> None:
-        """Note what its engine should have found cached of a turn, when it began it."""
+        """Note, when its engine began a turn, what should have been cached of it."""
         if self._core.claim_rules.adapt_capacity and not turn.unrepresentative:
             self._core.knowledge.correction(turn.account_id or "").turn_seen(
                 turn.kept_tokens,
@@ -120,7 +120,7 @@ class Turns:
         core.balance(Moment.TURN_ENDED)
 
     def _learn_from(self, ended: TurnEnded) -> None:
-        """Learn from a turn in flight that finished, and what of it was lost."""
+        """Learn from a finished turn, and from what was lost of it."""
         core, turn = self._core, ended.turn
         tells_cached, has_tier = ended.cached_tokens is not None, turn.account_id in core.knowledge.tiers.by_replica
         if tells_cached:
@@ -134,7 +134,7 @@ class Turns:
             core.knowledge.turn_ended(ended)
 
     def _turn_lost(self, event: TurnFailed | TurnAbandoned) -> None:
-        """End a turn from which nothing is learned: held or in flight, failed or left by its client."""
+        """End a turn without learning from it: held or in flight, failed or left by its client."""
         turn = self._core.book.turns.get(event.turn_id)
         if turn is not None:
             how = "abandoned" if isinstance(event, TurnAbandoned) else "refused" if event.refused else "failed"

@@ -1,1 +1,1 @@
-"""What is learned from turns that end, tools that return and programs that are through."""
+"""What is learned from ended turns, returned tools and ended programs."""

@@ -1,26 +1,26 @@
-"""How many tokens a replica really holds: what it says of itself, corrected by what is lost and by what is not.
+"""How many tokens a replica really holds: its reported capacity, corrected by what is lost and what is not.
 
 Theory of operation
 ===================
-A program that keeps its claim should find its history cached at its next turn. If parts of it are gone, more was let in
-than fits: because the capacity was told wrong, because blocks of programs that ended lie there longer than those of
-programs whose tools run, or because programs grew. If nothing is lost while others wait, there may be room for more.
+A program that keeps its claim should find its history cached at its next turn. If parts are gone, more was let in than
+fits: because the reported capacity is wrong, because blocks of ended programs stay longer than those of programs whose
+tools run, or because programs grew. If nothing is lost while others wait, there may be room for more.
 
-So the part of the told capacity that is used goes down fast, in proportion to what was lost, and up slowly, and not
-before the memory was once full. Between two steps every program must have had its turns, and what a program may have
-lost before a step down is not counted after it: else each overshoot is followed by a slump that lasts for hours.
+So the used part of the reported capacity goes down fast, in proportion to what was lost. It goes up slowly, and not
+before the memory was full once. Between two steps every program must have had its turns. What a program may have lost
+before a step down is not counted after it: otherwise each overshoot is followed by a slump of hours.
 
-What was lost is told by the usage of each turn, where the engine says what was cached.
+Each turn's usage tells what was lost, if the engine says what was cached.
 
 **Counters.** Other engines only count how many prompt tokens they found cached, and a poll reads that count. It says
 nothing of single turns, it is read late, and now and then it is not read at all. So counts and turns are compared over
-a window of several polls, and a turn is in it only if the engine looked it up in it for certain: it was granted after
-the window's first reading came, and its first token was seen before the last one was asked for. What the engine found
-for any other turn only adds to the count. So a loss that the window shows is a loss. One that it does not show may be
-there all the same: before more is tried, what others may have found is taken off. A window that shows neither goes on.
+a window of several polls. A turn is in the window only if the engine certainly looked it up in it: it was granted after
+the window's first reading arrived, and its first token was seen before the last reading was requested. What the engine
+found for any other turn only adds to the count. So a loss that the window shows is a loss. A loss that it does not show
+may still exist: before more is tried, what others may have found is subtracted. A window that shows neither goes on.
 
-**Idleness.** A correction that believes noise must undo itself. An engine that is without a turn while turns wait for
-room has its memory kept for nothing: then what was taken from the capacity comes back, in proportion to that time.
+**Idleness.** A correction that believes noise must undo itself. If an engine has no turn while turns wait for room, its
+memory is reserved for nothing: then what was taken from the capacity comes back, in proportion to that time.
 """
 
 from __future__ import annotations
@@ -34,57 +34,57 @@ from thunderagent.programs.model.turn import TurnEnded
 
 LOWEST_RATIO: Final = 0.2
 LOWEST_COUNTED_RATIO: Final = 0.5
-"""The same where counters tell: they say less."""
+"""The same limit if only counters tell: they say less."""
 
 HIGHEST_RATIO: Final = 3.0
 
 LOSS_SLACK_RATIO: Final = 0.10
-"""Part of what should be cached that may be lost without a reaction: ends of blocks, and programs that were edited."""
+"""Part of the expected cache that may be lost without a reaction: ends of blocks, and programs that were edited."""
 
 STEP_DOWN_RATIO: Final = 0.5
-"""Of the part that was lost, so much goes from the capacity at once."""
+"""Part of the loss that is taken from the capacity at once."""
 
 LARGEST_STEP_RATIO: Final = 0.25
-"""The capacity goes down by at most that at once."""
+"""The largest single step down of the capacity."""
 
 STEP_UP_RATIO: Final = 0.004
-"""While others wait and nothing is lost the capacity goes up: by that at first, and each time by twice as much."""
+"""The first step up, when others wait and nothing is lost; each further step is twice as large."""
 
 LARGEST_STEP_UP_RATIO: Final = 0.05
-"""But never by more than that at once."""
+"""The largest single step up."""
 
 CEILING_RATIO: Final = 0.95
-"""Nearer than that to where much was lost the last time, the capacity goes up slowly."""
+"""Beyond this ratio of the capacity at which much was last lost, steps up are small."""
 
 NEAR_CEILING_STEP_RATIO: Final = 0.0005
 
 BLOCK_TOKENS: Final = 64
-"""An engine caches whole blocks: a turn may miss so much of a block without having lost any."""
+"""An engine caches whole blocks: a turn may miss this much of a block without a loss."""
 
 WINDOW_S: Final = 5.0
-"""Time between two steps, at least."""
+"""Least time between two steps."""
 
 WINDOW_TURNS_COUNT: Final = 20
-"""Turns that tell between two steps, at least: what a single one lost says little."""
+"""Least number of turns with data between two steps: a single turn's loss says little."""
 
 WINDOW_TURNS_RATIO: Final = 2.0
-"""And so many of each active program: before, most have not noticed the last step."""
+"""And this many for each active program: before, most have not noticed the last step."""
 
 LOSS_FREE_RATIO: Final = 0.005
-"""So little is lost that more may be tried."""
+"""A loss below this ratio lets more be tried."""
 
 LONGEST_WINDOW_RATIO: Final = 4.0
-"""A window of counters that shows nothing goes on for so many times the turns that it needs, at most."""
+"""A window of counters that shows nothing lasts at most for this many times the turns that it needs."""
 
 IDLE_SLACK_RATIO: Final = 0.02
-"""For so much of the time an engine may be idle while turns wait: all its programs may be at their tools."""
+"""Ratio of time for which an engine may be idle while turns wait: all its programs may be at their tools."""
 
 IDLE_STEP_RATIO: Final = 2.0
-"""Of the time that it is idle beyond that, so much comes back at once, but no more than goes down at once."""
+"""Ratio of the idle time beyond the slack that comes back at once, but no more than goes down at once."""
 
 
 class _SeenTurn(NamedTuple):
-    """A turn that an engine has begun; `other_tokens` may be cached of it though its program had kept nothing."""
+    """A turn that an engine has begun; `other_tokens` may be cached though its program had kept nothing."""
 
     seen_s: float
     granted_s: float
@@ -93,11 +93,11 @@ class _SeenTurn(NamedTuple):
 
 
 MOST_SEEN_COUNT: Final = 10_000
-"""Of an engine whose counters stay away for long, the oldest turns are forgotten."""
+"""If an engine's counters stay away for long, its oldest turns are forgotten."""
 
 
 class _Window:
-    """The counters of an engine that does not tell of each turn, between two readings."""
+    """Counters between two readings, for an engine that does not report cached tokens per turn."""
 
     __slots__ = ("_from_s", "_read_s", "_seen", "expected_tokens", "hit_tokens", "other_tokens", "turn_count")
 
@@ -105,20 +105,20 @@ class _Window:
         self._seen: deque[_SeenTurn] = deque(maxlen=MOST_SEEN_COUNT)
         self._read_s = -inf
         self._from_s = inf
-        """When the first reading came; until then nothing counts."""
+        """When the first reading arrived; nothing counts before."""
         self.turn_count = self.expected_tokens = self.hit_tokens = self.other_tokens = 0
 
     def begin(self) -> None:
-        """Begin anew with the last reading."""
+        """Start a new window at the last reading."""
         self._from_s = self._read_s
         self.turn_count = self.expected_tokens = self.hit_tokens = self.other_tokens = 0
 
     def add(self, turn: _SeenTurn) -> None:
-        if self._read_s > -inf:  # what came before the first reading counts for none
+        if self._read_s > -inf:  # what came before the first reading does not count
             self._seen.append(turn)
 
     def read(self, hit_tokens: int | None, asked_s: float, now_s: float) -> None:
-        """Take in a reading; None is a count that began anew."""
+        """Add a reading; None means that the engine's count restarted."""
         first = hit_tokens is None or self._read_s == -inf
         self._read_s = now_s
         if first:
@@ -141,18 +141,18 @@ class _Window:
 
     @property
     def lost_tokens(self) -> int:
-        """What was lost for certain."""
+        """Return the certain loss."""
         return max(0, self.expected_tokens - self.hit_tokens - BLOCK_TOKENS * self.turn_count)
 
     @property
     def lost_at_most_tokens(self) -> int:
-        """What may have been lost: others may have found some of what was."""
+        """Return the possible loss: others may have found some of what was found."""
         hit_tokens = self.hit_tokens - self.other_tokens
         return max(0, self.expected_tokens - hit_tokens - BLOCK_TOKENS * self.turn_count)
 
 
 class CapacityCorrection:
-    """The part of the told capacity of one replica that may be claimed."""
+    """The claimable part of one replica's reported capacity."""
 
     __slots__ = (
         "_ceiling_ratio",
@@ -171,10 +171,10 @@ class CapacityCorrection:
     )
 
     def __init__(self, now_s: float) -> None:
-        """Begin by believing what is told."""
+        """Start by believing the report."""
         self.ratio = 1.0
         self.computed_tokens = 0
-        """Put into its memory so far: before it was once full, that nothing is lost says nothing."""
+        """Tokens put into its memory so far: until it was full once, the absence of losses says nothing."""
         self._step_s = self._idle_since_s = now_s
         self._idle_s = 0.0
         self._down_s = -inf
@@ -187,28 +187,28 @@ class CapacityCorrection:
         self._window = _Window()
 
     def export(self, replica_id: str) -> CapacityRecord | None:
-        """Return what was learned of a replica, if anything; not whether its memory was once full: it may be anew."""
+        """Return what was learned of a replica, if anything; whether its memory was full once is not stored."""
         if self.ratio == 1.0 and self._ceiling_ratio == HIGHEST_RATIO:
             return None
         return CapacityRecord(replica_id, self.ratio, self._ceiling_ratio)
 
     def adopt(self, record: CapacityRecord) -> None:
-        """Know what another one knew. Raises ValueError for what no ratio can be."""
+        """Adopt what another process learned. Raises ValueError for an impossible ratio."""
         if not (LOWEST_RATIO <= record.ratio <= HIGHEST_RATIO and 0 < record.ceiling_ratio <= HIGHEST_RATIO):
             raise ValueError(f"no ratios: {record.ratio}, {record.ceiling_ratio}")
         self.ratio, self._ceiling_ratio = record.ratio, record.ceiling_ratio
 
     def computed(self, tokens: int) -> None:
-        """Note that so many tokens were put into its memory."""
+        """Note that these tokens were put into its memory."""
         self.computed_tokens += tokens
 
     def turn_seen(
         self, expected_tokens: int, other_tokens: int, *, granted_s: float, kept_since_s: float, now_s: float
     ) -> None:
-        """Note that the engine has begun a turn: its first token came, or all of it. Only counters need it.
+        """Note that the engine has begun a turn: its first token arrived, or all of it. Only counters need this.
 
-        `expected_tokens` should be cached there, because its program had kept its claim since then; `other_tokens` may
-        be. What may have been lost before the last step down is not expected again.
+        `expected_tokens` should be cached, because the program has kept its claim since `kept_since_s`; `other_tokens`
+        may be. What may have been lost before the last step down is not expected again.
         """
         if self._tells_cached:
             return
@@ -217,10 +217,10 @@ class CapacityCorrection:
         self._window.add(_SeenTurn(now_s, granted_s, expected_tokens, other_tokens))
 
     def turn_ended(self, ended: TurnEnded) -> None:
-        """Note what was cached of a turn, as the engine said, and what was computed.
+        """Note what the engine said was cached of a turn, and what was computed.
 
-        There should be what its program had kept since its last turn. What may have been lost before the last step down
-        is not counted again.
+        Whatever its program had kept since its last turn should be cached. What may have been lost before the last step
+        down is not counted again.
         """
         if not self._tells_cached:
             self._tells_cached = True
@@ -235,7 +235,7 @@ class CapacityCorrection:
         self._lost_tokens += max(0, expected_tokens - cached_tokens - BLOCK_TOKENS)
 
     def polled(self, hit_tokens: int | None, *, asked_s: float, now_s: float) -> None:
-        """Note how many prompt tokens were cached in all since the poll before; None if the engine began to count anew.
+        """Note how many prompt tokens were cached since the previous poll; None if the engine's count restarted.
 
         The engine was asked at `asked_s`.
         """
@@ -243,20 +243,20 @@ class CapacityCorrection:
             self._window.read(hit_tokens, asked_s, now_s)
 
     def follow_counters(self) -> None:
-        """Believe what the pool's counters say: what turns say was cached may have come from a tier behind it."""
+        """Believe the pool's counters: what turns call cached may have come from a tier behind the pool."""
         self._tells_cached = False
         self._window.clear()
 
     def preempted(self, tokens: int) -> None:
-        """Note that running requests lost so many tokens."""
+        """Note that running requests lost these tokens."""
         self._expected_tokens += tokens
         self._lost_tokens += tokens
 
     def step(self, now_s: float, *, active_count: int, wanted: bool, idle_s: float = 0.0) -> bool:
-        """Correct the ratio if it is time; say whether it changed.
+        """Correct the ratio if it is time; return whether it changed.
 
-        `wanted`: others wait, what may be claimed is, and the memory was once full. `idle_s`: for so long in all the
-        engine had no turn while turns waited.
+        `wanted`: others wait, all claimable memory is claimed, and the memory was full once. `idle_s`: total time in
+        which the engine had no turn while turns waited.
         """
         before = self.ratio
         if self._undo(now_s, idle_s):
@@ -293,7 +293,7 @@ class CapacityCorrection:
         self._down_s = now_s
 
     def _undo(self, now_s: float, idle_s: float) -> bool:
-        """Give back of what was taken if the engine is idle while turns wait; say whether it is."""
+        """Give some of the taken capacity back if the engine is idle while turns wait; return whether it is."""
         elapsed_s = now_s - self._idle_since_s
         if elapsed_s < WINDOW_S:
             return False

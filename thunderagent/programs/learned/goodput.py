@@ -1,10 +1,10 @@
-"""Goodput: turns and programs that took no longer than some times what they would take alone (MARS, arXiv 2604.26963).
+"""Goodput: turns and programs that took at most a few times their time alone (MARS, arXiv 2604.26963).
 
-A turn's ideal time is that of an idle engine that has all of its program's history in its cache: to prefill what is new
-in the prompt, and to generate the answer, each at the speed that was seen where turns waited least for others. A
-program's is that of its turns, and of its tools as long as they took. It ends with its last turn; turns of it that ran
-side by side count one after the other. A server can only learn these speeds, and on an engine that is never idle it
-learns them too slow: there goodput looks better than it is, but for all policies alike.
+A turn's ideal time assumes an idle engine with all of its program's history cached: the time to prefill the new part of
+the prompt, and to generate the answer, each at the speed seen where turns waited least for others. A program's ideal
+time is that of its turns, and of its tools as long as they took. A program ends with its last turn; turns that ran side
+by side count one after the other. A server can only learn these speeds, and on an engine that is never idle it learns
+them too slow: goodput then looks better than it is, but for all policies alike.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from thunderagent.programs.model.records.learned import HistogramRecord, PriceRe
 from thunderagent.programs.model.turn import TurnEnded
 
 ALPHA_RATIOS = (1.0, 2.0, 3.0)
-"""How many times its ideal time a turn or a program may take to be in time."""
+"""How many times its ideal time a turn or program may take and still be in time."""
 
 LARGEST_ALPHA_RATIO = max(ALPHA_RATIOS)
 
 IDLE_RATIO: Final = 0.1
-"""Turns that shared their engine with fewest others."""
+"""Ratio of turns that shared their engine with fewest others."""
 
 REFRESH_COUNT: Final = 16
-"""The speed is looked up again after so many turns: it costs more than all the rest."""
+"""The speed is looked up again after this many turns: the lookup costs more than all the rest."""
 
 ENOUGH_TOKENS: Final = 8
-"""Answers that are shorter tell little of how fast tokens are generated."""
+"""Shorter answers say little of how fast tokens are generated."""
 
 
 class Goodput:
-    """How many turns and programs were in time, of how many that were judged."""
+    """How many turns and programs were in time, and how many were judged."""
 
     __slots__ = ("_decode_s", "_decode_token_s", "_since_refresh", "program_count", "programs", "turn_count", "turns")
 
     def __init__(self) -> None:
-        """Begin with nothing seen: no turn is judged before the speed of an answer was."""
+        """Start with nothing seen: no turn is judged before the speed of an answer was seen."""
         self._decode_s = LogHistogram(TOKEN_S_EDGES)
         self._decode_token_s = 0.0
         self._since_refresh = 0
         self.turn_count = self.program_count = 0
-        """Those that were judged."""
+        """Number of judged turns and programs."""
         self.turns = dict.fromkeys(ALPHA_RATIOS, 0)
-        """Those of them in time, by how many times its ideal time each may take."""
+        """Judged turns that were in time, by allowed multiple of the ideal time."""
         self.programs = dict.fromkeys(ALPHA_RATIOS, 0)
 
     @property
     def decode_token_s(self) -> float:
-        """Seconds to generate a token on an engine with little else to do, as learned; 0 before the first answer."""
+        """Learned seconds to generate a token on an almost idle engine; 0 before the first answer."""
         return self._decode_token_s
 
     def turn_ended(self, ended: TurnEnded, prefill_token_s: float) -> float:
-        """Learn how long an answer takes, judge by how long the turn's client waited in all; return its ideal time."""
+        """Learn how long an answer takes, judge by how long the client waited in all, and return the ideal time."""
         output_tokens = ended.output_tokens
         if output_tokens >= ENOUGH_TOKENS:
             generating_s = ended.duration_s - (ended.first_token_s or 0.0)
@@ -73,11 +73,11 @@ class Goodput:
         return ideal_s
 
     def export(self) -> tuple[HistogramRecord, float, int]:
-        """Return the times of a token, that of one with little else to do, and how many turns ago it was looked up."""
+        """Return the times of a token, that on an almost idle engine, and how many turns ago it was looked up."""
         return self._decode_s.export(), self._decode_token_s, self._since_refresh
 
     def adopt(self, record: PriceRecord) -> None:
-        """Know what another one knew of the speed; what it judged stays its own. Raises ValueError."""
+        """Adopt the speed that another process learned; the counts stay its own. Raises ValueError."""
         check_range("decode", record.decode_token_s, (0.0, TOKEN_S_EDGES[-1]))
         check_range("turns since", record.decode_refreshed_count, (0, REFRESH_COUNT))
         self._decode_s.adopt(record.decode)
@@ -91,7 +91,7 @@ class Goodput:
 
     @property
     def words(self) -> str:
-        """Return for a report how many of how many were in time, by how many times their ideal time."""
+        """Return for a report how many of how many were in time, by allowed multiple of the ideal time."""
         alphas = "/".join(f"{alpha_ratio:g}" for alpha_ratio in ALPHA_RATIOS)
         turns, programs = (
             f"{in_time(number / (count or 1) for number in counts.values())} of {count} {kind}"
@@ -104,7 +104,7 @@ class Goodput:
 
 
 def in_time(ratios: Iterable[float]) -> str:
-    """Return the parts that were in time, by how many times the ideal time, as one cell of a table: `71/93/98 %`."""
+    """Return the ratios in time, by allowed multiple of the ideal time, as a table cell: `71/93/98 %`."""
     return "/".join(f"{ratio * 100:.0f}" for ratio in ratios) + " %"
 
 

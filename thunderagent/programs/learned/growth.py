@@ -1,4 +1,4 @@
-"""What the scheduler learns of programs as they run: growth, residence, and the speed of prefill."""
+"""What the scheduler learns of running programs: growth, residence, and the speed of prefill."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ RESIDENCE_EDGES_S: Final = geometric_edges(0.5, 2**0.5, 38)
 """Half a second to two days."""
 
 FIRST_PREFILL_TOKEN_S: Final = 5e-5
-"""Seconds to prefill a token until it is learned: an H100 with a model of some 30 billion active parameters."""
+"""Seconds to prefill a token until learned: an H100 with a model of some 30 billion active parameters."""
 
 TOKEN_S_EDGES: Final = geometric_edges(1e-7, 2**0.25, 110)
 """A tenth of a microsecond to 20 seconds."""
 
 MANY_TOKENS: Final = 512
-"""So many prompt tokens take much longer than the overhead of an iteration."""
+"""This many prompt tokens take much longer than the overhead of an iteration."""
 
 FEW_TOKENS: Final = 128
-"""So few take next to nothing beside a generated answer."""
+"""This many take almost no time beside a generated answer."""
 
 LOW_RATIO: Final = 0.25
-"""Turns that waited least for others."""
+"""Ratio of turns that waited least for others."""
 
 ENOUGH_TURNS_COUNT: Final = 8
 ENOUGH_PROGRAMS_COUNT: Final = 5
-"""Until so many were seen, what they tell of growth is not believed."""
+"""Number of programs to see before what they tell of growth is believed."""
 
 FORGETTING_RATIO: Final = 0.999
-"""Weight of a turn over that of the next one."""
+"""Weight of a turn relative to that of the next one."""
 
 
 class Growth:
@@ -63,10 +63,10 @@ class Growth:
         self.tokens_per_s = inf
         """How fast a program grows while it is not paused; infinite until some turns were seen."""
         self.whole_tokens = inf
-        """How much larger a program is than its first prompt, in the mean over its turns; infinite until some ended."""
+        """By how much a program exceeds its first prompt, mean over its turns; infinite until some ended."""
 
     def turn_ended(self, ended: TurnEnded) -> None:
-        """Take in what a turn added to its program, and in what time, with the tool before it."""
+        """Learn what a turn added to its program, and in what time, with the tool before it."""
         program, grown_tokens = ended.turn.program, ended.grown_tokens
         cycle_s = ended.duration_s + (program.away_s if program is not None else 0.0)
         if grown_tokens is not None and grown_tokens > 0:
@@ -77,7 +77,7 @@ class Growth:
         self._outputs.add(ended.output_tokens)
 
     def program_ended(self, larger_tokens: int, turn_count: int) -> None:
-        """Take in a program that ended: by how much it was larger than its first prompt, summed over its turns."""
+        """Learn from an ended program: by how much it exceeded its first prompt, summed over its turns."""
         self._program_count += 1
         self._turn_count = self._turn_count * FORGETTING_RATIO**turn_count + turn_count
         self._whole_tokens = self._whole_tokens * FORGETTING_RATIO**turn_count + larger_tokens
@@ -97,7 +97,7 @@ class Growth:
         return not self._outputs.total
 
     def export(self) -> GrowthRecord:
-        """Return what it holds."""
+        """Return its content."""
         return GrowthRecord(
             self._growths.export(),
             self._outputs.export(),
@@ -109,7 +109,7 @@ class Growth:
         )
 
     def adopt(self, record: GrowthRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
         check_range("programs", record.program_count, (0, inf))
         check_range("turns", record.turn_count, (0.0, inf))
         check_range("whole tokens", record.whole_tokens, (0.0, record.turn_count * MOST_TOKENS))
@@ -133,9 +133,9 @@ class Growth:
 
 
 class Residences:
-    """How long programs are there: from their first turns to the ends of their last ones.
+    """Time that programs stay: from the first turn to the end of the last one.
 
-    When a program is released, or forgotten because nobody did, says nothing of how long it took.
+    The time of the release, or of being forgotten without one, does not tell how long a program took.
     """
 
     __slots__ = ("_seen_s", "median_s")
@@ -147,46 +147,46 @@ class Residences:
         """Infinite until a program ended."""
 
     def add(self, residence_s: float) -> None:
-        """Take in a program that ended."""
+        """Add an ended program."""
         self._seen_s.add(residence_s)
         self.median_s = self._seen_s.quantile(0.5, inf)
 
     def export(self) -> HistogramRecord:
-        """Return what it holds."""
+        """Return its content."""
         return self._seen_s.export()
 
     def adopt(self, record: HistogramRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
         self._seen_s.adopt(record)
         self.median_s = self._seen_s.quantile(0.5, inf)
 
 
 class PrefillSpeed:
-    """Seconds for each prompt token that is not cached.
+    """Seconds for each uncached prompt token.
 
-    A turn with many such tokens takes at least their prefill until its first token, and more where it has to wait for
-    others: a low quantile of the time for each token is near the truth, and above it where the engine is never without
-    a queue. (To err on that side is safe: programs are held for longer, less is computed twice, and the queue gets
-    shorter.) Where the first token cannot be seen, because the answer comes as a whole, the time that generating took
-    is taken off: the median time for a token of turns whose prompt was cached.
+    A turn with many such tokens takes at least their prefill until its first token, and more if it waits for others. So
+    a low quantile of the time per token is near the truth, and above it if the engine always has a queue. (That error
+    is safe: programs are held for longer, less is computed twice, and the queue gets shorter.) If the first token
+    cannot be seen, because the answer comes as a whole, the generation time is subtracted: the median time per token of
+    turns whose prompt was cached.
 
-    Where an engine does not say what was cached, only what a branch sends for the first time counts: what it sent
-    before may still lie there, whoever believes that it is gone, and would make prefill look many times too quick.
+    If an engine does not say what was cached, only what a branch sends for the first time counts: what it sent before
+    may still be cached, whoever believes that it is gone, and would make prefill look many times too fast.
     """
 
     __slots__ = ("_decode_s", "_prefill_s", "learned_token_s", "token_s")
 
     def __init__(self) -> None:
-        """Begin with the first guess."""
+        """Start with the first guess."""
         self._prefill_s = LogHistogram(TOKEN_S_EDGES)
         self._decode_s = LogHistogram(TOKEN_S_EDGES)
         self.token_s = FIRST_PREFILL_TOKEN_S
         """Seconds for each uncached prompt token."""
         self.learned_token_s: float | None = None
-        """The same; None until a turn told it."""
+        """The same; None until a turn showed it."""
 
     def adopt(self, record: PriceRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
         check_range("prefill", record.prefill_token_s or 0.0, (0.0, TOKEN_S_EDGES[-1]))
         self._prefill_s.adopt(record.prefill)
         self._decode_s.adopt(record.prefill_decode)
@@ -194,11 +194,11 @@ class PrefillSpeed:
         self.token_s = FIRST_PREFILL_TOKEN_S if record.prefill_token_s is None else record.prefill_token_s
 
     def export(self) -> tuple[HistogramRecord, HistogramRecord]:
-        """Return the times of a token, of prompts that were not cached and of answers to those that were."""
+        """Return the times per token of uncached prompts, and of answers to cached ones."""
         return self._prefill_s.export(), self._decode_s.export()
 
     def turn_ended(self, ended: TurnEnded) -> None:
-        """Take in a turn. Cost: O(log bins)."""
+        """Learn from a turn. Cost: O(log bins)."""
         computed_tokens = ended.uncached_tokens
         if ended.cached_tokens is None and ended.known_tokens:
             computed_tokens = min(computed_tokens, ended.prompt_tokens - ended.known_tokens)
@@ -209,7 +209,7 @@ class PrefillSpeed:
             self._decode_s.add(ended.duration_s / ended.output_tokens)
 
     def first_token_s(self, ended: TurnEnded) -> float:
-        """Return when the first token came of a turn; about, where it was not seen to begin to answer."""
+        """Return when a turn's first token came; an estimate if the begin of its answer was not seen."""
         if ended.first_token_s is not None:
             return ended.first_token_s
         return ended.duration_s - self._decode_s.quantile(0.5, 0.0) * ended.output_tokens

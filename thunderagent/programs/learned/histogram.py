@@ -1,4 +1,4 @@
-"""A histogram on a logarithmic scale that forgets slowly: quantiles of what was seen lately, in constant memory."""
+"""A logarithmic histogram that forgets slowly: quantiles of recent values, in constant memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Final
 from thunderagent.programs.model.records.learned import HistogramRecord
 
 REMEMBERED_COUNT: Final = 2000.0
-"""Values that count: beyond, all counts are halved, so that the newest half weighs as much as all before."""
+"""Values that count: above it all counts are halved, so the newest half weighs as much as all before."""
 
 SLACK: Final = 1e-3
-"""By so much sums of counts may differ that were added in another order."""
+"""By how much sums of counts may differ if they were added in another order."""
 
 MOST_TOKENS: Final = 1e9
-"""A mean of more tokens is none."""
+"""A larger mean of tokens is not believed."""
 
 
 class LogHistogram:
@@ -25,15 +25,15 @@ class LogHistogram:
     __slots__ = ("_below", "_counts", "_edges", "_index", "total")
 
     def __init__(self, edges: Sequence[float]) -> None:
-        """Begin empty; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""
+        """Create an empty histogram; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""
         self._edges = edges
         self._counts = [0.0] * (len(edges) + 1)
         self.total = 0.0
         """Values that count."""
         self._index = 0
-        """The bin in which a quantile was found last: the next one mostly lies there, or in a bin beside it."""
+        """The bin of the last quantile: the next one is mostly there, or in a bin beside it."""
         self._below = 0.0
-        """How many values are below that."""
+        """How many values are below that bin."""
 
     def add(self, value: float) -> None:
         """Count a value. Cost: O(log bins)."""
@@ -48,18 +48,18 @@ class LogHistogram:
             self._index, self._below = 0, 0.0
 
     def export(self) -> HistogramRecord:
-        """Return what it holds."""
+        """Return its content."""
         return HistogramRecord(tuple(self._counts), self.total)
 
     def adopt(self, record: HistogramRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other edges, or cannot be."""
+        """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
         check_counts(record.counts, len(self._counts))
         check_range("values", record.total - sum(record.counts), (-SLACK, SLACK))
         self._counts, self.total = list(record.counts), record.total
         self._index, self._below = 0, 0.0
 
     def quantile(self, ratio: float, default: float) -> float:
-        """Return the value that `ratio` of all are below, between edges in proportion; `default` without values."""
+        """Return the value below which `ratio` of all lie, interpolated between edges; `default` if empty."""
         if not self.total:
             return default
         counts, index, below, wanted = self._counts, self._index, self._below, ratio * self.total
@@ -78,18 +78,18 @@ class LogHistogram:
 
 
 def check_counts(counts: Sequence[float], bins_count: int) -> None:
-    """Raise ValueError if these are not so many counts."""
+    """Raise ValueError unless these are `bins_count` valid counts."""
     if len(counts) != bins_count or not all(0 <= each < inf for each in counts):
         raise ValueError(f"not {bins_count} counts")
 
 
 def check_range(what: str, value: float, bounds: tuple[float, float]) -> None:
-    """Raise ValueError if a value is infinite, or not within these bounds; both are."""
+    """Raise ValueError if a value is infinite or outside of these inclusive bounds."""
     least, most = bounds
     if not (least <= value <= most and value < inf):
         raise ValueError(f"{what}: {value} is not from {least} to {most}")
 
 
 def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:
-    """Return `count` edges from `first` on, each `step_ratio` times the one before."""
+    """Return `count` edges from `first` on, each `step_ratio` times the previous one."""
     return tuple(first * step_ratio**index for index in range(count))

@@ -1,4 +1,4 @@
-"""What the scheduler learns from what happens: how long tools run, how programs grow, how fast prefill is."""
+"""What the scheduler learns from events: how long tools run, how programs grow, how fast prefill is."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from thunderagent.programs.model.records.learned import CapacityRecord, LearnedR
 from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
 
 FIRST_TOKENS_PER_BYTE_RATIO: Final = 0.25
-"""English text in a common tokenizer: four bytes a token. Used until the first usage says better."""
+"""English text in a common tokenizer: four bytes a token. Used until the first usage report."""
 
 MOST_TOKENS_PER_BYTE_RATIO: Final = 1.0
 LEAST_TOKENS_PER_BYTE_RATIO: Final = 1 / 16
-"""A token of a text has a byte at least, and few have sixteen. What is beyond is learned of its own program alone: its
-client may have made its usage up, or filled its bodies up with what is no prompt."""
+"""A token of text has at least one byte, and few have sixteen. Values outside count only for the program itself: its
+client may have made its usage up, or filled its bodies with something other than a prompt."""
 
 LEARNING_RATIO: Final = 0.05
-"""Weight of the newest turn in the learned tokens per byte of programs that are seen for the first time."""
+"""Weight of the newest turn in the learned tokens per byte of new programs."""
 
 UNKNOWN_GROWTH_RATIO: Final = 3.0
-"""Until some programs ended, one is expected to become larger than its first prompt by so much of it."""
+"""Until some programs ended, a program is expected to exceed its first prompt by this ratio of it."""
 
 LEAST_IDLE_LIMIT_S: Final = 300.0
-"""However quick its tool is, a program may take so long: a person may have been asked, or a network is slow."""
+"""However quick its tool usually is, a program may take this long: a person may be asked, or a network is slow."""
 
 LATE_RETURNS_RATIO: Final = 0.99
-"""Of a tool's returns so many count as usual; the idle limit is `IDLE_LIMIT_FACTOR` times what these take."""
+"""Ratio of a tool's returns that count as usual; the idle limit is `IDLE_LIMIT_FACTOR` times their longest time."""
 
 IDLE_LIMIT_FACTOR: Final = 2.0
 
@@ -47,7 +47,7 @@ TOOL_LEARNING_RATIO: Final = 0.05
 """Weight of the newest tool's time in the mean."""
 
 UNSEEN_REPLICAS_COUNT: Final = 256
-"""What was learned of so many replicas that did not come back is kept: pods come back under other names."""
+"""How many absent replicas keep what was learned of them: pods come back under other names."""
 
 
 class Knowledge:
@@ -77,11 +77,11 @@ class Knowledge:
     )
 
     def __init__(self, rules: ClaimRules | None = None) -> None:
-        """Begin with first guesses; `rules` say how claims are measured."""
+        """Start with first guesses; `rules` say how claims are measured."""
         self._rules = rules or ClaimRules()
         self._learns_reserve = self._rules.growth_quantile > 0
         self._turn_tokens = self._output_tokens = self._rules.reserve_tokens
-        """What claims hold beside contexts: for a whole turn, and for an answer alone."""
+        """What claims hold beyond contexts: for a whole turn, and for an answer alone."""
         self.tool_times = ToolTimes()
         self.prefill_speed = PrefillSpeed()
         self.growth = Growth()
@@ -96,11 +96,11 @@ class Knowledge:
         self.mean_tool_s = 0.0
         """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
         self.tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
-        """Of programs that are seen for the first time."""
+        """For new programs."""
         self.residences = Residences()
         self._corrections: dict[str, CapacityCorrection] = {}
         self._known_capacities: dict[str, CapacityRecord] = {}
-        """Of replicas that were not heard of since they were taken in."""
+        """Of replicas not heard of since their records were adopted."""
         self.tiers = TierPrices()
 
     def correction(self, replica_id: str) -> CapacityCorrection:
@@ -108,7 +108,7 @@ class Knowledge:
         return self._corrections[replica_id]
 
     def replica_opened(self, replica_id: str, now_s: float) -> None:
-        """Begin to learn of a replica, or go on."""
+        """Start to learn of a replica, or resume it."""
         correction = self._corrections[replica_id] = CapacityCorrection(now_s)
         if (known := self._known_capacities.pop(replica_id, None)) is not None:
             correction.adopt(known)
@@ -119,7 +119,7 @@ class Knowledge:
         self.tiers.replica_removed(replica_id)
 
     def export(self) -> LearnedRecord:
-        """Return all that was learned. Cost: O(all of it): half a millisecond where it is most."""
+        """Return all that was learned. Cost: O(all of it), half a millisecond at most."""
         corrections = self._corrections.items()
         capacities = [record for each_id, each in corrections if (record := each.export(each_id)) is not None]
         unseen = list(self._known_capacities.values())[-UNSEEN_REPLICAS_COUNT:]
@@ -152,7 +152,7 @@ class Knowledge:
         )
 
     def adopt(self, learned: LearnedRecord) -> None:
-        """Know what another one knew, in place of what was learned here. Raises ValueError for what cannot be."""
+        """Replace what was learned here by what another process learned. Raises ValueError for impossible values."""
         ratio = learned.prices.tokens_per_byte_ratio
         check_range("mean time of tools", learned.mean_tool_s, (0.0, inf))
         check_range("tokens a byte", ratio, (LEAST_TOKENS_PER_BYTE_RATIO, MOST_TOKENS_PER_BYTE_RATIO))
@@ -172,14 +172,15 @@ class Knowledge:
             if (correction := self._corrections.get(known.replica_id)) is not None:
                 correction.adopt(known)
             else:
-                CapacityCorrection(0.0).adopt(known)  # it can be
+                CapacityCorrection(0.0).adopt(known)  # raises if it is impossible
                 self._known_capacities[known.replica_id] = known
         self.tiers.adopt(learned.tiers)
 
     def _measure_reserves(self) -> None:
-        """Find out what claims hold beside contexts, if that is learned.
+        """Compute what claims hold beyond contexts, if that is learned.
 
-        After each turn: after every 16, claims would lag behind what turns add, for a fiftieth of the time of an event.
+        It runs after each turn: every 16 turns would let claims lag behind what turns add, to save a fiftieth of an
+        event's time.
         """
         growth, rules = self.growth, self._rules
         if self._learns_reserve:
@@ -187,9 +188,9 @@ class Knowledge:
             self._output_tokens = growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
 
     def learn_size(self, turn: Turn, branch: Branch | None, prompt_tokens: int) -> None:
-        """Learn how many tokens the bytes of a prompt are, or, where it has media, what these are beside its text.
+        """Learn how many tokens a prompt's bytes are, or, with media, what the media add to its text.
 
-        Of a turn that is a stranger's word only its own branch learns.
+        If nobody vouches for the turn's numbers, only its own branch learns.
         """
         if turn.unverified:
             if branch is not None and not turn.media:
@@ -207,15 +208,15 @@ class Knowledge:
             branch.tokens_per_byte_ratio = ratio
 
     def lost_token_s(self, replica_id: str | None) -> float:
-        """Return what it costs a replica to have a token again that its memory lost: to compute it, or to load it."""
+        """Return what it costs a replica to regain a token that its memory lost: by computing or loading it."""
         prefill_token_s = self.prefill_speed.token_s
         return self.tiers.lost_token_s(replica_id, prefill_token_s) if self.tiers.by_replica else prefill_token_s
 
     def break_even_s(self, replica_id: str | None, capacity_tokens: int) -> float:
-        """Return how long a replica takes to fill its whole memory: by prefill, or from the tier behind it.
+        """Return how long a replica takes to fill its whole memory, by prefill or from the tier behind it.
 
-        It pays to hold tokens at most for so long rather than to have them again later: memory of C tokens that takes
-        b·C seconds to fill does nothing else meanwhile.
+        Holding tokens pays at most for that long, compared with regaining them later: memory of C tokens that takes b·C
+        seconds to fill does nothing else meanwhile.
         """
         return self.lost_token_s(replica_id) * capacity_tokens
 
@@ -224,7 +225,7 @@ class Knowledge:
         return int(self.tiers.loading_s(ended) / self.prefill_speed.token_s) if self.tiers.by_replica else 0
 
     def idle_limit_s(self, tool: str) -> float:
-        """Return after how long in a tool a program will most likely not come back any more. Cost: O(intervals)."""
+        """Return the time in a tool after which a program will most likely not come back. Cost: O(intervals)."""
         usual_s = self.tool_times.returned_within_s(tool, LATE_RETURNS_RATIO)
         return max(LEAST_IDLE_LIMIT_S, IDLE_LIMIT_FACTOR * usual_s)
 
@@ -247,13 +248,13 @@ class Knowledge:
         program.last_ended_s = ended.now_s
 
     def tool_began(self, program: Program) -> None:
-        """Note that a program is at a tool from now on."""
+        """Note that a program's tool runs from now on."""
         program.tool_runs = True
         program.censored_after_s = None
         self.tools_running_count += 1
 
     def tool_returned(self, program: Program, now_s: float) -> None:
-        """Learn how long a program was away, whose turn arrives."""
+        """Learn how long a program was away when its turn arrives."""
         program.away_s = now_s - program.acting_since_s
         self.tools_running_count -= 1
         program.ideal_s_total += program.away_s
@@ -271,13 +272,13 @@ class Knowledge:
         self.tools_running_count -= 1
 
     def tool_censored(self, program: Program, now_s: float) -> None:
-        """Learn that a program, whose claim is taken, is not back yet."""
+        """Learn that a program whose claim is taken is not back yet."""
         if program.tool_runs and program.censored_after_s is None:
             program.censored_after_s = away_s = now_s - program.acting_since_s
             self.tool_times.censored(program.tool, away_s)
 
     def tools_censored(self, programs: Sequence[Program], now_s: float) -> None:
-        """Learn the same of many."""
+        """Learn the same of many programs."""
         by_tool: dict[str, list[float]] = {}
         for program in programs:
             if program.tool_runs and program.censored_after_s is None:
@@ -298,7 +299,7 @@ class Knowledge:
             self.growth.program_ended(program.larger_tokens_total, program.turn_count)
 
     def measure_claim(self, program: Program) -> None:
-        """Measure what a program claims: its context, what its next turn adds, and apart its further growth."""
+        """Measure what a program claims: its context and what its next turn adds; separately its further growth."""
         reserve_tokens = self._turn_tokens
         turns = program.in_flight or program.held
         if turns and self._learns_reserve:

@@ -1,7 +1,7 @@
-"""How many tokens images, audio and files are to an engine: learned from usage, for each model, kind and size.
+"""How many tokens images, audio and files take in an engine: learned from usage, for each model, kind and size.
 
-A class comes with a first guess. What a turn's usage says beyond its text is shared among its classes in proportion to
-what they are expected to be, and each class remembers by how much its guess was wrong.
+A class starts with a first guess. A turn's usage beyond its text is split among its classes in proportion to their
+expected sizes, and each class remembers by how much its guess was wrong.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LEARNING_RATIO: Final = 0.25
 """Weight of the newest turn; the first of a class is believed at once."""
 
 LARGEST_FACTOR: Final = 64.0
-"""A guess is wrong by no more than that: whoever teaches more speaks of something else."""
+"""The largest factor by which a guess can be wrong: anything beyond is not about media."""
 
 CLASSES_COUNT: Final = 1024
-"""So many are remembered, the one longest unused forgotten first: clients name their models as they like."""
+"""How many classes are remembered; the one longest unused is forgotten first, since clients name models freely."""
 
 
 class MediaSizes:
@@ -29,26 +29,26 @@ class MediaSizes:
     __slots__ = ("_factors",)
 
     def __init__(self) -> None:
-        """Begin by believing the guesses."""
+        """Start by believing the guesses."""
         self._factors: OrderedDict[str, float] = OrderedDict()
 
     def export(self) -> tuple[tuple[str, float], ...]:
-        """Return by how much the guess of each class was wrong."""
+        """Return by how much each class's guess was wrong."""
         return tuple(self._factors.items())
 
     def adopt(self, factors: Iterable[tuple[str, float]]) -> None:
-        """Know what another one knew. Raises ValueError for what cannot be."""
+        """Adopt what another process learned. Raises ValueError for impossible values."""
         kept = deque(factors, maxlen=CLASSES_COUNT)
         for name, factor in kept:
             check_range(name, factor, (1 / LARGEST_FACTOR, LARGEST_FACTOR))
         self._factors = OrderedDict(kept)
 
     def tokens(self, media: Media) -> int:
-        """Return how many tokens all of these are expected to be."""
+        """Return the expected tokens of all of these."""
         return int(sum(tokens * self._factors.get(name, 1.0) for name, tokens in media))
 
     def learn(self, media: Media, tokens: float) -> None:
-        """Take in that all of these were so many tokens."""
+        """Learn that all of these together took this many tokens."""
         expected_tokens = sum(guess * self._factors.get(name, 1.0) for name, guess in media)
         if expected_tokens <= 0:
             return

@@ -1,7 +1,7 @@
-"""When is a program that waits admitted? Learned from how fast the paused queue moved lately.
+"""When a waiting program will be restored, learned from how fast the paused queue moved lately.
 
-Time in which nobody waits whom the policy could restore says nothing about that, so only waiting time counts. Both the
-restores and the time are forgotten at the same pace: what is left of them, divided, is the time between two restores.
+Time in which the policy could restore nobody who waits says nothing about that, so only waiting time counts. Restores
+and time are forgotten at the same pace: their quotient is the time between two restores.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ HALF_LIFE_S: Final = 120.0
 """Waiting time after which a restore counts half: a few turns of every program."""
 
 LONGEST_INTERVAL_S: Final = 3600.0
-"""Nobody is told to expect more: after so long without a restore, how long it takes is not known any more."""
+"""The longest wait that is told: after this time without a restore, the pace is unknown."""
 
 LEAST_RESTORES_COUNT: Final = 1e-6
-"""So much is never forgotten: that a restore was seen."""
+"""This much is never forgotten: that a restore was seen."""
 
 
 class RestorePace:
@@ -39,19 +39,19 @@ class RestorePace:
         return min(LONGEST_INTERVAL_S, self._waited_s / self._restore_count) if self._restore_count else 0.0
 
     def export(self) -> tuple[float, float]:
-        """Return how many restores there were lately, and in how many seconds of waiting."""
+        """Return the number of recent restores, and their seconds of waiting."""
         return self._restore_count, self._waited_s
 
     def adopt(self, restores: tuple[float, float]) -> None:
-        """Know what another one knew. Raises ValueError for what cannot be."""
+        """Adopt what another process learned. Raises ValueError for impossible values."""
         for each in restores:
             check_range("restores", each, (0.0, inf))
         self._restore_count, self._waited_s = restores
 
     def accrue(self, now_s: float, *, waiting: bool) -> None:
-        """Count the time since the last call, if somebody waited in it; `waiting` says whether somebody does now.
+        """Count the time since the last call if somebody waited in it; `waiting` says whether somebody does now.
 
-        Called when that changes, and now and then, for what was long ago counts less.
+        Call it when that changes, and now and then, because older time counts less.
         """
         if self.waiting and now_s > self._accrued_s:
             passed_s = now_s - self._accrued_s
@@ -63,6 +63,6 @@ class RestorePace:
         self.waiting = waiting
 
     def restored(self, now_s: float) -> None:
-        """Count a restore of a program that had waited."""
+        """Count the restore of a program that had waited."""
         self.accrue(now_s, waiting=self.waiting)
         self._restore_count += 1.0

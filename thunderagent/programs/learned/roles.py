@@ -1,4 +1,4 @@
-"""How much each role of agents generates in a turn, as learned."""
+"""How much each role of agents generates per turn, as learned."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from thunderagent.programs.learned.histogram import MOST_TOKENS, SLACK, check_ra
 from thunderagent.programs.model.turn import TurnEnded
 
 MAX_ROLES_COUNT: Final = 1024
-"""Clients may name every turn's role anew: of the roles, the one longest not heard of is forgotten first."""
+"""Clients may name a new role with every turn: the role longest not heard of is forgotten first."""
 
 FORGETTING_RATIO: Final = 0.99
-"""Weight of a turn over that of the next one of its role."""
+"""Weight of a turn relative to that of the next one of its role."""
 
 
 class RoleOutputs:
-    """The mean output of a turn of each role; of one that is not known, that of all turns."""
+    """The mean output of each role's turns; for an unknown role, that of all turns."""
 
     __slots__ = ("_all", "_of_role")
 
@@ -30,7 +30,7 @@ class RoleOutputs:
         return len(self._of_role)
 
     def turn_ended(self, ended: TurnEnded) -> None:
-        """Take in a turn. Cost: O(1)."""
+        """Learn from a turn. Cost: O(1)."""
         of_role, role, output_tokens = self._of_role, ended.turn.role, ended.output_tokens
         weight, tokens = self._all
         self._all = weight * FORGETTING_RATIO + 1.0, tokens * FORGETTING_RATIO + output_tokens
@@ -45,7 +45,7 @@ class RoleOutputs:
         return self._all, tuple((role, *sums) for role, sums in self._of_role.items())
 
     def adopt(self, all_roles: tuple[float, float], roles: Iterable[tuple[str, float, float]]) -> None:
-        """Know what another one knew. Raises ValueError for what cannot be."""
+        """Adopt what another process learned. Raises ValueError for impossible values."""
         kept = deque(roles, maxlen=MAX_ROLES_COUNT)
         for weight, tokens in (all_roles, *((weight, tokens) for _, weight, tokens in kept)):
             check_range("turns of a role", weight, (0.0, 1 / (1 - FORGETTING_RATIO) + SLACK))
@@ -54,6 +54,6 @@ class RoleOutputs:
         self._of_role = OrderedDict((role, (weight, tokens)) for role, weight, tokens in kept)
 
     def expected_tokens(self, role: str) -> int:
-        """Return what a turn of that role is expected to generate: 0 before any turn was seen."""
+        """Return the expected output of a turn of that role: 0 before any turn was seen."""
         weight, tokens = self._of_role.get(role, self._all)
         return round(tokens / weight) if weight else 0

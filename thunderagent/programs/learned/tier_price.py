@@ -1,20 +1,20 @@
-"""What a prefix costs that an engine lost from its pool: to load it from a tier behind it, or to compute it again.
+"""The cost of a prefix that an engine's pool lost: loading it from a tier behind the pool, or computing it again.
 
 Theory of operation
 ===================
-An engine may have a tier behind its pool: memory of the host, or a disk, to which evicted blocks go. A context that is
-not in the pool any more is then mostly loaded, which costs far less than to compute it. So what losing a token costs is
+An engine may have a tier behind its pool: host memory or a disk, to which evicted blocks go. A context that left the
+pool is then mostly loaded, which is far cheaper than computing it. So losing a token costs
 
     found · restore + (1 - found) · prefill
 
-seconds: `found` is the part of what the pool had lost that the tier still had, `restore` the time to load a token.
+seconds: `found` is the part of the pool's losses that the tier still had, `restore` the time to load a token.
 
-Both are learned from turns that come back to the engine that ran the turn before. Of their context the engine should
-have had so much in its pool (`residency.py`); of the rest what its usage calls cached came from the tier. The time to
-the first token, less the prefill of what was not cached, was the loading, or waiting for others: a low quantile is near
-the truth, as for prefill itself. An engine whose usage does not say what was cached tells by its counters alone how
-much was found, and that too low, because they count new tokens among what was looked up; its price of loading stays
-unknown, and a loss costs what it costs without a tier.
+Both are learned from turns that come back to the engine that ran the previous turn. The engine should have part of
+their context in its pool (`residency.py`); whatever else its usage calls cached came from the tier. The time to the
+first token, less the prefill of what was not cached, was loading, or waiting for others: a low quantile is near the
+truth, as for prefill itself. If an engine's usage does not say what was cached, only its counters tell how much was
+found. They tell too little, because they count new tokens among the lookups. The price of loading then stays unknown,
+and a loss costs what it costs without a tier.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ from thunderagent.programs.model.records.learned import TierRecord
 from thunderagent.programs.model.turn import TurnEnded
 
 LOW_RATIO: Final = 0.25
-"""Turns that waited least for others."""
+"""Ratio of turns that waited least for others."""
 
 ENOUGH_TURNS_COUNT: Final = 8
-"""Until so many told, a loss is taken to cost what it costs without a tier."""
+"""Turns to see before a loss is priced with a tier."""
 
 FORGETTING_RATIO: Final = 0.98
-"""Weight of a turn over that of the next one: a tier may be full within minutes."""
+"""Weight of a turn relative to that of the next one: a tier may fill within minutes."""
 
 UNSEEN_REPLICAS_COUNT: Final = 256
-"""What was learned of so many replicas that did not come back is kept."""
+"""How many absent replicas keep what was learned of them."""
 
 
 class TierPrice:
-    """Learn what one replica's tier holds, and what it costs to load it."""
+    """Learns what one replica's tier holds, and what it costs to load it."""
 
     __slots__ = ("_found_tokens", "_missing_tokens", "_restore_s", "found_ratio", "restore_token_s")
 
     def __init__(self) -> None:
-        """Begin with a tier of which nothing is known."""
+        """Start with a tier of which nothing is known."""
         self._restore_s = LogHistogram(TOKEN_S_EDGES)
         self._missing_tokens = self._found_tokens = 0.0
         self.found_ratio = 0.0
-        """Part of what the pool had lost that the tier had; 0 until one turn told."""
+        """Ratio of the pool's losses that the tier had; 0 until a turn showed it."""
         self.restore_token_s = inf
-        """Seconds to load a token; infinite until enough turns told."""
+        """Seconds to load a token; infinite until enough turns showed it."""
 
     def found(self, missing_tokens: int, found_tokens: int) -> None:
-        """Take in how much of what a pool had lost was found behind it."""
+        """Learn how much of a pool's loss was found behind it."""
         self._missing_tokens = self._missing_tokens * FORGETTING_RATIO + missing_tokens
         self._found_tokens = self._found_tokens * FORGETTING_RATIO + found_tokens
         self._measure()
 
     def loaded(self, loading_s: float, tokens: int) -> None:
-        """Take in how long a first token took, but for prefill, of a turn of which so many tokens were loaded."""
+        """Learn the time to the first token, less prefill, of a turn that loaded this many tokens."""
         if tokens >= MANY_TOKENS:
             self._restore_s.add(max(0.0, loading_s) / tokens)
             self._measure()
 
     def lost_token_s(self, prefill_token_s: float) -> float:
-        """Return what it costs to get a token back that the pool lost: never more than to compute it."""
+        """Return the cost of regaining a token that the pool lost: never more than that of computing it."""
         restore_token_s = min(self.restore_token_s, prefill_token_s)
         return prefill_token_s + self.found_ratio * (restore_token_s - prefill_token_s)
 
     def export(self, replica_id: str) -> TierRecord:
-        """Return what it holds."""
+        """Return its content."""
         return TierRecord(replica_id, self._restore_s.export(), self._missing_tokens, self._found_tokens)
 
     def adopt(self, record: TierRecord) -> None:
-        """Know what another one knew. Raises ValueError for what cannot be."""
+        """Adopt what another process learned. Raises ValueError for impossible values."""
         check_range("missing tokens", record.missing_tokens, (0.0, inf))
         check_range("found tokens", record.found_tokens, (0.0, record.missing_tokens))
         self._restore_s.adopt(record.restore)
@@ -92,18 +92,18 @@ class TierPrice:
 
 
 class TierPrices:
-    """The prices of all replicas that have a tier; of the others nothing is known here, and nothing done."""
+    """The prices of all replicas with a tier; other replicas are unknown here and cost nothing."""
 
     __slots__ = ("_known", "by_replica")
 
     def __init__(self) -> None:
-        """Begin with no tier anywhere."""
+        """Start without a tier anywhere."""
         self.by_replica: dict[str, TierPrice] = {}
         self._known: dict[str, TierRecord] = {}
-        """Of replicas that were not heard of since this was taken in."""
+        """Of replicas not heard of since this was adopted."""
 
     def polled(self, replica_id: str, query_tokens: int, hit_tokens: int, *, tells_cached: bool) -> bool:
-        """Take in a replica's counters, if its turns do not say it better; say whether its tier was not known."""
+        """Learn from a replica's counters, unless its turns tell more; return whether its tier is new."""
         price = self.by_replica.get(replica_id)
         is_new = price is None
         if price is None:
@@ -119,12 +119,12 @@ class TierPrices:
         self.by_replica.pop(replica_id, None)
 
     def lost_token_s(self, replica_id: str | None, prefill_token_s: float) -> float:
-        """Return what it costs a replica to have a token again that its pool lost."""
+        """Return what it costs a replica to regain a token that its pool lost."""
         price = self.by_replica.get(replica_id or "")
         return prefill_token_s if price is None else price.lost_token_s(prefill_token_s)
 
     def loading_s(self, ended: TurnEnded) -> float:
-        """Return how long what came from the tier took a turn; an estimate if nobody said how much."""
+        """Return how long a turn took to load from the tier; an estimate if the amount is unknown."""
         price = self.by_replica.get(ended.turn.account_id or "")
         if price is None or ended.branch is None or price.restore_token_s == inf:
             return 0.0
@@ -133,7 +133,7 @@ class TierPrices:
     def turn_ended(self, ended: TurnEnded, answered_s: float, prefill_token_s: float) -> bool:
         """Learn from a turn with a branch, whose first token came `answered_s` after its grant.
 
-        Say whether it loaded, or may have: then its time is none of prefill alone.
+        Return whether it loaded, or may have: then its time is not prefill alone.
         """
         branch, replica_id = ended.branch, ended.turn.account_id
         assert branch is not None
@@ -155,7 +155,7 @@ class TierPrices:
         return (*unseen, *[price.export(replica_id) for replica_id, price in self.by_replica.items()])
 
     def adopt(self, records: Sequence[TierRecord]) -> None:
-        """Know what another one knew. Raises ValueError for what cannot be."""
+        """Adopt what another process learned. Raises ValueError for impossible values."""
         for record in records:
             price = self.by_replica.get(record.replica_id)
             (TierPrice() if price is None else price).adopt(record)
@@ -164,7 +164,7 @@ class TierPrices:
 
 
 def _split(ended: TurnEnded) -> tuple[int, int]:
-    """Return how much of a turn's context its replica's pool had lost, and how much it should have had still."""
+    """Return how much of a turn's context its replica's pool had lost, and how much it should still have."""
     pool_tokens = max(ended.turn.resident_tokens, ended.turn.kept_tokens)
     return max(0, ended.known_tokens - pool_tokens), pool_tokens
 

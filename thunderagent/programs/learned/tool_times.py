@@ -1,21 +1,20 @@
-"""How long tools run, learned for each tool, and how long it pays to hold a program's memory while one does.
+"""How long each tool runs, as learned, and how long holding a program's memory pays meanwhile.
 
 Theory of operation
 ===================
 When a turn ends nobody knows how long the tool will run; but tools of one name are alike. For each name, and for all
 together, a life table on a logarithmic scale counts how many programs were *at risk* of coming back in each interval
-and how many *returned* in it (Kaplan and Meier: a program that is paused, or ends, before it returns was at risk until
-then, and says nothing of later). A name that was seen seldom is drawn towards all tools together, and these towards a
+and how many *returned* in it. (Kaplan and Meier: a program that is paused, or ends, before it returns was at risk until
+then, and says nothing of later.) A rarely seen name is drawn towards all tools together, and these towards a
 heavy-tailed guess.
 
-Holding c tokens for t seconds costs c·t of memory; pausing costs their recomputation, which is worth holding
-them for some threshold of T seconds, the same for every size, because recomputation is linear in tokens, too. Whoever
-holds on until time u, or the return if that is sooner, pays E[min(return, u)] and saves T·P(return <= u). The best u of
-all gives the *return rate*
+Holding c tokens for t seconds costs c·t of memory. Pausing costs their recomputation, which is worth a threshold of T
+seconds of holding. T is the same for every size, because recomputation is linear in tokens, too. Holding until time u,
+or until an earlier return, costs E[min(return, u)] and saves T·P(return <= u). The best u gives the *return rate*
 
     G(t) = max over u of P(t < return <= u) / E[min(return, u) - t],
 
-given that the tool has run for t seconds already: the Gittins index of the tool. To hold pays as long as G(t)·T > 1.
+given that the tool has run for t seconds already: the Gittins index of the tool. Holding pays as long as G(t)·T > 1.
 For tools whose hazard falls with time, as most do, G is the hazard itself.
 """
 
@@ -38,26 +37,26 @@ _STARTS_S: Final = (0.0, *EDGES_S)
 _LENGTHS_S: Final = (*(end - start for start, end in zip(_STARTS_S, EDGES_S, strict=False)), EDGES_S[-1])
 
 RETURN_RATIO: Final = 0.22
-"""First guess: how many of those still away return in an interval. 0.22 is a Pareto tail with exponent 0.7."""
+"""First guess of the ratio of those still away that return in an interval: 0.22 is a Pareto tail with exponent 0.7."""
 
 GUESS_WEIGHT: Final = 2.0
-"""What the first guess weighs, in programs at risk."""
+"""Weight of the first guess, in programs at risk."""
 
 ALL_TOOLS_WEIGHT: Final = 8.0
-"""What all tools together weigh against one name, in programs at risk."""
+"""Weight of all tools together against one name, in programs at risk."""
 
 REMEMBERED_COUNT: Final = 1000.0
-"""Returns that count of one tool; beyond, what was seen before is halved."""
+"""Returns that count per tool; above it, what was seen before is halved."""
 
 NAMES_COUNT: Final = 256
-"""Names that are remembered; of more, the one that was not seen for longest is forgotten."""
+"""Names that are remembered; beyond, the name longest unseen is forgotten."""
 
 SEEN_COUNT: Final = 10.0
-"""Returns of a tool from which on it is believed how late they come."""
+"""Returns of a tool that must be seen before their lateness is believed."""
 
 REFRESH_AFTER_COUNT: Final = 16
-"""Rates are computed anew after so many new observations: sooner while there are few, after each fourth part more, and
-later while there are many, after each eighth part more."""
+"""Rates are recomputed after this many new observations: sooner while there are few (after each further quarter), later
+while there are many (after each further eighth)."""
 
 
 class _LifeTable:
@@ -72,7 +71,7 @@ class _LifeTable:
         self.refresh_at_count = 0.0
         self.rates: list[float] = []
         self.lowest: list[float] = []
-        """Of each interval, the lowest rate up to there with its sign turned, so that they ascend."""
+        """For each interval, the lowest rate up to there, negated so that the list ascends."""
 
     def add(self, leaves: list[float], interval_id: int) -> None:
         leaves[interval_id] += 1.0
@@ -84,7 +83,7 @@ class _LifeTable:
             self.refresh_at_count = 0.0
 
     def add_away(self, counts: Sequence[int]) -> None:
-        """Count who left otherwise, so many in each interval."""
+        """Count those that left otherwise, by interval."""
         count = sum(counts)
         if self.count + count > REMEMBERED_COUNT:
             for interval_id, of_interval in enumerate(counts):
@@ -95,16 +94,16 @@ class _LifeTable:
         self.count += count
 
     def export(self, name: str) -> ToolRecord:
-        """Return what it holds, and the rates that are used until they are refreshed."""
+        """Return its content, and the rates in use until the next refresh."""
         rates = tuple(self.rates)
         return ToolRecord(name, tuple(self.returned), tuple(self.away), self.count, rates, self.refresh_at_count)
 
     def adopt(self, record: ToolRecord) -> None:
-        """Hold what another one held. Raises ValueError if that has other intervals, or cannot be."""
+        """Adopt another's content. Raises ValueError if it has other intervals or impossible values."""
         if {len(record.returned), len(record.away)} != {len(_STARTS_S)} or len(record.rates) not in (0, len(_STARTS_S)):
             raise ValueError(f"not {len(_STARTS_S)} intervals")
         check_counts(record.returned, len(_STARTS_S))
-        for each in record.away:  # who came back later may leave less than none
+        for each in record.away:  # a program that came back later may leave a negative count
             check_range("away", each, (-REMEMBERED_COUNT, inf))
         for each in record.rates:
             check_range("rate", each, (0.0, inf))
@@ -115,17 +114,17 @@ class _LifeTable:
         self.set_rates(list(record.rates))
 
     def set_rates(self, rates: list[float]) -> None:
-        """Take in the return rate of each interval."""
+        """Set the return rate of each interval."""
         self.rates = rates
         self.lowest = [-rate_per_s for rate_per_s in accumulate(rates, min)]
 
     def return_ratios(self, guess: list[float], guess_count: float) -> list[float]:
-        """Return, for each interval, which part of those still away at its start return in it."""
+        """Return, for each interval, the ratio of those away at its start that return in it."""
         at_risk = 0.0
         ratios = []
         for index in range(len(_STARTS_S) - 1, -1, -1):
             returned, away = self.returned[index], max(0.0, self.away[index])
-            # Who left in the interval without returning was at risk for half of it, in the mean.
+            # A program that left in the interval without returning was at risk for half of it on average.
             exposed = at_risk + returned + away / 2
             ratios.append((returned + guess_count * guess[index]) / (exposed + guess_count))
             at_risk += returned + away
@@ -134,12 +133,12 @@ class _LifeTable:
 
 
 class ToolTimes:
-    """Life tables of tools by name, and of all together. Not named (`""`) is a name like others."""
+    """Life tables of tools by name, and of all together. The empty name (`""`) is a name like others."""
 
     __slots__ = ("_all", "_by_name", "_guess")
 
     def __init__(self) -> None:
-        """Begin with the first guess only."""
+        """Start with the first guess only."""
         self._guess = [RETURN_RATIO] * len(_STARTS_S)
         self._all = _LifeTable()
         self._by_name: OrderedDict[str, _LifeTable] = OrderedDict()
@@ -152,26 +151,26 @@ class ToolTimes:
         return self._all.export(""), tuple(table.export(name) for name, table in self._by_name.items())
 
     def adopt(self, all_tools: ToolRecord, tools: Sequence[ToolRecord]) -> None:
-        """Know what another one knew. Raises ValueError if that has other intervals."""
+        """Adopt what another process learned. Raises ValueError if it has other intervals."""
         self._all.adopt(all_tools)
         self._by_name.clear()
         for record in tools:
             self._table(record.name).adopt(record)
 
     def returned(self, name: str, away_s: float) -> None:
-        """Learn that a program came back so long after its tool began."""
+        """Learn that a program came back this long after its tool began."""
         interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
         everything.add(everything.returned, interval_id)
         table.add(table.returned, interval_id)
 
     def censored(self, name: str, away_s: float) -> None:
-        """Learn that a program was not back after so long, when its memory was given away or it ended."""
+        """Learn that a program was not back after this time, when its memory was given away or it ended."""
         interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
         everything.add(everything.away, interval_id)
         table.add(table.away, interval_id)
 
     def all_censored(self, name: str, away_s: Sequence[float]) -> None:
-        """Learn the same of many."""
+        """Learn the same of many programs."""
         ordered = sorted(away_s)
         below = [0, *[bisect_left(ordered, edge_s) for edge_s in EDGES_S], len(ordered)]
         counts = [upto - before for before, upto in pairwise(below)]
@@ -179,16 +178,16 @@ class ToolTimes:
         self._table(name).add_away(counts)
 
     def came_back_late(self, name: str, censored_after_s: float, away_s: float) -> None:
-        """Learn that a program that was paused came back in the end: `censored` was not the last of it."""
+        """Learn that a paused program came back after all: `censored` was not the end of it."""
         censored_id, interval_id = bisect_right(EDGES_S, censored_after_s), bisect_right(EDGES_S, away_s)
-        for table in (self._all, self._table(name)):  # which hold as many as before
+        for table in (self._all, self._table(name)):  # the totals stay the same
             table.away[censored_id] -= 1.0
             table.returned[interval_id] += 1.0
 
     def hold_s(self, name: str, threshold_s: float) -> float:
-        """Return how long after the begin of a tool it pays to hold: until G·threshold falls to 1.
+        """Return how long from a tool's begin holding pays: until G·threshold falls to 1.
 
-        `inf` if it never does. Cost: O(log intervals); now and then O(intervals) to compute the rates.
+        `inf` if it never does. Cost: O(log intervals); sometimes O(intervals) to compute the rates.
         """
         needed_per_s = 1.0 / threshold_s if threshold_s > 0 else inf
         first_below = bisect_right(self._refreshed(name).lowest, -needed_per_s)
@@ -199,9 +198,9 @@ class ToolTimes:
         return self._refreshed(name).rates[bisect_right(EDGES_S, elapsed_s)]
 
     def returned_within_s(self, name: str, ratio: float) -> float:
-        """Return within what time so many of a tool's returns came; 0 where fewer than `SEEN_COUNT` were seen.
+        """Return the time within which `ratio` of a tool's returns came; 0 if fewer than `SEEN_COUNT` were seen.
 
-        Who never came back does not count: it is about how late one comes who does. Cost: O(intervals).
+        Programs that never came back do not count. Cost: O(intervals).
         """
         table = self._by_name.get(name)
         returned = list(accumulate(table.returned)) if table is not None else [0.0]
@@ -221,7 +220,7 @@ class ToolTimes:
         return table
 
     def _refreshed(self, name: str) -> _LifeTable:
-        """Return a tool's table, or that of all, with rates that are not too old."""
+        """Return a tool's table, or that of all, with rates that are fresh enough."""
         table = self._by_name.get(name, self._all)
         if table.count >= table.refresh_at_count or not table.rates:
             ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
@@ -233,15 +232,15 @@ class ToolTimes:
 
 
 def _pause_count(count: float) -> float:
-    """Return after how many more observations rates are computed anew."""
+    """Return after how many more observations rates are recomputed."""
     return min(1 + count / 4, max(REFRESH_AFTER_COUNT, count / 8))
 
 
 def _return_rates(ratios: list[float]) -> list[float]:
-    """Return G at the start of each interval, within which who returns does so evenly. Cost: O(intervals).
+    """Return G at the start of each interval, assuming even returns within it. Cost: O(intervals).
 
-    From the last interval to the first: whoever holds on through one does so through what follows, too, if the rate is
-    higher there. So an interval becomes one stretch with those after it, as long as the next stretch has a higher rate.
+    Works from the last interval to the first: a holder that goes through one interval also goes through the following
+    ones if their rate is higher. So an interval joins the stretches after it as long as the next one has a higher rate.
     """
     rates: list[float] = []
     ahead: list[tuple[float, float, float]] = []  # stretches, nearest last: rate, mean time away, part still away

@@ -1,9 +1,9 @@
 """How often clients' hints and judges' verdicts were right, and how far hints are believed for it.
 
-A program is believed as far as its client says it is sure, and no further than its own hints were right so far. Until
-there are some of its own, its tenant's stand in; a client of whom nothing was seen is believed. Programs of nobody in
-particular are no tenant: one stranger's wrong word would be held against all the others. Whether verdicts were right
-clients say with the outcomes of their programs.
+A program is believed as far as its client says it is sure, but no further than its own hints were right so far. Until
+it has some, its tenant's hints stand in; a client without any history is believed. Programs without a tenant do not
+form one: otherwise one stranger's wrong hint would count against all the others. The outcomes of programs, which
+clients report, tell whether verdicts were right.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from thunderagent.programs.model.advice.verdicts import Level
 from thunderagent.programs.model.program import Program
 
 MAX_TENANTS_COUNT: Final = 1024
-"""Of more, the one longest not heard of is forgotten."""
+"""Beyond this number, the tenant longest not heard of is forgotten."""
 
 FORGETTING_RATIO: Final = 0.98
-"""Weight of a hint over that of the next one of its program, or tenant."""
+"""Weight of a hint relative to that of the next one of its program, or tenant."""
 
 FIRST_WEIGHT: Final = 4.0
-"""What was believed before weighs as much as so many hints of one's own."""
+"""Prior belief weighs as much as this many hints of one's own."""
 
 RIGHT: Final = "right"
 EARLY: Final = "early"
 LATE: Final = "late"
 OUTCOMES = (RIGHT, EARLY, LATE)
-"""The turn came when it was said, sooner, or later."""
+"""The turn came when it was announced, earlier, or later."""
 
 TURN_EDGES_COUNT = (5, 10, 15, 20, 30, 40, 60, 80)
-"""Turns by which recall is told."""
+"""Turns at which recall is reported."""
 
 
 class HintRecord:
-    """Hints by what they said and by what came of them."""
+    """Hints by what they said and by their outcome."""
 
     __slots__ = ("_of_tenant", "error_s_total", "outcome_counts", "taken_counts")
 
     def __init__(self) -> None:
-        """Begin with nothing heard."""
+        """Start without hints."""
         self.taken_counts: Counter[str] = Counter()
-        """By what they say of the memory; empty if only when the next turn comes."""
+        """By what they say of the memory; empty if they only say when the next turn comes."""
         self.outcome_counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
-        """Of those that were measured."""
+        """Of measured hints."""
         self.error_s_total = 0.0
-        """By how much turns came outside of what was expected of them."""
+        """By how much turns missed the announced time."""
         self._of_tenant: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def export(self) -> tuple[tuple[str, float, float], ...]:
@@ -57,7 +57,7 @@ class HintRecord:
         return tuple((tenant, *score) for tenant, score in self._of_tenant.items())
 
     def adopt(self, tenants: Iterable[tuple[str, float, float]]) -> None:
-        """Believe tenants as another one did; what was counted stays its own. Raises ValueError for what cannot be."""
+        """Adopt another's trust in tenants; the counts stay its own. Raises ValueError for impossible values."""
         kept = deque(tenants, maxlen=MAX_TENANTS_COUNT)
         for _, right, weight in kept:
             check_range("hints", weight, (0.0, 1 / (1 - FORGETTING_RATIO) + SLACK))
@@ -65,7 +65,7 @@ class HintRecord:
         self._of_tenant = OrderedDict((tenant, (right, weight)) for tenant, right, weight in kept)
 
     def confidence_ratio(self, program: Program, said_ratio: float) -> float:
-        """Return how far a hint on a program is believed whose client is so sure of it. Cost: O(1)."""
+        """Return how far a hint on a program is believed, given its client's own confidence. Cost: O(1)."""
         right, weight = self._of_tenant.get(program.tenant, (0.0, 0.0))
         tenant_ratio = (FIRST_WEIGHT + right) / (FIRST_WEIGHT + weight)
         own_right, own_weight = program.hint_score
@@ -73,7 +73,7 @@ class HintRecord:
         return min(said_ratio, own_ratio)
 
     def learn(self, program: Program, came_s: float, least_s: float, most_s: float) -> str:
-        """Take in after how long a turn came that was expected within these bounds; return how that was."""
+        """Learn when a turn came that was expected within these bounds; return the outcome."""
         outcome = EARLY if came_s < least_s else LATE if came_s > most_s else RIGHT
         self.outcome_counts[outcome] += 1
         self.error_s_total += max(0.0, least_s - came_s, came_s - most_s)
@@ -93,28 +93,28 @@ class HintRecord:
 
 
 class JudgeRecord:
-    """After how many turns programs were predicted to fail, by what became of them."""
+    """After how many turns programs were predicted to fail, by their outcome."""
 
     __slots__ = ("_counts", "level_counts", "program_counts")
 
     def __init__(self) -> None:
-        """Begin with nobody."""
+        """Start without programs."""
         self.program_counts = dict.fromkeys(PROGRAM_OUTCOMES, 0)
-        """Programs that ended so."""
+        """Programs by outcome."""
         self.level_counts = dict.fromkeys(Level, 0)
-        """Verdicts by the level that they made."""
+        """Verdicts by the level that they set."""
         self._counts = {outcome: [0] * (len(TURN_EDGES_COUNT) + 1) for outcome in PROGRAM_OUTCOMES}
 
     def program_ended(self, outcome: str, first_failure_turn_count: int | None) -> None:
-        """Take in a program with an outcome; None was never predicted to fail."""
+        """Add a program with an outcome; None means that it was never predicted to fail."""
         self.program_counts[outcome] += 1
         if first_failure_turn_count is not None:
             self._counts[outcome][bisect_left(TURN_EDGES_COUNT, first_failure_turn_count)] += 1
 
     def predicted_ratio(self, outcome: str, turn_count: int) -> float | None:
-        """Return the part of the programs with that outcome that were predicted to fail by that turn, an edge.
+        """Return the ratio of programs with that outcome that were predicted to fail by that turn, which is an edge.
 
-        Of `FAILURE` that is the recall, of `SUCCESS` the part of false alarms; None before the first such program.
+        For `FAILURE` that is the recall, for `SUCCESS` the ratio of false alarms; None before the first such program.
         """
         edges_count = TURN_EDGES_COUNT.index(turn_count) + 1
         whole_count = self.program_counts[outcome]

@@ -1,1 +1,1 @@
-"""What the core speaks of: events, decisions, programs and their places, and the seams for policies."""
+"""The core's vocabulary: events, decisions, programs and their places, and the protocols of policies."""

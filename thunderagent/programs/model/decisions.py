@@ -1,6 +1,6 @@
-"""What the core answers. Each decision carries a reason from one enum, so that counts of them explain a run.
+"""The core's answers. Each decision carries a reason from one enum, so that counts of reasons explain a run.
 
-Those that are made most have an `__init__` that is written out: a dataclass's own one is not compiled.
+The most frequent ones have an explicit `__init__`, because that of a dataclass is not compiled.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Reject:
 
 @dataclass(slots=True, init=False)
 class Pause:
-    """The program's claim on the replica's memory is taken away."""
+    """The program loses its claim on the replica's memory."""
 
     program_id: str
     replica_id: str
@@ -219,14 +219,14 @@ class SetRoute:
 
 @dataclass(slots=True)
 class Provision:
-    """One more replica should be started. Carried out outside the core, which hears of it when it is up."""
+    """One more replica should be started. This is done outside the core, which hears of it when it is up."""
 
     reason: Reason
 
 
 @dataclass(slots=True)
 class EndReplica:
-    """That replica should drain and end. Carried out outside the core, which hears that it drains."""
+    """That replica should drain and end. This is done outside the core, which hears that it drains."""
 
     replica_id: str
     reason: Reason

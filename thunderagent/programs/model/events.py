@@ -1,4 +1,4 @@
-"""What the core is told. Every event carries `now_s`, monotonic seconds, because the core has no clock."""
+"""The core's input. Every event carries `now_s`, monotonic seconds, because the core has no clock."""
 
 # interpreted: the event log reads the types of the fields, which a compiled class does not keep
 
@@ -10,15 +10,15 @@ from thunderagent.programs.model.fleet_events import FleetEvent
 from thunderagent.programs.model.records.kept import ProgramsAdopted
 
 PrefixCut = tuple[int, int]
-"""A place in a prompt up to which others may have the same: a digest of all before it, and how many bytes that is."""
+"""A place up to which other prompts may be the same: a digest of everything before it, and its length in bytes."""
 
 Media = tuple[tuple[str, int], ...]
-"""Images, audio and files of a prompt: their classes (a model, a kind, a size), and a first guess of their tokens."""
+"""Images, audio and files of a prompt: their classes (model, kind and size), and a first guess of their tokens."""
 
 
 @dataclass(slots=True)
 class ProgramOpened:
-    """A program is announced before its first turn; one that lives already stays as it is."""
+    """A program is announced before its first turn; a live one stays as it is."""
 
     now_s: float
     program_id: str
@@ -32,18 +32,17 @@ class ProgramOpened:
 class TurnArrived:
     """A turn wants a lease.
 
-    `program_id` None is an anonymous turn: it is counted as load and never held for memory.
-    `prompt_bytes` is the size of the request's body without its `media`; the core learns tokens per byte from usage,
-    and how many tokens each class of media is.
-    `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix` are places in the
-    prompt, in their order; programs whose prompts have the same digest at a place have the same prompt up to there.
-    Programs of one `group_id` finish together. A program's tenant, its class (a word of its client's for what it does)
-    and its parent, a program that waits for it, are those of its first turn. `parent_branch_id` is the branch that
-    waits for it; empty is the main branch. `role` is the agent whose turn it is; empty is the branch's name.
+    `program_id` None is an anonymous turn: it counts as load and is never held for memory. `prompt_bytes` is the size
+    of the request's body without its `media`; the core learns tokens per byte from usage, and how many tokens each
+    class of media takes. `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix`
+    are places in the prompt, in order; programs whose prompts have the same digest at a place have the same prompt up
+    to there. Programs of one `group_id` finish together. A program's tenant, its class (its client's word for what it
+    does) and its parent, a program that waits for it, are those of its first turn. `parent_branch_id` is the branch
+    that waits for it; empty is the main branch. `role` is the agent of the turn; empty means the branch's name.
 
-    At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that tried again names
-    the turn that this one takes the place of (`supersedes_id`), and if that one ended already, since when it waits.
-    `wanted_replica_id` alone has the response that the turn goes on from.
+    At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that retries names the
+    turn that this one replaces (`supersedes_id`), and, if that one has ended, since when it waits. `wanted_replica_id`
+    alone has the response from which the turn continues.
     """
 
     now_s: float
@@ -68,7 +67,7 @@ class TurnArrived:
 
 @dataclass(slots=True)
 class PinnedTurnArrived:
-    """An anonymous turn wants a lease on the replica that its client chose itself, and on no other."""
+    """An anonymous turn wants a lease on the replica that its client chose, and on no other."""
 
     now_s: float
     turn_id: int
@@ -79,9 +78,9 @@ class PinnedTurnArrived:
 
 @dataclass(slots=True)
 class TurnAdopted:
-    """A turn, as it `arrived`, runs on a replica already, by a lease of another scheduler, which is no longer there.
+    """A turn, as it `arrived`, already runs on a replica by a lease of another scheduler, which is gone.
 
-    It counts there whether there is room or not; nothing happens if that replica grants nothing now.
+    It counts there regardless of room; nothing happens if that replica grants nothing now.
     """
 
     now_s: float
@@ -92,7 +91,7 @@ class TurnAdopted:
 
 @dataclass(slots=True)
 class TurnUnverified:
-    """Of a turn with a lease nobody but a stranger will tell how it went: its sizes teach of its own program alone."""
+    """Nobody trusted will report how a turn with a lease went: its sizes teach of its own program alone."""
 
     now_s: float
     turn_id: int
@@ -100,7 +99,7 @@ class TurnUnverified:
 
 @dataclass(slots=True)
 class TurnStarted:
-    """The first byte of the answer came: prefill is over."""
+    """The first byte of the answer arrived: prefill is over."""
 
     now_s: float
     turn_id: int
@@ -117,10 +116,10 @@ class TurnProgressed:
 
 @dataclass(slots=True)
 class TurnFinished:
-    """The answer is whole. A count is None where the engine did not say it.
+    """The answer is complete. A count is None if the engine did not report it.
 
     `prompt_tokens` includes the cached ones, as in the `usage` object of the OpenAI API. `tool` names what the answer
-    calls, as far as it tells how long that will take: a tool's name, or a shell's with the first word of its command;
+    calls, as far as that tells how long it will take: a tool's name, or a shell's with the first word of its command;
     empty if it calls nothing, or nobody looked.
     """
 
@@ -151,7 +150,7 @@ class TurnAbandoned:
 
 @dataclass(slots=True)
 class ProgramCrowdedOut:
-    """A program of that tenant begins in another pool, and as many live as may: one without a turn is forgotten."""
+    """A program of that tenant begins in another pool, and the limit is reached: one without a turn is forgotten."""
 
     now_s: float
     tenant: str
@@ -162,7 +161,7 @@ class ProgramReleased:
     """The client says that the program ended.
 
     With a `generation`, only that incarnation of the id is meant: a late release does not end the next one. `outcome`
-    is `success` or `failure`; empty if the client does not say, or does not know.
+    is `success` or `failure`; empty if the client does not say or know.
     """
 
     now_s: float
@@ -173,7 +172,7 @@ class ProgramReleased:
 
 @dataclass(slots=True)
 class ProgramsReleased:
-    """The client says that several programs ended: all of them do before anybody gets their room."""
+    """The client says that several programs ended: all of them end before anybody gets their room."""
 
     now_s: float
     program_ids: tuple[str, ...]
@@ -181,9 +180,9 @@ class ProgramsReleased:
 
 @dataclass(slots=True)
 class ProgramJudged:
-    """A judge that read what a program did in its first `turn_count` turns says whether it will succeed.
+    """A judge that read a program's first `turn_count` turns predicts whether it will succeed.
 
-    `confidence_ratio` is how sure it is of that, 0 to 1. Only the incarnation of that `generation` is meant.
+    `confidence_ratio` is how sure it is, 0 to 1. Only the incarnation of that `generation` is meant.
     """
 
     now_s: float
@@ -198,9 +197,9 @@ class ProgramJudged:
 class ProgramHinted:
     """A client says when its program's next turn comes, or what may become of its memory until then.
 
-    `next_turn_in_s` counts from now, or, while a turn of the program is with us, from the end of the last one; None is
-    not said. `confidence_ratio` is how sure the client is, 0 to 1. `keep` is `retain`, `offload` or `drop`; empty if
-    that follows from when the turn comes. With `drop`, a side branch that is named has ended.
+    `next_turn_in_s` counts from now, or, while a turn of the program is here, from the end of the last one; None is not
+    said. `confidence_ratio` is how sure the client is, 0 to 1. `keep` is `retain`, `offload` or `drop`; empty if that
+    follows from when the turn comes. With `drop`, a named side branch has ended.
     """
 
     now_s: float
@@ -213,10 +212,10 @@ class ProgramHinted:
 
 @dataclass(slots=True)
 class ToolStarted:
-    """A program's tool begins now: sharper than the end of the turn that called it.
+    """A program's tool begins now: more exact than the end of the turn that called it.
 
-    Its client says so, or it is `inferred`, as from a command that began: then `tool` is a name only for want of a
-    better one, as that which the answer called.
+    Its client says so, or it is `inferred`, as from a command that began: then `tool` is used only if there is no
+    better name, such as the one that the answer called.
     """
 
     now_s: float
@@ -227,10 +226,10 @@ class ToolStarted:
 
 @dataclass(slots=True)
 class ToolEnded:
-    """A program's tool is through.
+    """A program's tool has ended.
 
-    Its client says so, and its next turn will come at once, or another tool begins. Where that is only `inferred`, as
-    from a command that ended, the client may do anything next.
+    Its client says so, and its next turn comes at once, or another tool begins. If that is only `inferred`, as from a
+    command that ended, the client may do anything next.
     """
 
     now_s: float
@@ -250,7 +249,7 @@ class SandboxReady:
 
 @dataclass(slots=True)
 class SandboxFailed:
-    """A sandbox of a program could not be made, or ended by itself; `why` is a sentence for its story."""
+    """A sandbox of a program could not be made, or ended by itself; `why` is a sentence for the program's story."""
 
     now_s: float
     program_id: str
@@ -260,7 +259,7 @@ class SandboxFailed:
 
 @dataclass(slots=True)
 class SandboxesMeasured:
-    """What all sandboxes take. None is *not known*, never zero."""
+    """The resource use of all sandboxes. None is *not known*, never zero."""
 
     now_s: float
     sandbox_count: int
@@ -270,7 +269,7 @@ class SandboxesMeasured:
 
 @dataclass(slots=True)
 class TurnDue:
-    """A held turn must have its lease by now, for its client would give up: nothing else is looked at."""
+    """A held turn must get its lease now, or its client gives up: nothing else is checked."""
 
     now_s: float
     turn_id: int

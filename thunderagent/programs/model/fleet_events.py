@@ -1,4 +1,4 @@
-"""What the core is told of replicas, and by operators."""
+"""The core's input about replicas, and from operators."""
 
 # interpreted: the event log reads the types of the fields, which a compiled class does not keep
 
@@ -12,9 +12,9 @@ from thunderagent.programs.model.records.learned import LearnedRecord
 
 @dataclass(slots=True)
 class ReplicaUp:
-    """A replica was added, came up, or came back. What is known of its capacity is told with that, or before.
+    """A replica was added, came up, or came back. Its known capacity is reported with this event, or before.
 
-    After a replica was removed this alone makes it known again.
+    Only this event makes a removed replica known again.
     """
 
     now_s: float
@@ -24,7 +24,7 @@ class ReplicaUp:
 
 @dataclass(slots=True)
 class KnowledgeLoaded:
-    """What was learned before a restart is known again in the pool of a replica, in place of what was learned since."""
+    """What was learned before a restart is restored in a replica's pool, and replaces what was learned since."""
 
     now_s: float
     replica_id: str
@@ -33,7 +33,7 @@ class KnowledgeLoaded:
 
 @dataclass(slots=True)
 class ReplicaDown:
-    """A replica is gone: nothing may be granted there, and what lay in its memory is lost."""
+    """A replica is down: it grants nothing, and its memory is lost."""
 
     now_s: float
     replica_id: str
@@ -41,7 +41,7 @@ class ReplicaDown:
 
 @dataclass(slots=True)
 class ReplicaDraining:
-    """A replica must finish what it has and get nothing new."""
+    """A replica must finish its turns and get no new ones."""
 
     now_s: float
     replica_id: str
@@ -49,7 +49,7 @@ class ReplicaDraining:
 
 @dataclass(slots=True)
 class ReplicaRemoved:
-    """A replica will not come back: what is in flight there is lost as if it went down, and it is forgotten."""
+    """A replica will not come back: its turns in flight are lost as if it went down, and it is forgotten."""
 
     now_s: float
     replica_id: str
@@ -57,10 +57,10 @@ class ReplicaRemoved:
 
 @dataclass(slots=True)
 class GrantsSuspended:
-    """Nothing may be granted on a replica (None: on any, also on those that come later), until the same cause ends.
+    """A replica (None: every replica, also later ones) grants nothing until the same cause ends.
 
-    The engine is paused, sleeps, or gets new weights: what runs there goes on when it does, what lies in its memory
-    stays there, and nobody may be taken for gone meanwhile. Several causes may hold at once.
+    The engine is paused, sleeps, or gets new weights. What runs there goes on when the engine does, its memory stays,
+    and no program may be taken for gone meanwhile. Several causes may hold at once.
     """
 
     now_s: float
@@ -70,7 +70,7 @@ class GrantsSuspended:
 
 @dataclass(slots=True)
 class GrantsContinued:
-    """A cause for granting nothing on a replica (None: on any) is over. One that does not hold changes nothing."""
+    """A cause for suspending a replica (None: every replica) is over. A cause that does not hold changes nothing."""
 
     now_s: float
     cause: str
@@ -79,7 +79,7 @@ class GrantsContinued:
 
 @dataclass(slots=True)
 class ReplicaFlushed:
-    """What a replica kept in its memory for later turns was thrown away; turns in flight keep theirs."""
+    """A replica's cache for later turns was flushed; turns in flight keep theirs."""
 
     now_s: float
     replica_id: str
@@ -87,9 +87,9 @@ class ReplicaFlushed:
 
 @dataclass(slots=True)
 class ReplicaTripped:
-    """A replica fails turn after turn although it is up: nothing new goes there until it is told `tripped` False.
+    """A replica fails turn after turn although it is up: it gets nothing new until an event says `tripped` False.
 
-    Its programs leave it, as if it were draining. One that goes down is tripped no longer.
+    Its programs leave it, as if it were draining. A replica that goes down is no longer tripped.
     """
 
     now_s: float
@@ -101,10 +101,10 @@ class ReplicaTripped:
 class ReplicaPolled:
     """A replica's metrics were read, whether it is up or not. None is *not known*, never zero.
 
-    `hit_ratio` is the prefix-cache hit rate by tokens since the previous poll, `query_tokens` how many prompt tokens
-    were looked up since then, `preemption_count` how many running requests lost their memory since then.
-    `kv_used_ratio` is the part of the KV pool that running requests reference, `engine_waiting_count` how many requests
-    wait in the engine. The metrics were asked for `age_s` ago: what happened since then may not be in them.
+    Since the previous poll: `hit_ratio` is the prefix-cache hit rate by tokens, `query_tokens` the number of prompt
+    tokens looked up, `preemption_count` the number of running requests that lost their memory. `kv_used_ratio` is the
+    part of the KV pool that running requests reference, `engine_waiting_count` the number of requests that wait in the
+    engine. The metrics were requested `age_s` ago: what happened since may not be in them.
     """
 
     now_s: float
@@ -120,9 +120,9 @@ class ReplicaPolled:
 
 @dataclass(slots=True)
 class TierPolled:
-    """A replica has a tier behind its pool: of so many prompt tokens that the pool had not, it had `hit_tokens`.
+    """A replica has a tier behind its pool; of `query_tokens` prompt tokens that the pool missed, it had `hit_tokens`.
 
-    Both are since the poll before.
+    Both are since the previous poll.
     """
 
     now_s: float
@@ -133,7 +133,7 @@ class TierPolled:
 
 @dataclass(slots=True)
 class EncodesPolled:
-    """A replica said how many of its requests have images that are not encoded yet: it encodes one after the other."""
+    """A replica reported how many of its requests have unencoded images: it encodes one after the other."""
 
     now_s: float
     replica_id: str
@@ -142,9 +142,9 @@ class EncodesPolled:
 
 @dataclass(slots=True)
 class ResidencyReported:
-    """An engine said what lies in its memory: of each program named, so many tokens of its last context.
+    """An engine reported what is in its memory: for each named program, the tokens of its last context.
 
-    A hint, not the truth: it may be late. Programs that are not named are as they were.
+    A hint, not the truth: it may be late. Programs that are not named stay as they were.
     """
 
     now_s: float
@@ -154,9 +154,9 @@ class ResidencyReported:
 
 @dataclass(slots=True)
 class RouteSet:
-    """An operator says where programs go from now on: to these replicas, by their weights; to any, if none is named.
+    """An operator sets where programs go from now on: to these replicas, by weight; to any, if none is named.
 
-    `scope` is one of `routes.Scope`, `name` the program, group, class or tenant that is meant; empty for all.
+    `scope` is one of `routes.Scope`, `name` the meant program, group, class or tenant; empty for all.
     """
 
     now_s: float
@@ -167,7 +167,7 @@ class RouteSet:
 
 @dataclass(slots=True)
 class ModelServed:
-    """Of the replicas these alone serve a model from now on, as an adapter that only they have; all, if none is named.
+    """From now on only these replicas serve a model, such as an adapter that only they have; all, if none is named.
 
     They need not be up, nor known.
     """
@@ -179,7 +179,7 @@ class ModelServed:
 
 @dataclass(slots=True)
 class ModelAsked:
-    """The turn that arrives next is for a model. Told only of one that some replicas serve, and others do not."""
+    """The next arriving turn is for a model. Sent only for a model that some replicas serve, and others do not."""
 
     now_s: float
     turn_id: int
@@ -188,7 +188,7 @@ class ModelAsked:
 
 @dataclass(slots=True)
 class PrioritySet:
-    """An operator gives a program a priority, lower comes first; with a `replica_id` in that engine alone."""
+    """An operator gives a program a priority, lower comes first; with a `replica_id`, in that engine alone."""
 
     now_s: float
     program_id: str
@@ -215,7 +215,7 @@ class ProgramKilled:
 
 @dataclass(slots=True)
 class ReplicaKilled:
-    """An operator has a replica drain and end."""
+    """An operator makes a replica drain and end."""
 
     now_s: float
     replica_id: str

@@ -91,7 +91,7 @@ _WITHOUT_TURNS: Final = frozenset({Kind.AWAY, Kind.RESTING, Kind.ACTING, Kind.EN
 
 
 class Place:
-    """One place: who is there is counted, and what they claim, or would claim, is summed."""
+    """One place: its programs are counted, and their actual or possible claims are summed."""
 
     __slots__ = (
         "active",
@@ -107,17 +107,17 @@ class Place:
         "tokens",
     )
     replica: Replica
-    """That it is of; only where programs are active."""
+    """The place's replica; only where programs are active."""
 
     def __init__(self, kind: Kind, replica_id: str | None = None, *, admitted: bool = True) -> None:
-        """Make an empty place: of a replica, or of all."""
+        """Create an empty place, of one replica or of all."""
         self.kind = kind
         self.allowed = ALLOWED[kind]
-        """Where who is there may go."""
+        """Places to which its programs may move."""
         self.replica_id = replica_id
         self.active = replica_id is not None and kind in _ON_A_REPLICA
         self.claims = self.active and kind is not Kind.ASKING
-        """Whether who is there claims memory of the replica."""
+        """Whether its programs claim memory of the replica."""
         self.status = Status.ACTIVE if self.active else Status.TERMINATED if kind is Kind.ENDED else Status.PAUSED
         self.phase = Phase.ACTING if kind in _WITHOUT_TURNS else Phase.REASONING
         self.admitted = admitted
@@ -129,29 +129,29 @@ class Place:
         return f"<{self.kind}{where}: {self.count} programs, {self.tokens} tokens>"
 
     def enter(self, program: Program, now_s: float) -> None:  # noqa: ARG002 - for places whose sums fade with time
-        """Take a program in. Only for the book, as are the next two."""
+        """Add a program. Only for the book, as are the next two."""
         self.count += 1
         self.tokens += program.claim_tokens
 
     def enter_all(self, programs: Sequence[Program], now_s: float) -> None:  # noqa: ARG002
-        """Take several programs in, in their order."""
+        """Add several programs, in their order."""
         self.count += len(programs)
         self.tokens += sum([program.claim_tokens for program in programs])
 
     def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
-        """Take a program out that is here."""
+        """Remove a program."""
         self.count -= 1
         self.tokens -= program.claim_tokens
 
     def resize(self, program: Program, claim_tokens: int, growth_tokens: int, now_s: float) -> None:  # noqa: ARG002
-        """Take in that a program that is here has another size than these."""
+        """Record that a program's size changed from these values."""
         self.tokens += program.claim_tokens - claim_tokens
 
     def rank(self, program: Program) -> None:
-        """Put a program that is here where its rank says."""
+        """Move a program to the position of its rank."""
 
 
 def not_allowed(program: Program, kind: Kind) -> LifecycleError:
-    """Return the error that tells of a move that is not in the table, with the program's story."""
+    """Return the error for a move that is not in the table, with the program's story."""
     story = "\n".join(map(str, (program, *program.story())))
     return LifecycleError(f"a program that is {program.place.kind} cannot become {kind}\n{story}")

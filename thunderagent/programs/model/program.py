@@ -15,24 +15,24 @@ from thunderagent.programs.model.places import Kind, Phase, Place, Status
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 
 STORY_ENTRIES: Final = 48
-"""How many of its last happenings a program remembers."""
+"""How many of its last events a program's story keeps."""
 
 STORY_FIELDS_COUNT: Final = 6
 """Of a `StoryEntry`."""
 
 LOST_TURNS_COUNT: Final = 64
-"""How many turns without an answer a program remembers, for the one who tries again."""
+"""How many turns without an answer a program remembers, for retries."""
 
 IDLE_BRANCHES_COUNT: Final = 16
-"""How many side branches without a turn keep their claim; the rest, longest unused first, are taken for ended."""
+"""How many side branches without a turn keep their claim; beyond, the longest unused are taken for ended."""
 
 SCHEDULER_CAUSES: Final = frozenset({Reason.REPLICA_DRAINING, Reason.REPLICA_TRIPPED, Reason.MOVED, Reason.TURN_FAILED})
-"""Why a program leaves its replica whatever its policy says."""
+"""Causes for which a program leaves its replica whatever its policy says."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoryEntry:
-    """One happening in the life of a program, in the scheduler's monotonic seconds."""
+    """One entry in a program's story, in the scheduler's monotonic seconds."""
 
     now_s: float
     what: str
@@ -40,25 +40,25 @@ class StoryEntry:
     replica_id: str | None
     tokens: int
     began_s: float | None = None
-    """Of a turn that ended, when it was granted; None if it never was."""
+    """When an ended turn was granted; None if it never was."""
 
 
 class Group:
-    """Programs that finish together, as the samples of one RL prompt."""
+    """Programs that finish together, such as the samples of one RL prompt."""
 
     __slots__ = ("group_id", "programs", "some_ended", "tenant")
 
     def __init__(self, tenant: str, group_id: str) -> None:
-        """Begin with nobody; all will be of one tenant."""
+        """Create an empty group; all its programs will be of one tenant."""
         self.tenant = tenant
         self.group_id = group_id
         self.programs: dict[str, Program] = {}
-        """Those that did not end."""
+        """Programs that have not ended."""
         self.some_ended = False
 
     @property
     def last(self) -> Program | None:
-        """The only one that did not end, if others did."""
+        """The only program that has not ended, if others have."""
         return next(iter(self.programs.values())) if self.some_ended and len(self.programs) == 1 else None
 
 
@@ -123,81 +123,81 @@ class Program:
     def __init__(  # noqa: PLR0915 - one statement for each slot
         self, program_id: str, generation: int, opened_s: float, place: Place | None = None
     ) -> None:
-        """Open a program of which nothing is known."""
+        """Create a program of which nothing is known."""
         self.program_id = program_id
         self.generation = generation
         self.opened_s = opened_s
         self.place = place or Place(Kind.AWAY)
-        """Where it stands. Only the book writes here."""
+        """Its place. Only the book writes this."""
         self.acting_since_s = opened_s
         self.tool = ""
         self.tool_named = False
-        """Whether its answer or its client called the tool so: a name that is inferred takes its place only if not."""
+        """Whether its answer or its client named the tool; otherwise an inferred name replaces this one."""
         self.tool_runs = False
-        """Whether it acts because a turn of it finished: only then it is at a tool."""
+        """Whether it acts because a turn finished: only then it is at a tool."""
         self.away_s = 0.0
         """How long the tool before its last turn ran."""
         self.censored_after_s: float | None = None
-        """For how long its tool had run when its claim was taken: of the time after that less is known."""
+        """How long its tool had run when its claim was taken: after that time less is known."""
         self.hold_until_s = inf
         self.hint: Hint | None = None
-        """What its client said of its next turn."""
+        """Its client's hint on its next turn."""
         self.hint_keeps = False
-        """Whether that keeps its claim for longer than its policy would have."""
+        """Whether the hint keeps its claim for longer than its policy would have."""
         self.hint_score = (0.0, 0.0)
-        """Weight of the hints on it that were right, and of all that were measured."""
+        """Weight of its hints that were right, and of all measured ones."""
         self.group: Group | None = None
         self.limits_since_s = 0.0
-        """When it was heard of last, on the clock of the limits, which stands still while nothing is granted."""
+        """When it was last heard of, on the clock of the limits, which stands still while nothing is granted."""
         self.parent_id = ""
         self.tenant = ""
         self.program_class = ""
         self.priority = 0
-        """As it was told: lower comes first, in the paused queue and in an engine, before what the policy says."""
+        """Its set priority: lower comes first, in the paused queue and in engines, before the policy's rank."""
         self.priority_by_replica: dict[str, int] | None = None
         """The same for the engine of one replica alone."""
         self.route: Route | None = None
         self.routed_to: str | None = None
-        """The replica that its route sends it to, while that is open."""
+        """The replica of its route, while that is open."""
         self.served_by: Route | None = None
-        """Where its turns with us can run, or ran last: the replicas that serve their model; None where all do."""
+        """The replicas that serve its turns' model, as last asked for; None if all do."""
         self.destination: tuple[str, Reason] | None = None
-        """Where it is to go when its turns in flight have ended, or its next one comes; and why."""
+        """Where it goes when its turns in flight end, or its next one arrives; and why."""
         self.leaves_for: dict[Reason, None] = {}
-        """Why it is marked, in the order in which the causes came: it leaves its replica unless all of them end."""
+        """Why it is marked, in order of the causes: it leaves its replica unless all of them end."""
         self.idle_at_s = inf
-        """When, on the clock of the limits, it is to be looked at whether its idle limit is over."""
+        """When, on the clock of the limits, its idle limit is to be checked."""
         self.replica_id: str | None = None
         """Where it is active, or was when it was paused."""
         self.claim_tokens = 0
-        """c of the paper: what it claims while active, what it would claim if it were restored."""
+        """c of the paper: its claim while active, or what it would claim if restored."""
         self.first_prompt_tokens = 0
         self.larger_tokens_total = 0
-        """By how much it was larger than its first prompt, summed over its turns."""
+        """By how much it exceeded its first prompt, summed over its turns."""
         self.growth_tokens = 0
-        """What it is expected to grow by, beyond its claim, until it is as large as programs are in the mean."""
+        """Expected growth beyond its claim, until it is as large as programs are on average."""
         self.reserve_tokens = 0
-        """Of its claim, what it is expected to grow by."""
+        """The part of its claim that is expected growth."""
         self.branches: dict[str, Branch] = {MAIN_BRANCH: Branch()}
         self.held: dict[int, Turn] = {}
         self.in_flight: dict[int, Turn] = {}
         self.lost: dict[int, Turn] = {}
-        """In flight on a replica that went down: not ended yet, but no longer counted."""
+        """Turns on a replica that went down: not ended yet, but no longer counted."""
         self.lost_turn_ids: deque[int] = deque(maxlen=LOST_TURNS_COUNT)
-        """The last that had a lease and ended without an answer: who tries one of them again makes the same turn."""
+        """The last turns that had a lease and ended without an answer: a retry of one is the same turn."""
         self.hold_reason = ""
         self.granted_output_tokens = 0
-        """What the turn that was granted last was expected to generate."""
+        """Expected output of the turn that was granted last."""
         self.verdicts = Verdicts()
         self.turn_count = 0
         self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
         self.held_s_total = 0.0
         self.ideal_s_total = 0.0
-        """What its finished turns would have taken alone, and its tools as long as they took."""
+        """What its finished turns would have taken alone, plus its tools' actual time."""
         self.last_ended_s: float | None = None
-        """When its last turn finished; None as long as none did."""
+        """When its last turn finished; None before the first."""
         self._story: deque[float | str | None] = deque(maxlen=STORY_ENTRIES * STORY_FIELDS_COUNT)
-        """The fields of its last happenings, one after the other: no object for each that a collector looks at."""
+        """The fields of its last story entries, flat: no object per entry for the garbage collector to scan."""
 
     def __repr__(self) -> str:
         return (
@@ -212,27 +212,27 @@ class Program:
 
     @property
     def phase(self) -> Phase:
-        """Whether a turn of it is with us, or its tool runs."""
+        """Whether a turn of it is here, or its tool runs."""
         return self.place.phase
 
     @property
     def admitted(self) -> bool:
-        """Whether it may wait for room: always, where there is no admission."""
+        """Whether it may wait for room: always, if there is no admission."""
         return self.place.admitted
 
     @property
     def marked(self) -> bool:
-        """Whether it leaves its replica when its turns in flight have ended."""
+        """Whether it leaves its replica when its turns in flight end."""
         return self.place.kind is Kind.LEAVING
 
     @property
     def marked_by_policy(self) -> bool:
-        """Whether it is marked, and only for what its policy said."""
+        """Whether it is marked only because of its policy."""
         return self.place.kind is Kind.LEAVING and self.leaves_for.keys().isdisjoint(SCHEDULER_CAUSES)
 
     @property
     def is_last_of_group(self) -> bool:
-        """Whether it is in a group, all others of which ended."""
+        """Whether it is in a group whose other programs have all ended."""
         return self.group is not None and self.group.last is self
 
     @property
@@ -242,14 +242,14 @@ class Program:
 
     @property
     def expected_output_tokens(self) -> int:
-        """What its turn that waits first, or else was granted last, was expected to generate when it arrived."""
+        """Expected output, at arrival, of its first waiting turn, or else of the turn granted last."""
         for turn in self.held.values():
             return turn.expected_output_tokens
         return self.granted_output_tokens
 
     @property
     def level(self) -> Level | None:
-        """How good a judge thinks its prospects are; None as long as there is no verdict."""
+        """A judge's level for its prospects; None before the first verdict."""
         return self.verdicts.level
 
     @property
@@ -267,11 +267,11 @@ class Program:
         return sum(branch.context_tokens for branch in self.branches.values())
 
     def note(self, now_s: float, what: str, why: str, replica_id: str | None, began_s: float | None = None) -> None:
-        """Remember a happening, and when that began if it took time."""
+        """Add a story entry; `began_s` is when it began, if it took time."""
         self._story.extend((now_s, what, why, replica_id, self.claim_tokens, began_s))
 
     def story(self) -> list[StoryEntry]:
-        """Return what happened to it, oldest first; only the last `STORY_ENTRIES` are kept."""
+        """Return its story, oldest first; only the last `STORY_ENTRIES` are kept."""
         fields: list[Any] = list(self._story)
         return [StoryEntry(*fields[at : at + STORY_FIELDS_COUNT]) for at in range(0, len(fields), STORY_FIELDS_COUNT)]
 
@@ -281,7 +281,7 @@ class Program:
         return int(turn.prompt_bytes * (branch.tokens_per_byte_ratio or tokens_per_byte_ratio)) + turn.media_tokens
 
     def branch_of(self, turn: Turn, parent_id: str) -> Branch:
-        """Return the branch of a turn that arrived, opened if there is none; the main one has no parent."""
+        """Return the branch of an arrived turn, opened if there is none; the main one has no parent."""
         branch = self.branches.get(turn.branch_id)
         if branch is None:
             branch = self.branches[turn.branch_id] = Branch()
@@ -291,10 +291,10 @@ class Program:
         return branch
 
     def measure_claim(self) -> int:
-        """Return what the program claims now: of each branch the longest chain, and what its turns have generated.
+        """Return what the program claims now: each branch's longest chain, plus what its turns have generated.
 
         Turns of one branch share their prefix, so only the longest prompt of a branch counts. Held turns beside those
-        in flight count, too: they are granted together or taken together. Cost: O(turns with us + branches).
+        in flight count, too: they are granted together or taken together. Cost: O(turns here + branches).
         """
         output_tokens = 0
         if len(self.branches) == 1:
@@ -313,12 +313,13 @@ class Program:
         return sum(longest.values()) + output_tokens
 
     def forget_ended_branches(self, ended: Turn, *, finished: bool = True) -> list[Branch]:
-        """Return and drop side branches that are not used again, after `ended`, a turn of this program.
+        """Drop and return side branches that are not used again, after `ended`, a turn of this program.
 
-        When it finished: all that its branch waits for, or one of these, and that had no turn since it arrived, because
-        a parent goes on when its sub-agents are through; the main branch waits for all. Those whose tool runs are taken
-        for that only after `PARENT_TURNS_COUNT` such turns: a parent may also go on beside them. In any case all idle
-        ones but the `IDLE_BRANCHES_COUNT` last used, because a client may name every branch and have no main one.
+        If it finished: all that its branch waits for, or one of these, and that had no turn since it arrived, because a
+        parent goes on when its sub-agents have ended; the main branch waits for all. Branches whose tool runs are
+        dropped only after `PARENT_TURNS_COUNT` such turns, because a parent may also go on beside them. In any case all
+        idle branches except the `IDLE_BRANCHES_COUNT` last used, because a client may name every branch and have no
+        main one.
         """
         busy = {turn.branch_id for turns in (self.in_flight, self.held) for turn in turns.values()}
         idle = [name for name in self.branches if name != MAIN_BRANCH and name not in busy]
@@ -337,7 +338,7 @@ class Program:
         return forgotten
 
     def _who_waits_for(self, branch_id: str) -> set[str]:
-        """Return the branches above one, the main branch with them; parents that name each other in a ring are few."""
+        """Return the branches above one, including the main branch; parents that name each other in a ring are few."""
         above = {MAIN_BRANCH}
         while (branch := self.branches.get(branch_id)) is not None and branch.parent_id not in above:
             branch_id = branch.parent_id

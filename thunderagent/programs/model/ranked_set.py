@@ -1,4 +1,4 @@
-"""A set that yields its lowest-ranked members first: these stand in order, the others in a heap where the dead stay."""
+"""A set that yields its lowest-ranked members first. These are sorted; the rest is a heap that keeps dead entries."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from typing import Any, Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 Rank = float
 Order = Rank | tuple[float, Rank]
-"""A rank, or one that another number comes before. Within one set all are of one kind."""
+"""A rank, or a rank after another number. Within one set all are of one kind."""
 
 Entry = Any
-"""A tuple of order, number and member. Were it typed so, a compiled core would make another tuple at each turn."""
+"""A tuple of order, number and member. With that type, a compiled core would make another tuple at each turn."""
 
 COMPACT_ABOVE: Final = 64
-"""Entries below which the dead are not worth looking for."""
+"""Up to this many entries, dead ones are not worth removing."""
 
 FEW_RATIO: Final = 1 / 4
-"""Entries that are put into the heap one by one: of more than so many for each that is there it is made anew."""
+"""Entries pushed one by one, as a ratio of the heap's size: for more, the heap is rebuilt."""
 
 FRONT_COUNT: Final = 16
-"""So many are put in order at a time, when somebody looks; there are never more than four times as many by `add`."""
+"""How many entries are sorted at a time on demand; `add` grows them to at most four times as many."""
 
 
 class RankedSet(Generic[T]):
     """Members in ascending order of rank; equal ranks in order of entry.
 
-    The lowest stand in front, in order, and of a small set all: who looks mostly finds them there, and costs O(1). All
-    others are ranked no lower than the last of these. Of them `add` and `discard` cost O(1), for an entry is put into
-    the heap only when the front is empty: many are gone by then. That costs O(log members) for each, amortised: one
-    that was discarded or ranked anew stays in the heap until it reaches the top or the dead outnumber the living.
+    The lowest members are sorted in front; in a small set all are. Lookups mostly hit the front, and cost O(1). No
+    other member ranks lower than the last of the front. For those, `add` and `discard` cost O(1), because an entry
+    enters the heap only when the front is empty, and many are gone by then. Entering costs O(log members) each,
+    amortised: a discarded or re-ranked entry stays in the heap until it reaches the top or dead entries outnumber live
+    ones.
     """
 
     __slots__ = ("_entry_of", "_front", "_heap", "_is_sorted", "_new", "_next_entry_id")
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Create an empty set."""
         self._front: list[Entry] = []
         self._heap: list[Entry] = []
         self._is_sorted = True
-        """Whether the heap is in order from its begin to its end, as it is when it was made anew."""
+        """Whether the heap is fully sorted, as after a rebuild."""
         self._new: list[Entry] = []
-        """Those in neither yet."""
+        """Entries that are in neither front nor heap yet."""
         self._entry_of: dict[T, Entry] = {}
         self._next_entry_id = 0
 
@@ -58,7 +59,7 @@ class RankedSet(Generic[T]):
         return f"<RankedSet of {len(self)}>"
 
     def add(self, member: T, rank: Order) -> None:
-        """Put `member` in, or rank it anew; one that is in and has that rank stays where it is."""
+        """Add `member`, or rank it anew; a member with that rank already stays where it is."""
         entry_of, front = self._entry_of, self._front
         before = entry_of.get(member)
         if before is not None:
@@ -81,12 +82,12 @@ class RankedSet(Generic[T]):
             self._make_heap()
 
     def add_all(self, members: Sequence[T], ranks: Sequence[Order]) -> None:
-        """Put members in that are not in yet, in their order, each with its rank. Cost: a few calls."""
+        """Add members that are not in yet, in their order, each with its rank. Cost: a few calls."""
         first_id, self._next_entry_id = self._next_entry_id, self._next_entry_id + len(members)
         entries: list[Entry] = list(zip(ranks, range(first_id, self._next_entry_id), members, strict=True))
         if not self._entry_of:
             self._entry_of.update(zip(members, entries, strict=True))
-            entries.sort(key=itemgetter(0))  # of equal ranks they are in order, and ranks alone compare quickly
+            entries.sort(key=itemgetter(0))  # the sort is stable for equal ranks, and ranks alone compare quickly
             self._heap, self._is_sorted = entries, True
             self._new.clear()
             return
@@ -98,21 +99,21 @@ class RankedSet(Generic[T]):
             self._make_heap()
 
     def pair_ranks(self) -> None:
-        """Have a number come before each rank from now on: 0 before the ranks of all who are in."""
+        """Put a number before each rank from now on: 0 for all current members."""
         self._entry_of = {member: ((0, entry[0]), entry[1], member) for member, entry in self._entry_of.items()}
         self._make_heap()
 
     def _make_heap(self) -> None:
-        """Make the heap anew, of the living alone, and of those in front."""
+        """Rebuild the heap from live entries, including those in front."""
         self._heap = sorted(self._entry_of.values())
         self._is_sorted = True
         self._new.clear()
         self._front.clear()
 
     def _order(self, count: int) -> None:
-        """Put members in front until there are `count`, if there are so many."""
+        """Sort members into the front until it has `count`, if there are as many."""
         heap, new, front, entry_of = self._heap, self._new, self._front, self._entry_of
-        if new:  # most of a large heap are alive
+        if new:  # most entries of a large heap are live
             if len(new) > FEW_RATIO * len(heap) or len(heap) + len(new) > 2 * len(entry_of) + COMPACT_ABOVE:
                 self._make_heap()
                 heap = self._heap
@@ -128,13 +129,13 @@ class RankedSet(Generic[T]):
             front += [entry for entry in lowest if entry_of.get(entry[2]) is entry]
 
     def discard(self, member: T) -> None:
-        """Take `member` out if it is in."""
+        """Remove `member` if it is in."""
         entry, front = self._entry_of.pop(member, None), self._front
         if entry is not None and front and entry <= front[-1]:
             del front[bisect_left(front, entry)]
 
     def discard_all(self, members: Iterable[T]) -> None:
-        """Take those out that are in."""
+        """Remove those of these members that are in."""
         if self._front:
             self._new += self._front
             self._front.clear()
@@ -144,7 +145,7 @@ class RankedSet(Generic[T]):
                 del entry_of[member]
 
     def discard_lowest(self, count: int) -> None:
-        """Take those out that `lowest` returned first, so many."""
+        """Remove the first `count` members that `lowest` returned."""
         front, entry_of = self._front, self._entry_of
         for entry in front[:count]:
             del entry_of[entry[2]]
@@ -161,7 +162,7 @@ class RankedSet(Generic[T]):
         return member
 
     def lowest(self, count: int, highest: Order | None = None) -> list[T]:
-        """Return the `count` members with the lowest ranks, in order; with `highest` none of a higher rank."""
+        """Return the `count` members with the lowest ranks, in order; with `highest`, none of a higher rank."""
         front = self._front
         if not front:
             if not self._entry_of:

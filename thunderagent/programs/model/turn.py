@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from thunderagent.programs.model.program import Program
 
 Chain = tuple[tuple[int, int], ...]
-"""Cuts of a prompt: digest of all before it, tokens before it."""
+"""Cuts of a prompt: digest of everything before it, tokens before it."""
 
 SIDE_TURN_RATIO: Final = 0.5
-"""A turn whose prompt is shorter than this part of its branch is taken for a side turn - until a second one follows."""
+"""A turn whose prompt is shorter than this ratio of its branch is taken for a side turn, until a second one follows."""
 
 PARENT_TURNS_COUNT: Final = 8
-"""So many turns of the branch that waits for it may finish beside one whose tool runs; it was left, if there are more.
+"""How many turns of the waiting branch may finish beside a branch whose tool runs; after more, it was left.
 
-As one is whose last answer calls the tool that hands in its result."""
+For example, a branch whose last answer calls the tool that hands in its result."""
 
 MAIN_BRANCH: Final = ""
 
@@ -61,55 +61,55 @@ class Turn:
     def __init__(
         self, turn_id: int, program: Program | None, branch_id: str, prompt_bytes: int, arrived_s: float
     ) -> None:
-        """Begin a turn that holds no lease yet."""
+        """Create a turn without a lease."""
         self.turn_id = turn_id
         self.program = program
         self.branch_id = branch_id
         self.prompt_bytes = prompt_bytes
         self.arrived_s = arrived_s
         self.role = branch_id
-        """The agent whose turn it is: its branch, if nothing else was said."""
+        """The agent of the turn: its branch, unless set otherwise."""
         self.expected_output_tokens = 0
-        """What turns of that role were seen to generate when it arrived."""
+        """Output that turns of that role were seen to generate, at its arrival."""
         self.waiting_since_s = arrived_s
-        """When its first attempt arrived, if its client tried again."""
+        """When its first attempt arrived, if its client retried."""
         self.deadline_s = inf
         """When its client gives up."""
         self.prompt_tokens = 0
-        """Size of the prompt as estimated at arrival."""
+        """Estimated size of the prompt at arrival."""
         self.media: Media = ()
         self.media_tokens = 0
-        """Of that, its images, audio and files."""
+        """The part of it that is images, audio and files."""
         self.output_tokens = 0
-        """Generated so far, as far as was seen."""
+        """Generated so far, as far as seen."""
         self.account_id: str | None = None
-        """The replica that it is in flight on; None while it is held, and once that replica is lost."""
+        """The replica on which it is in flight; None while it is held, and once that replica is lost."""
         self.claim_tokens = 0
-        """What it claims by itself: only of a turn in flight whose program is None."""
+        """Its own claim: only for a turn in flight whose program is None."""
         self.avoid_replica_id: str | None = None
-        """The replica that failed the attempt before it."""
+        """The replica that failed the previous attempt."""
         self.pinned_replica_id: str | None = None
         """The only replica that it may run on, if its client chose one."""
         self.wanted_replica_id: str | None = None
-        """The replica that has what it goes on from: it runs there if its program may get a claim there."""
+        """The replica that has what it continues from: it runs there if its program may get a claim there."""
         self.served_by: Route | None = None
-        """Of a turn without a program, the replicas that serve its model; None where all do."""
+        """For a turn without a program, the replicas that serve its model; None if all do."""
         self.unrepresentative = False
         self.unverified = False
-        """Its replica was suspended or flushed while it ran: its times, hits and end tell nothing."""
+        """Its replica was suspended or flushed while it ran: its times, hits and end say nothing."""
         self.granted_s = 0.0
         self.granted_flight_s = 0.0
-        """What its account's `flight_s` was then."""
+        """Its account's `flight_s` at the grant."""
         self.started_s: float | None = None
         self.resident_tokens = 0
-        """Of its prompt, what was expected to lie in the replica's memory when it was granted."""
+        """Prompt tokens that were expected in the replica's memory at the grant."""
         self.kept_tokens = 0
-        """The same, where its program had kept its claim since its last turn: 0 where it had not."""
+        """The same if its program had kept its claim since its last turn; 0 otherwise."""
         self.kept_since_s = 0.0
         """When that last turn ended."""
 
     def first_token_s(self, now_s: float) -> float | None:
-        """Return the time from its grant to its first token; None where that was not seen apart from its end, now."""
+        """Return the time from its grant to its first token; None if that was not seen apart from its end, now."""
         if self.started_s is None or self.started_s >= now_s:
             return None
         return self.started_s - self.granted_s
@@ -120,9 +120,9 @@ class Turn:
 
 
 class TurnEnded:
-    """What a turn in flight told that finished: the ledger, and all that learn of turns, hear this one record.
+    """What a finished turn in flight told: the ledger and all learners get this one record.
 
-    Its program and its branch, None where it has none any more, are as they were before.
+    Its program and its branch (None if it has none any more) are as they were before.
     """
 
     __slots__ = (
@@ -149,7 +149,7 @@ class TurnEnded:
         output_tokens: int,
         cached_tokens: int | None,
     ) -> None:
-        """Take in its usage; `cached_tokens` is None where the engine does not say it."""
+        """Record its usage; `cached_tokens` is None if the engine does not report it."""
         self.turn = turn
         self.branch = branch
         self.now_s = now_s
@@ -158,15 +158,15 @@ class TurnEnded:
         self.cached_tokens = cached_tokens
         self.duration_s = now_s - turn.granted_s
         self.first_token_s = turn.first_token_s(now_s)
-        """From its grant; None where that was not seen apart from its end."""
+        """From its grant; None if that was not seen apart from its end."""
         context_tokens = branch.context_tokens if branch is not None else 0
         self.known_tokens = context_tokens if context_tokens < prompt_tokens else prompt_tokens
-        """Of the prompt, what its branch had sent or got before."""
+        """The part of the prompt that its branch had sent or received before."""
         self.grown_tokens = prompt_tokens + output_tokens - context_tokens if context_tokens else None
-        """What it added to its branch; None for a first one."""
+        """What it added to its branch; None for a first turn."""
         found_tokens = max(turn.resident_tokens, turn.kept_tokens) if cached_tokens is None else cached_tokens
         self.uncached_tokens = prompt_tokens - found_tokens if prompt_tokens > found_tokens else 0
-        """Of the prompt, what was computed: an estimate where the engine does not say it."""
+        """The computed part of the prompt: an estimate if the engine does not report it."""
 
 
 class Branch:
@@ -185,28 +185,28 @@ class Branch:
     )
 
     def __init__(self) -> None:
-        """Begin a branch of which nothing is known."""
+        """Create a branch of which nothing is known."""
         self.context_tokens = 0
         """Exact from the last usage: prompt and output of its last turn."""
         self.prompt_tokens = 0
-        """Of these, the prompt of the last turn: what an engine has for certain, for answers may come back edited."""
+        """The last turn's prompt in that: an engine has it for certain, while answers may come back edited."""
         self.prefix: Chain = ()
-        """Where its prompt may part from those of others."""
+        """Where its prompt may part from others."""
         self.tokens_per_byte_ratio: float | None = None
         self.side_turn_count = 0
         self.parent_turns_count = 0
-        """So many turns of who waits for it may still finish before it is taken for ended, as its tool runs."""
+        """While its tool runs: how many turns of the waiting branch may still finish before it is taken for ended."""
         self.last_turn_id = -1
         self.served_by: str | None = None
-        """The replica of its last turn, where some have a tier behind their pools."""
+        """The replica of its last turn, if some replicas have a tier behind their pools."""
         self.parent_id = MAIN_BRANCH
         """The branch that waits for it, as far as its client says."""
 
     def learn(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Take the size of the branch from the usage of a turn.
+        """Set the size of the branch from the usage of a turn.
 
-        A prompt much shorter than the branch is a side turn (a title, a summary) and changes nothing; when a second
-        one follows, the branch was really cut (a compaction) and its size is believed.
+        A much shorter prompt is a side turn (a title, a summary) and changes nothing; when a second one follows, the
+        branch was really cut (a compaction) and its size is believed.
         """
         if prompt_tokens < SIDE_TURN_RATIO * self.context_tokens:
             self.side_turn_count += 1

@@ -23,11 +23,11 @@ class ProgramView(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Who pays for it; empty if that was not said."""
+        """Who pays for it; empty if not given."""
 
     @property
     def program_class(self) -> str:
-        """What its client calls its kind; empty if that was not said."""
+        """Its client's word for its kind; empty if not given."""
 
     @property
     def group_id(self) -> str:
@@ -35,19 +35,19 @@ class ProgramView(Protocol):
 
     @property
     def priority(self) -> int:
-        """As it was told: lower comes first; 0 if nothing was said."""
+        """Its set priority: lower comes first; 0 if none was set."""
 
     @property
     def routed_to(self) -> str | None:
-        """The replica that its route sends it to, if it has one that is open."""
+        """The replica of its route, if it has an open one."""
 
     @property
     def parent_id(self) -> str:
-        """The program that made it; empty if there is none."""
+        """The program that started it; empty if there is none."""
 
     @property
     def admitted(self) -> bool:
-        """Whether it may be in the paused queue: always, where there is no admission."""
+        """Whether it may be in the paused queue: always, if there is no admission."""
 
     @property
     def status(self) -> Status:
@@ -55,7 +55,7 @@ class ProgramView(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """Whether a turn is with us or its tool runs."""
+        """Whether a turn is here or its tool runs."""
 
     @property
     def acting_since_s(self) -> float:
@@ -63,11 +63,11 @@ class ProgramView(Protocol):
 
     @property
     def tool(self) -> str:
-        """Name of the tool that its last turn called; empty if it is not known."""
+        """Name of the tool that its last turn called; empty if unknown."""
 
     @property
     def hold_until_s(self) -> float:
-        """When it is worth holding no longer; only while it is acting."""
+        """Until when it is worth holding; only while it is acting."""
 
     @property
     def waiting_since_s(self) -> float:
@@ -79,15 +79,15 @@ class ProgramView(Protocol):
 
     @property
     def expected_output_tokens(self) -> int:
-        """What its turn that waits first, or else was granted last, was expected to generate when it arrived."""
+        """Expected output, at arrival, of its first waiting turn, or else of the turn granted last."""
 
     @property
     def level(self) -> Level | None:
-        """How good a judge thinks its prospects are; None as long as there is no verdict."""
+        """A judge's level for its prospects; None before the first verdict."""
 
     @property
     def is_last_of_group(self) -> bool:
-        """Whether it is in a group, all others of which ended."""
+        """Whether it is in a group whose other programs have all ended."""
 
     @property
     def replica_id(self) -> str | None:
@@ -111,11 +111,11 @@ class ProgramView(Protocol):
 
     @property
     def cached_tokens_total(self) -> int:
-        """Of the prompts, what was found in the cache."""
+        """The part of the prompts that was cached."""
 
     @property
     def growth_tokens(self) -> int:
-        """What it is expected to grow by beyond that, until it is as large as programs are in the mean."""
+        """Expected growth beyond that, until it is as large as programs are on average."""
 
 
 class AccountView(Protocol):
@@ -127,31 +127,31 @@ class AccountView(Protocol):
 
     @property
     def limit_tokens(self) -> float:
-        """Return what may be claimed: the capacity, corrected if the policy wants that; infinite if not known."""
+        """Return what may be claimed: the capacity, corrected if the policy wants that; infinite if unknown."""
 
     @property
     def reasoning_tokens(self) -> int:
-        """Claims of programs with a turn in flight, marked ones among them."""
+        """Claims of programs with a turn in flight, including marked ones."""
 
     @property
     def marked_tokens(self) -> int:
-        """Part of these that is given back when the turns in flight end."""
+        """The part of these that is given back when the turns in flight end."""
 
     @property
     def growth_tokens(self) -> int:
-        """What its programs are expected to grow by beyond their claims."""
+        """Expected growth of its programs beyond their claims."""
 
     @property
     def turn_count(self) -> int:
-        """Turns in flight."""
+        """Number of turns in flight."""
 
     @property
     def active_count(self) -> int:
-        """Programs that are active there."""
+        """Number of programs that are active there."""
 
     @property
     def hit_ratio(self) -> float:
-        """Prefix-cache hits of the engine by tokens, between the last two polls in which it looked any up."""
+        """The engine's prefix-cache hit rate by tokens, between the last two polls with lookups."""
 
     @property
     def kv_used_ratio(self) -> float:
@@ -163,11 +163,11 @@ class AccountView(Protocol):
 
     @property
     def pending_encode_count(self) -> int | None:
-        """Turns there whose images are yet to be encoded, as far as known; None where encoding is no stage."""
+        """Turns there with unencoded images, as far as known; None if encoding is no stage of its own."""
 
     @property
     def demand_tokens(self) -> int:
-        """All claims, each in full, besides what they share if the policy wants that counted once."""
+        """All claims in full; if the policy wants that, shared tokens count once."""
 
     def weighed_tokens(self, now_s: float) -> float:
         """All claims, acting ones weighed by f(t)."""
@@ -186,16 +186,16 @@ class ReplicaView(Protocol):
 
 
 class RouteView(NamedTuple):
-    """Where the programs of a scope go."""
+    """The replicas to which the programs of a scope go."""
 
     scope: str
     name: str
     targets: Mapping[str, float]
-    """Replicas by their ids, with weights; they need not be open, but none was removed."""
+    """Replica ids with weights; they need not be open, but none was removed."""
 
 
 class SandboxSums(NamedTuple):
-    """What all sandboxes take, as last measured; None is *not known*."""
+    """The resource use of all sandboxes, as last measured; None is *not known*."""
 
     sandbox_count: int = 0
     disk_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""Policies and the parts that they can be put together from, each one file, and their names."""
+"""Policies and the parts that they can be composed of, one file each, and their names."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ PARTS: Mapping[str, Mapping[str, Callable[..., object]]] = {
     "priority": PRIORITIES,
     "global_policy": GLOBAL_POLICIES,
 }
-"""The parts by their kind, which is also the name of the setting that chooses one."""
+"""The parts by kind, which is also the name of the setting that chooses one."""

@@ -115,7 +115,7 @@ class BreakEven:
     """Its order learns from turns and ends: no signal of a tool or a first token is made for it."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         names = ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio")
         check_not_negative("breakeven", self, *names, "hint_ratio")
         if not 0 < self.low_ratio <= self.high_ratio:
@@ -140,7 +140,7 @@ class BreakEven:
 
     @property
     def claim_rules(self) -> ClaimRules:
-        """Return what claims hold besides contexts."""
+        """Return what claims hold beyond contexts."""
         return ClaimRules(
             reserve_tokens=self.reserve_tokens,
             growth_quantile=self.growth_quantile,

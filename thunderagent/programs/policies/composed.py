@@ -1,28 +1,28 @@
-"""The parts that a policy can be put together from, each chosen apart.
+"""The parts that a policy can be composed of, each chosen separately.
 
 Theory of operation
 ===================
-A policy (`model/policy.py`) says who may hold memory where. Some of its questions can be answered by a part instead:
+A policy (`model/policy.py`) says who may hold memory where. Parts can answer some of its questions instead:
 
-- **admission**: may this program begin at all? A program that is not admitted waits *unadmitted*, where the policy
-  does not see it. The part is asked for the next one to admit whenever something may have changed, until it
-  has none; a program stays admitted until it ends, until the idle limit takes its claim, or until the part proposes to
-  `propose_dismiss` it, which makes it wait unadmitted again from its next turn on.
-- **order**: who of the paused queue is restored first (`restore_rank`).
-- **victims**: who of those on a replica is paused or marked first (`pause_rank`).
-- **global policy**: once in a period, what of all this should be changed by the operations of `operations.py`: which
-  programs go where, which come first, which move, which replicas are started and ended. It is asked on a tick, after
-  the policy balanced; what it changes holds for every event that follows, and it is off their way.
-- **engine priority**: which number an engine with priorities is given with a turn when it is granted; lower comes
-  first, as in vLLM. Where an engine has the other polarity its backend converts.
+- **admission**: may this program begin at all? A program that is not admitted waits *unadmitted*, where the policy does
+  not see it. The part is asked for the next program to admit whenever something may have changed, until it names none.
+  A program stays admitted until it ends, until the idle limit takes its claim, or until the part calls
+  `propose_dismiss`, which makes it wait unadmitted again from its next turn on.
+- **order**: which program of the paused queue is restored first (`restore_rank`).
+- **victims**: which program on a replica is paused or marked first (`pause_rank`).
+- **global policy**: periodically, what should be changed by the operations of `operations.py`: where programs go, which
+  come first, which move, which replicas are started and ended. It is asked on a tick, after the policy balanced. Its
+  changes apply to every later event, and it does not slow these down.
+- **engine priority**: the number that an engine with priorities gets with a granted turn; lower comes first, as in
+  vLLM. If an engine has the other polarity its backend converts.
 
-A part has a `name`, is made with its settings, and may keep state of its own, which belongs to one scheduler: the same
-events always make it hear the same. What it hears are signals (`signals.py`), by `observe`, where it only takes note:
-proposals are for `next` and `balance`. Ranks must not change while a program stays in its phase; a part that must
+A part has a `name`, is created with its settings, and may keep state of its own, which belongs to one scheduler: the
+same events always send it the same signals. It receives signals (`signals.py`) by `observe`, where it only takes notes:
+proposals belong in `next` and `balance`. Ranks must not change while a program stays in its phase; a part that must
 change one calls `view.rank_anew` from there.
 
-A policy that needs parts that belong together, as MARS does, has an attribute for each itself. One that never holds a
-program for want of memory may say `holds_nobody = True`: no order and no victims have any effect with it.
+A policy whose parts belong together, like MARS, has an attribute for each itself. A policy that never holds a program
+for lack of memory may set `holds_nobody = True`: orders and victims then have no effect.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from thunderagent.programs.model.views import ProgramView, ReplicaView
 
 
 def observers_of(*parts: object) -> Sequence[Observe]:
-    """Return how those of the parts hear signals that want to, each once."""
+    """Return how the parts that want signals receive them, each once."""
     observing: list[object] = []
     for part in parts:
         if getattr(part, "observe", None) is not None and not any(part is other for other in observing):
@@ -57,19 +57,19 @@ def observers_of(*parts: object) -> Sequence[Observe]:
 
 
 def _hears_for_its_order_alone(base: Policy) -> bool:
-    """Say whether what a policy observes is for its own order, which hears nothing once another is in its place."""
+    """Return whether a policy observes only for its own order, which gets no signals once another replaces it."""
     order, observe = getattr(base, "order", None), getattr(base, "observe", None)
     return observe is not None and observe == getattr(order, "observe", None)
 
 
 class ControlChain:
-    """Several global policies: each is asked in its own period, in the order in which they are named.
+    """Several global policies: each is asked in its own period, in the given order.
 
-    What one changed, those after it see.
+    Later ones see what earlier ones changed.
     """
 
     def __init__(self, policies: Sequence[GlobalPolicy]) -> None:
-        """Have `policies` asked, of which there is at least one."""
+        """Chain `policies`, at least one."""
         self.policies = tuple(policies)
         self.name = "+".join(policy.name for policy in self.policies)
         self.period_s = min(policy.period_s for policy in self.policies)
@@ -79,7 +79,7 @@ class ControlChain:
 
 
 class Composed:
-    """A policy some of whose questions are answered by parts."""
+    """A policy that leaves some of its questions to parts."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Composed:
         priority: EnginePriority | None = None,
         global_policy: GlobalPolicy | ControlChain | None = None,
     ) -> None:
-        """Ask `base` what no part is for."""
+        """Ask `base` whatever no part answers."""
         self.base = base
         self.order: Order | None = order or getattr(base, "order", None)
         self.admission: Admission | None = admission or getattr(base, "admission", None)

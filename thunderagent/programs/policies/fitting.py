@@ -1,4 +1,4 @@
-"""For policies that let programs in where their claims fit, each counted in full: how much room is there, and whose."""
+"""For policies that let programs in where their full claims fit: how much room there is, and who gets it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from thunderagent.programs.policies.helpers import home_of, largest_capacity_tok
 class Fitting:
     """How claims are measured against a replica's capacity.
 
-    `headroom_ratio` of it stays free, when programs are let in, for what those that are there grow. `shared_tokens`
-    is what all programs have in common: it lies in memory once for all that are active on a replica.
+    When programs are let in, `headroom_ratio` of it stays free for the growth of those already there. `shared_tokens`
+    is common to all programs: it is in memory once for all that are active on a replica.
     """
 
     headroom_ratio: float = 0.0
     shared_tokens: int = 0
 
     def free_tokens(self, replica: ReplicaView) -> float:
-        """Return what no program claims; infinite if the capacity is not known, negative if claims are over it."""
+        """Return what no program claims; infinite if the capacity is unknown, negative if claims exceed it."""
         account = replica.account
         if account.capacity_tokens is None:
             return inf
@@ -34,11 +34,11 @@ class Fitting:
         return account.capacity_tokens - account.demand_tokens + counted_twice_tokens
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return the program's own replica while it is active, else one where its claim fits: `place` of a policy.
+        """Return the program's own replica while it is active, otherwise one where its claim fits: `place` of a policy.
 
-        Its last replica comes first, where its history may still lie, then the one with most room. One that is larger
-        than every replica is let in at once. Nobody passes a program that waits and has a lower restore rank; one that
-        waits for a single replica is in the way only there.
+        Its last replica, which may still have its history, comes first, then the one with most room. A program larger
+        than every replica is let in at once. Nobody passes a waiting program with a lower restore rank; a program that
+        waits for a single replica blocks only that one.
         """
         home = home_of(program, candidates)
         if program.status is Status.ACTIVE and home is not None:
@@ -55,7 +55,7 @@ class Fitting:
         return placement if placement.reason is Reason.FITS else Placement(None, Reason.QUEUE_AHEAD)
 
     def find_room(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return where a program could go that is nowhere active, whoever else waits."""
+        """Return where an inactive program could go, regardless of other waiting programs."""
         roomiest = max(candidates, key=lambda replica: (self.free_tokens(replica), -replica.account.demand_tokens))
         if program.claim_tokens > largest_capacity_tokens(view.replicas if program.routed_to is None else candidates):
             return Placement(roomiest, Reason.OVERSIZE)
@@ -66,7 +66,7 @@ class Fitting:
         return Placement(None, Reason.NO_ROOM)
 
     def relieve(self, view: View, replica: ReplicaView) -> None:
-        """Pause, then mark, the first by pause rank until all claims but the marked ones fit; take marks back."""
+        """Pause, then mark, programs by pause rank until all unmarked claims fit; unmark where there is room."""
         account = replica.account
         while self.free_tokens(replica) + account.marked_tokens < 0:
             program = view.first_to_pause(replica)

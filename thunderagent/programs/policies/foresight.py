@@ -1,4 +1,4 @@
-"""Whether memory is short, and for how much growth of each program a newcomer leaves room: see `breakeven`."""
+"""Whether memory is short, and how much growth of each program a newcomer leaves room for: see `breakeven`."""
 
 # compiled: it is asked of every newcomer
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.view import SchedulerView as View
 
 MOST_FIRST_GROWTH_RATIO: Final = 1 / 8
-"""But by no more than that part of a replica's memory."""
+"""But at most this part of a replica's memory."""
 
 FIRST_GROWTH_FACTOR: Final = 2.0
-"""Until programs are seen to end, one is taken to grow by so many times its claim where memory may be short."""
+"""Until programs were seen to end, one is expected to grow by this many times its claim where memory may be short."""
 
 
 def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, foresight_ratio: float) -> float:
-    """Return for how much growth of each program on a replica there must be room, if `program` is let in there.
+    """Return how much growth of each program on a replica must have room if `program` is let in there.
 
-    In t seconds it uses c·t + r·t²/2 of memory, and if it is paused then, c + r·t tokens are computed again, each of
-    which is worth holding for the break-even time T: until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
+    In t seconds it uses c·t + r·t²/2 of memory. If it is paused then, c + r·t tokens are computed again, each worth
+    holding for the break-even time T. Until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
     """
     rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
     if rate == inf:
@@ -33,10 +33,10 @@ def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, fore
 
 
 def is_short(view: View, program: ProgramView, low_ratio: float) -> bool:
-    """Say whether memory is short: all that are in or wait, each as large as in the mean, do not fit.
+    """Return whether memory is short: all programs that are in or wait, each of mean size, do not fit.
 
-    A program is as large in the mean as `program` with what programs were seen to grow by. Until some ended, that
-    is a guess which lets in few enough of many that come at once, and holds nobody where few come.
+    The mean size is that of `program` plus the growth that programs were seen to have. Until some ended, that is a
+    guess that lets in few enough of many that come at once, and holds nobody if few come.
     """
     count = view.active_count + max(1, view.waiting_count)
     room_tokens = low_ratio * sum([replica.account.limit_tokens for replica in view.replicas])

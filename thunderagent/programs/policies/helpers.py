@@ -1,4 +1,4 @@
-"""What many policies ask of the view, and how they restore who waits."""
+"""Helpers for many policies: questions to the view, and restoring waiting programs."""
 
 # compiled: they are asked about every turn
 
@@ -21,21 +21,21 @@ def home_of(program: ProgramView, candidates: Sequence[ReplicaView]) -> ReplicaV
 
 
 def largest_capacity_tokens(candidates: Sequence[ReplicaView]) -> float:
-    """Return the capacity of the largest replica; infinite where one's is not known."""
+    """Return the capacity of the largest replica; infinite if one is unknown."""
     return max(
         inf if replica.account.capacity_tokens is None else replica.account.capacity_tokens for replica in candidates
     )
 
 
 def without_routed_before(view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-    """Return the candidates but for those for which a program waits that is routed there and comes before this one."""
+    """Return the candidates without those for which a routed program waits that comes before this one."""
     if not view.routed_count:
         return candidates
     return [replica for replica in candidates if view.first_routed_before(program, replica) is None]
 
 
 def worth_a_look(view: View, moment: Moment) -> Sequence[ReplicaView]:
-    """Return the replicas where there may be room or too little of it: where something changed, or by time all."""
+    """Return replicas that may have room or too little of it: those that changed, or all on a tick."""
     return view.replicas if moment in (Moment.TICK, Moment.REPLICAS_CHANGED) else view.changed_replicas
 
 
@@ -48,9 +48,9 @@ def restore_waiting_for(view: View, policy: Policy, replica: ReplicaView) -> Non
 
 
 def restore_waiting(view: View, policy: Policy, replicas: Sequence[ReplicaView] | None = None) -> None:
-    """Restore programs that have a turn, by restore rank, wherever `place` says, until it holds the first of them.
+    """Restore programs with a turn, by restore rank, wherever `place` says, until it holds the first of them.
 
-    With `replicas` on one of these, for example because nothing changed on the others.
+    With `replicas`, only on those, for example because nothing changed on the others.
     """
     replicas = view.replicas if replicas is None else replicas
     while replicas and (program := view.first_waiting()) is not None:

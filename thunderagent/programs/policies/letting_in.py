@@ -1,4 +1,4 @@
-"""Who is held, who of those that wait is let in where, and who is paused for it: `breakeven`, without its settings."""
+"""Which programs are held, let in and paused, and where: `breakeven` without its settings."""
 
 # compiled: most of an event where memory is short
 
@@ -14,7 +14,7 @@ from thunderagent.programs.model.policy import Moment, Placement, least_loaded
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
 from thunderagent.programs.policies.helpers import largest_capacity_tokens
 
-if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and makes no object of a number
+if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and boxes no number
     from thunderagent.programs.book.accounts import Account as AccountView
     from thunderagent.programs.book.replica import Replica as ReplicaView
     from thunderagent.programs.model.program import Program as ProgramView
@@ -25,7 +25,7 @@ Found = tuple["ReplicaView | None", Reason]
 
 
 MOST_EXPIRED_COUNT: Final = 64
-"""So many at most are paused to make room for one."""
+"""How many programs are paused at most to make room for one."""
 
 
 class LettingIn:
@@ -50,7 +50,7 @@ class LettingIn:
         pass_count: int,
         wait_ratio: float,
     ) -> None:
-        """Work by these."""
+        """Work by these settings."""
         self.hold_ratio = hold_ratio
         self.low_ratio = low_ratio
         self.high_ratio = high_ratio
@@ -71,7 +71,7 @@ class LettingIn:
         return inf if program.is_last_of_group else -program.opened_s
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return the program's own replica while it is active, else one with room, if it is its turn."""
+        """Return the program's own replica while it is active, otherwise one with room, if it is its turn."""
         home = view.replica(program.replica_id)
         if home is not None and candidates is not view.replicas and home not in candidates:
             home = None
@@ -84,7 +84,7 @@ class LettingIn:
         return Placement(*self._find_beside(view, program, candidates, home, reserved, comes_first))
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause where claims are over the capacity, and let in who fits, where something changed or by time."""
+        """Pause where claims exceed the capacity, and let programs in that fit, where something changed or on a tick."""
         everywhere = moment is Moment.TICK or moment is Moment.REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:
@@ -95,7 +95,7 @@ class LettingIn:
     # --- letting in -------------------------------------------------------------------------------------------------
 
     def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
-        """Let in those who wait, in the order of the queue, until the first does not fit; then a few that do."""
+        """Let waiting programs in, in queue order, until the first does not fit; then a few that do."""
         while (head := view.first_waiting()) is not None:
             replica, reason = self._find_beside(view, head, replicas, view.replica(head.replica_id), None, True)
             if replica is None:
@@ -105,9 +105,9 @@ class LettingIn:
             self._let_pass(view, head, replicas)
 
     def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
-        """Let those in who may pass the head of the queue: a few behind it.
+        """Let a few programs behind the head of the queue pass it.
 
-        Mostly no room is enough for anybody, which is found out first.
+        Mostly there is not enough room for anybody, which is checked first.
         """
         followers = self._may_fit(view, view.first_waiting_few(self.pass_count + 1)[1:], replicas)
         if not followers:
@@ -130,8 +130,8 @@ class LettingIn:
     ) -> Found:
         """Return where a paused program could be active; with `make_room`, expired programs are paused for it.
 
-        Not on the replica reserved for the head of the queue, nor on one that is kept for a program that is routed to
-        it. `home` need not be among the candidates, which may be those only where something changed.
+        The replica reserved for the head of the queue is excluded, and one kept for a program that is routed to it.
+        `home` need not be among the candidates, which may be only the replicas where something changed.
         """
         some_routed = view.routed_count > 0
         if some_routed:
@@ -145,7 +145,7 @@ class LettingIn:
         if len(candidates) > 1:
             roomiest = self._roomiest(view, program, candidates, reserved, foresees)
         claim_tokens, capacity_tokens = program.claim_tokens, roomiest.account.capacity_tokens
-        # The one with most room, asked first, is mostly not too small.
+        # The first one asked, with most room, is mostly large enough.
         may_be_oversize = capacity_tokens and claim_tokens > self.low_ratio * capacity_tokens
         if may_be_oversize and claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
             return roomiest, Reason.OVERSIZE
@@ -163,7 +163,7 @@ class LettingIn:
     def _may_fit(
         self, view: View, programs: Sequence[ProgramView], replicas: Sequence[ReplicaView]
     ) -> list[ProgramView]:
-        """Return who of them may fit at home or on one of these replicas as it is, or is larger than one."""
+        """Return the programs that may fit at home or on one of these replicas as it is, or exceed one."""
         most_free_tokens, smallest_tokens = -inf, inf
         for replica in replicas:
             free_tokens, capacity_tokens = self._room_of(replica)
@@ -186,13 +186,13 @@ class LettingIn:
         return found
 
     def _room_of(self, replica: ReplicaView) -> tuple[float, float]:
-        """Return how much is free on a replica as it is, infinite if nobody is there, and what is larger than it."""
+        """Return a replica's current free room, infinite if it is empty, and the size that exceeds it."""
         account = replica.account
         free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens if account.active_count else inf
         return free_tokens, self.low_ratio * (account.capacity_tokens or inf)
 
     def _reserved(self, view: View, head: ProgramView | None) -> ReplicaView | None:
-        """Return the replica that takes nobody else in, once the head of the queue has waited for long enough."""
+        """Return the replica that lets nobody else in, once the head of the queue has waited long enough."""
         if head is None or not self._has_waited_long(view, head):
             return None
         return self._roomiest(view, head, view.replicas, None, self._foresees(view, head))
@@ -203,7 +203,7 @@ class LettingIn:
     # --- placing ----------------------------------------------------------------------------------------------------
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool, make_room: bool) -> bool:
-        """Say whether a program fits once expired programs are paused; a program alone on the replica always fits."""
+        """Return whether a program fits once expired programs are paused; alone on a replica it always fits."""
         account = replica.account
         if not account.active_count:
             return True
@@ -228,7 +228,7 @@ class LettingIn:
         return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
 
     def _foresees(self, view: View, program: ProgramView) -> bool:
-        """Say whether a program leaves room for growth: a newcomer does, where memory is short."""
+        """Return whether a program leaves room for growth: a newcomer does if memory is short."""
         return not program.turn_count and self.foresight_ratio > 0 and is_short(view, program, self.low_ratio)
 
     def _roomiest(
@@ -239,9 +239,9 @@ class LettingIn:
         reserved: ReplicaView | None,
         foresees: bool,
     ) -> ReplicaView:
-        """Return the replica with most room but for the reserved one; among equals that with least on it.
+        """Return the replica with most room except the reserved one; among equals the one with least on it.
 
-        Without foresight all replicas are in that order already. With it each is looked at.
+        Without foresight all replicas are in that order already. With it each is checked.
         """
         ratio = self.low_ratio
         if candidates is view.replicas and not foresees:
@@ -274,7 +274,7 @@ class LettingIn:
         return roomiest[0] if len(roomiest) == 1 else least_loaded(roomiest or candidates)
 
     def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
-        """Return what nobody claims, nor will by growing; one program grows by `grown_tokens`, as far as foreseen."""
+        """Return what nobody claims now or by growing; a program grows by `grown_tokens`, as far as foreseen."""
         free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
         if grown_tokens:
             free_tokens -= min(account.growth_tokens, account.active_count * grown_tokens)
@@ -283,7 +283,7 @@ class LettingIn:
     # --- relieving --------------------------------------------------------------------------------------------------
 
     def _relieve(self, view: View, replica: ReplicaView) -> None:
-        """Pause, then mark, until all claims but the marked ones are under the high watermark; take marks back."""
+        """Pause, then mark, until all unmarked claims are under the high watermark; unmark where there is room."""
         account = replica.account
         limit_tokens, marked_tokens = self.high_ratio * account.limit_tokens, account.marked_tokens
         if account.demand_tokens - marked_tokens > limit_tokens:
@@ -302,9 +302,9 @@ class LettingIn:
 
 
 def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:
-    """Return the first of them who leave room for `tokens` together; nobody if all of them do not.
+    """Return the shortest prefix of `expired` that leaves room for `tokens` together; empty if all do not.
 
-    With each is taken its claim and what it would grow by.
+    Each gives up its claim and its expected growth.
     """
     claimed_tokens = 0.0
     for count, program in enumerate(expired, start=1):

@@ -1,4 +1,4 @@
-"""What many policies ask of their settings when they are made."""
+"""Checks that many policies make of their settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from thunderagent.errors import ConfigurationError
 
 
 def check_not_negative(policy_name: str, settings: object, *names: str) -> None:
-    """Raise `ConfigurationError` for the first of these settings that is under 0, or no number."""
+    """Raise `ConfigurationError` for the first of these settings that is negative or not a number."""
     for name in names:
         value = getattr(settings, name)
         if not value >= 0:
@@ -14,7 +14,7 @@ def check_not_negative(policy_name: str, settings: object, *names: str) -> None:
 
 
 def check_whole_from_one(policy_name: str, settings: object, *names: str) -> None:
-    """Raise `ConfigurationError` for the first of these settings that is no whole number, or under 1."""
+    """Raise `ConfigurationError` for the first of these settings that is not a whole number from 1 on."""
     for name in names:
         value = getattr(settings, name)
         if value < 1 or value % 1:

@@ -1,1 +1,1 @@
-"""What holds under every policy: one file and one index each."""
+"""Rules that apply under every policy: one file and one index each."""

@@ -1,4 +1,4 @@
-"""Programs that other programs wait for: a parent and its children, which are its sub-agents under ids of their own."""
+"""Programs that other programs wait for: a parent and its children, which are its sub-agents with ids of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.rules.verbs import Verbs
 
 Family = tuple[str, str]
-"""A tenant, and the id of the parent: who names the program of another tenant is no child of it."""
+"""A tenant, and the id of the parent: naming another tenant's program makes no child of it."""
 
 
 def family_of(program: Program) -> Family:
@@ -23,31 +23,31 @@ class Families:
     __slots__ = ("_active_counts", "_children", "_one_each", "_to_settle", "due_s", "overdrawn")
 
     def __init__(self, *, one_each: bool = False) -> None:
-        """Begin with no family; `one_each` lets in one child of each parent at a time, because its siblings can wait.
+        """Start without families; `one_each` lets in one child of each parent at a time, because its siblings can wait.
 
-        Where tenants have shares: or else one that makes children without end would take everything.
+        It is for tenants with shares: otherwise one that makes children without end would take everything.
         """
         self._one_each = one_each
         self._to_settle: list[Family] = []
-        """Whose parent got a claim, or whose child lost one, in this event."""
+        """Families whose parent got a claim, or whose child lost one, in this event."""
         self.due_s = inf
         """Before all time while there are any of them."""
         self._children: dict[Family, dict[str, Program]] = {}
         self._active_counts: dict[Family, int] = {}
         self.overdrawn: dict[Family, None] = {}
-        """With a child that is held because more would be claimed than may be: looked at again at each tick."""
+        """Families with a child held because the limit would be exceeded: checked again at each tick."""
 
     def __len__(self) -> int:
         return len(self._children)
 
     def join(self, program: Program, parent_id: str) -> None:
-        """Make a program that has none the child of `parent_id`; nobody is its own parent."""
+        """Make a program without a parent the child of `parent_id`; no program is its own parent."""
         if parent_id and parent_id != program.program_id:
             program.parent_id = parent_id
             self._children.setdefault(family_of(program), {})[program.program_id] = program
 
     def leave(self, program: Program) -> None:
-        """Forget a program that ended."""
+        """Forget an ended program."""
         siblings = self._children.get(family_of(program))
         if siblings is not None:
             del siblings[program.program_id]
@@ -63,7 +63,7 @@ class Families:
             self._look_at((program.tenant, program.program_id))
 
     def lost_claim(self, program: Program) -> None:
-        """Note that a program is active no longer; where only one child is at a time, the next may be."""
+        """Note that a program is no longer active; if only one child may be in at a time, the next may come."""
         if not program.parent_id:
             return
         family = family_of(program)
@@ -80,16 +80,16 @@ class Families:
         self.due_s = -inf
 
     def look_again(self) -> None:
-        """Look at all children that are held because more would be claimed than may be."""
+        """Check all children again that are held because the limit would be exceeded."""
         self._look_at(*self.overdrawn)
         self.overdrawn.clear()
 
     def look_at_all(self) -> None:
-        """Look at all families: replicas changed."""
+        """Check all families: replicas changed."""
         self._look_at(*self._children)
 
     def may_enter(self, program: Program) -> bool:
-        """Say whether a child may be let in beside its siblings."""
+        """Return whether a child may be let in beside its siblings."""
         return not self._one_each or not self.active_count(family_of(program))
 
     def settle(self, verbs: Verbs) -> None:
@@ -105,7 +105,7 @@ class Families:
         self.due_s = inf
 
     def _first_held(self, family: Family) -> list[Program]:
-        """Return whom to look at of a family's children."""
+        """Return the children of a family to check."""
         held = self.held_children(family)
         return [child for child in held if not child.place.active][:1] if self._one_each else held
 
@@ -114,6 +114,6 @@ class Families:
         return self._active_counts.get(family, 0)
 
     def held_children(self, family: Family) -> list[Program]:
-        """Return the children whose turns are held, in the order in which they came."""
+        """Return the children whose turns are held, in order of arrival."""
         children = self._children.get(family)
         return [child for child in children.values() if child.held] if children is not None else []

@@ -1,13 +1,13 @@
-"""How long a program may be without a word of it, how many may live, and how long turns wait for a replica.
+"""How long a program may be silent, how many may live, and how long turns wait for a replica.
 
 Theory of operation
 ===================
-A program whose tool runs is heard of at the end of its turn, and whenever its client speaks of it. For longer than the
-idle limit it keeps no claim, for longer than the forget limit it does not live. Both are measured on a clock that
-stands still while nothing is granted anywhere, and nothing is taken where nothing is granted now. Where no idle limit
-is set it is what was learned of the tool: long beyond the time in which nearly all return, but never more than half of
-the forget limit. Each tenant's programs are counted, and those whose tools run stand in an order of their own: so that
-one tenant that opens too many forgets its own.
+A program whose tool runs is heard of at the end of its turn, and whenever its client mentions it. After the idle limit
+it loses its claim, after the forget limit it is forgotten. Both are measured on a clock that stands still while nothing
+is granted anywhere, and nothing is taken where nothing is granted now. Without a set idle limit it is learned for the
+tool: long beyond the time in which nearly all return, but never more than half of the forget limit. Each tenant's
+programs are counted, and those whose tools run have an order of their own: so a tenant that opens too many forgets its
+own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thunderagent.programs.rules.verbs import Verbs
 
 
 class Limits:
-    """Programs without a turn, who was heard of longest ago first; and how many each tenant has."""
+    """Programs without a turn, the longest silent first; and how many each tenant has."""
 
     __slots__ = (
         "_book",
@@ -49,26 +49,26 @@ class Limits:
     def __init__(
         self, book: Book, settings: SchedulerSettings, idle_limit_s: Callable[[str], float], least_idle_limit_s: float
     ) -> None:
-        """Begin with nobody; `idle_limit_s` is what was learned of a tool, never less than `least_idle_limit_s`."""
+        """Start without programs; `idle_limit_s` is learned for a tool, and at least `least_idle_limit_s`."""
         self._most_idle_limit_s = settings.forget_limit_s / 2
-        """The longest idle limit that is learned: a claim is given back well before its program would be forgotten."""
+        """The longest learned idle limit: a claim is given back well before its program would be forgotten."""
         self._first_limit_s = min(least_idle_limit_s, self._most_idle_limit_s)
-        """Nobody is looked at before: the idle limit, or the least that is learned."""
+        """Nobody is checked before: the idle limit, or the shortest learned one."""
         if settings.idle_limit_s is not None:
             self._first_limit_s = settings.idle_limit_s
         self._book = book
         self._settings = settings
         self._idle_limit_s = idle_limit_s
         self._quiet_of: dict[str, OrderedDict[Program, int]] = {}
-        """By tenant, who was heard of longest ago first, with a number by which that goes for all of them together."""
+        """By tenant, the longest silent programs first, with a number that orders them across tenants."""
         self._heard_count = 0
         self._watched: RankedSet[Program] = RankedSet()
-        """Who has something to lose at the idle limit, by when to look."""
+        """Programs with something to lose at the idle limit, by the time to check."""
         self._counts: dict[str, int] = {}
         self._by_count: RankedSet[str] = RankedSet()
         """Tenants, the one with most programs first."""
         self.peers: tuple[Limits, ...] = ()
-        """Those of other pools: how many may live is said of all together."""
+        """Limits of other pools: the number that may live counts over all."""
         self._halted_since_s: float | None = None
         self._halted_s = 0.0
         self._no_replica_since_s: float | None = None
@@ -81,7 +81,7 @@ class Limits:
         return (self._book.now_s if self._halted_since_s is None else self._halted_since_s) - self._halted_s
 
     def replicas_changed(self) -> None:
-        """Stop the clock while nothing is granted on any open replica; note since when none is open."""
+        """Stop the clock while no open replica grants; note since when none is open."""
         book, halted_since_s = self._book, self._halted_since_s
         halted = bool(book.open_replicas) and not book.granting_replicas
         if halted and halted_since_s is None:
@@ -97,7 +97,7 @@ class Limits:
     # --- who is heard of --------------------------------------------------------------------------------------------
 
     def hear_of(self, program: Program) -> None:
-        """Measure from now on, for a program without a turn."""
+        """Restart the limits of a program without a turn."""
         program.limits_since_s = self.clock_s
         of_tenant = self._quiet_of.get(program.tenant)
         if of_tenant is None:
@@ -107,27 +107,27 @@ class Limits:
         of_tenant.move_to_end(program)
 
     def turn_came(self, program: Program) -> None:
-        """Note that a turn of the program is with us again."""
+        """Note that the program has a turn here again."""
         quiet = self._quiet_of.get(program.tenant)
         if quiet is not None and program in quiet:
             del quiet[program]
         self._watched.discard(program)
 
     def watch(self, program: Program) -> None:
-        """Look at a program whose tool runs, and that has something to lose, when the idle limit may be over."""
+        """Watch an acting program that has something to lose at the idle limit."""
         program.idle_at_s = program.limits_since_s + self._first_limit_s
         self._watched.add(program, program.idle_at_s)
 
     def look_away(self, program: Program) -> None:
-        """Forget that the idle limit is for this one."""
+        """Stop watching the idle limit of a program."""
         self._watched.discard(program)
 
     def look_away_from_all(self, programs: Sequence[Program]) -> None:
-        """Forget that the idle limit is for these."""
+        """Stop watching the idle limit of these programs."""
         self._watched.discard_all(programs)
 
     def go_on(self, program: Program) -> None:
-        """Begin anew, where grants go on, for a program whose limit was over and passed it by."""
+        """Restart the limit of a program that passed it while nothing was granted, when grants go on."""
         forgotten_before_s = self.clock_s - self._settings.forget_limit_s
         if program not in self._watched or program.limits_since_s < forgotten_before_s:
             self.hear_of(program)
@@ -140,12 +140,12 @@ class Limits:
         self._count(program.tenant, 1)
 
     def ended(self, program: Program) -> None:
-        """Count a program no longer."""
+        """Stop counting a program."""
         self.turn_came(program)
         self._count(program.tenant, -1)
 
     def name_tenant(self, program: Program, tenant: str) -> None:
-        """Let a program be a tenant's of which nobody had said whose it is."""
+        """Assign a program without a tenant to one."""
         is_quiet = program in self._quiet_of.get(program.tenant, ())
         self.ended(program)
         program.tenant = tenant
@@ -159,33 +159,33 @@ class Limits:
         return self._counts.get(tenant, 0)
 
     def _has_all_it_may(self, tenant: str) -> bool:
-        """Say whether a tenant has as many programs as it may, in all pools."""
+        """Return whether a tenant has as many programs as it may, in all pools."""
         count = self.count_of(tenant) + sum(peer.count_of(tenant) for peer in self.peers)
         return count >= self._settings.tenant_max_programs_count
 
     @property
     def programs_count(self) -> int:
-        """How many programs live in this pool."""
+        """Number of programs that live in this pool."""
         return len(self._book.programs)
 
     @property
     def largest_tenant(self) -> str:
-        """The tenant that has most programs."""
+        """The tenant with most programs."""
         return self._by_count.first() or ""
 
     def longest_quiet(self, tenant: str) -> Program | None:
-        """Return the program of a tenant without a turn that was not heard of for longest."""
+        """Return a tenant's program without a turn that was silent for longest."""
         return next(iter(self._quiet_of.get(tenant, ())), None)
 
     def is_full(self, tenant: str, *, opens: bool) -> bool:
-        """Say whether a tenant may have no program more; if it `opens` one, whether nobody may."""
+        """Return whether a tenant may have no further program; if it `opens` one, also whether nobody may."""
         if self._has_all_it_may(tenant):
             return True
         programs_count = self.programs_count + sum(peer.programs_count for peer in self.peers)
         return opens and programs_count >= self._settings.max_programs_count
 
     def whom_to_forget(self, tenant: str) -> Program | None:
-        """Return who is forgotten for one more program of a tenant: of its own, if it has as many as it may."""
+        """Return the program to forget for one more of a tenant: one of its own, if it has as many as it may."""
         if self._has_all_it_may(tenant):
             return self.longest_quiet(tenant)
         return self.longest_quiet(self.largest_tenant) or self.longest_quiet(tenant)
@@ -203,11 +203,11 @@ class Limits:
     # --- what is over -----------------------------------------------------------------------------------------------
 
     def enforce(self, verbs: Verbs) -> None:
-        """Take claims whose time is over, forget programs, and reject turns that no replica was there for."""
+        """Take claims past the idle limit, forget programs, and reject turns that found no replica in time."""
         book = self._book
         if self._halted_since_s is None:
             quiet_since_s = min((program.limits_since_s for program in self._longest_quiet()), default=inf)
-            if self.clock_s > quiet_since_s + self._first_limit_s:  # else nobody's is over
+            if self.clock_s > quiet_since_s + self._first_limit_s:  # otherwise no limit is over
                 self._enforce_idle_limit(verbs)
             before_s = self.clock_s - self._settings.forget_limit_s
             if quiet_since_s < before_s:
@@ -222,11 +222,11 @@ class Limits:
                     verbs.reject(turn, Reason.NO_REPLICA)
 
     def _longest_quiet(self) -> Iterator[Program]:
-        """Yield of each tenant who was heard of longest ago."""
+        """Yield for each tenant the program that was silent for longest."""
         return (next(iter(quiet)) for quiet in self._quiet_of.values() if quiet)
 
     def _forget_quiet(self, verbs: Verbs, before_s: float) -> None:
-        """End programs that were heard of before that, but where nothing is granted now."""
+        """End programs last heard of before `before_s`, except where nothing is granted now."""
         over = [
             (number, program)
             for quiet in self._quiet_of.values()
@@ -252,6 +252,6 @@ class Limits:
             verbs.idle(program)
 
     def _is_suspended(self, program: Program) -> bool:
-        """Say whether a program is active where nothing is granted now."""
+        """Return whether a program is active where nothing is granted now."""
         place = program.place
         return place.active and bool(place.replica.suspended_for)

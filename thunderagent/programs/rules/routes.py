@@ -1,17 +1,17 @@
 """Which replicas programs were told to go to, by an operator or a global policy.
 
-A route is for a program, or for all of a group, of a class, of a tenant, or for everybody; the narrowest that there is
-counts. It names replicas with weights. A program is sent to one of them when it is placed, those that get more
-programs by their weights first, and stays with it while that replica is open: its history lies there. While no replica
-of its route is open the route is as if it were not there.
+A route is for a program, or for all programs of a group, a class or a tenant, or for everybody; the narrowest one
+counts. It names replicas with weights. A program is sent to one of them when it is placed, so that the weights are
+kept. It stays with that replica while it is open, because its history is there. While no replica of its route is open
+the route has no effect.
 
 A model that only some replicas serve has a route, too, which its turns never leave: while none of these is open they
-wait for one. It goes before what a program was told. A program has one such model at a time: a turn of another, or one
-that comes while others of its program run where its model is not, runs as nobody's.
+wait for one. It takes precedence over other routes. A program has one such model at a time: a turn of another model, or
+one that comes while others of its program run where its model is not served, runs as anonymous.
 
-A program that must wait does so in a queue of its replica, which the policy does not see: whenever there may be room,
-the policy is asked for the first of each such queue, and then balances for all others. While it waits nobody that comes
-after it gets the room of that replica (`PausedQueue`), or only for a bounded time (`breakeven`).
+A program that must wait does so in a queue of its replica, which the policy does not see. Whenever there may be room,
+the policy is asked for the first of each such queue, and then balances for all others. While it waits no later program
+gets the room of that replica (`PausedQueue`), or only for a bounded time (`breakeven`).
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from thunderagent.programs.rules.verbs import Verbs
 
 
 class Routes:
-    """All routes there are. To find a program's costs the same however many there are."""
+    """All routes. Finding a program's route costs the same however many there are."""
 
     __slots__ = ("_asked", "_by_scope", "_count", "by_model")
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start without routes."""
         self._by_scope: dict[Scope, dict[str, Route]] = {scope: {} for scope in Scope}
         self._count = 0
         self.by_model: dict[str, Route] = {}
-        """To the replicas that serve a model, of those that others do not."""
+        """For models that only some replicas serve: the route to those replicas."""
         self._asked: tuple[int, Route | None] = (0, None)
-        """The turn that comes next, and where its model is served."""
+        """The next turn, and where its model is served."""
 
     def __len__(self) -> int:
         return self._count + len(self.by_model)
 
     def __iter__(self) -> Iterator[tuple[Scope, str, Route]]:
-        """Yield all routes, with whom they are for."""
+        """Yield all routes with their scopes and names."""
         for scope, routes in self._by_scope.items():
             for name, route in routes.items():
                 yield scope, name, route
 
     def set(self, scope: Scope, name: str, targets: Targets) -> Route | None:
-        """Set a route in place of the one that was there, which is returned; no targets take it back."""
+        """Set a route and return the one that it replaces; without targets, remove it."""
         routes = self._by_scope[scope]
         before = routes.pop(name, None)
         self._count += bool(targets) - (before is not None)
@@ -66,15 +66,15 @@ class Routes:
         return [route for route in routes if any(map(route.names, named))]
 
     def ask(self, turn_id: int, model: str) -> None:
-        """Note which model the turn is for that comes next."""
+        """Note the model of the next turn."""
         self._asked = turn_id, self.by_model.get(model)
 
     def asked(self, turn_id: int) -> Route | None:
-        """Return where the model of a turn that came is served; None where all replicas serve it."""
+        """Return where the model of an arrived turn is served; None if all replicas serve it."""
         return self._asked[1] if self._asked[0] == turn_id else None
 
     def serve(self, program: Program, served_by: Route | None) -> bool:
-        """Have a program, one of whose turns came, go where that is served; False if it cannot, as it stands."""
+        """Send a program, one of whose turns arrived, to where that is served; return False if it cannot go there now."""
         before = program.served_by
         if program.in_flight or program.held:
             if served_by is None:
@@ -90,7 +90,7 @@ class Routes:
         return True
 
     def of(self, program: Program) -> Route | None:
-        """Return the narrowest route that is for a program."""
+        """Return the narrowest route for a program."""
         by_scope = self._by_scope
         return (
             by_scope[Scope.PROGRAM].get(program.program_id)
@@ -101,7 +101,7 @@ class Routes:
         )
 
     def take(self, program: Program) -> Route | None:
-        """Note and return which route a program has now."""
+        """Update and return a program's route."""
         route = self.of(program) if self._count else None
         if route is not program.route:
             if program.route is not None:
@@ -112,7 +112,7 @@ class Routes:
         return route
 
     def program_ended(self, program: Program) -> None:
-        """Forget a program, and a route that was for it alone."""
+        """Forget a program, and a route for it alone."""
         if program.route is not None:
             program.route.programs.pop(program, None)
         if program.served_by is not None:
@@ -122,17 +122,17 @@ class Routes:
 
 
 def serving(replicas: Sequence[Replica], served_by: Route | None) -> Sequence[Replica]:
-    """Return those of some replicas that serve a model."""
+    """Return those of the replicas that serve a model."""
     return replicas if served_by is None else [each for each in replicas if served_by.names(each.replica_id)]
 
 
 class Routing:
-    """Sends programs where their routes lead, and lets in who waits for one replica."""
+    """Sends programs along their routes, and lets in programs that wait for one replica."""
 
     __slots__ = ("_book", "_open_ids", "routes")
 
     def __init__(self, book: Book) -> None:
-        """Begin with nobody sent anywhere."""
+        """Start without routes."""
         self._book = book
         self._open_ids: set[str] = set()
         self.routes = Routes()
@@ -140,7 +140,7 @@ class Routing:
     def send(self, program: Program) -> None:
         """Send a program to a replica of its route, if it has one: to its own, if that is among them.
 
-        Where its model is served comes first, open or not.
+        The replicas that serve its model take precedence, open or not.
         """
         route, served_by = self.routes.take(program), program.served_by
         if served_by is None:
@@ -157,7 +157,7 @@ class Routing:
         return route.next(is_open)
 
     def model_served(self, verbs: Verbs, model: str, replica_ids: tuple[str, ...]) -> None:
-        """Have turns of a model go to these replicas alone; anywhere, if none is named. Those in flight stay."""
+        """Restrict a model's turns to these replicas; to none in particular, if none is named. Turns in flight stay."""
         route = self.routes.by_model.setdefault(model, Route(()))
         if replica_ids:
             route.lead_to(replica_ids)
@@ -173,14 +173,14 @@ class Routing:
             self._send_anew(verbs, program, keeps=True)
 
     def is_open(self, replica_id: str) -> bool:
-        """Say whether programs may get claims on a replica, now or when grants go on."""
+        """Return whether programs may get claims on a replica, now or when grants go on."""
         replica = self._book.replicas.get(replica_id)
         return replica is not None and replica.open_to_programs
 
     def set_route(self, verbs: Verbs, scope: Scope, name: str, targets: Targets, reason: Reason) -> None:
-        """Send programs of a scope to replicas: those that wait now, the others with their next turn.
+        """Send programs of a scope to replicas: waiting ones now, the others with their next turn.
 
-        Cost: O(programs of the route), or of all where there was none.
+        Cost: O(programs of the route), or of all if there was none.
         """
         before = self.routes.set(scope, name, targets)
         self._book.decisions.append(SetRoute(scope.value, name, targets, reason))
@@ -190,7 +190,7 @@ class Routing:
             self._send_anew(verbs, program, keeps=program.place.active)
 
     def replicas_changed(self, verbs: Verbs) -> None:
-        """Send programs anew whose routes lead to replicas that opened or closed."""
+        """Send programs again whose routes lead to replicas that opened or closed."""
         now_open = {replica.replica_id for replica in self._book.open_replicas}
         changed, self._open_ids = now_open ^ self._open_ids, now_open
         for route in self.routes.naming(changed) if self.routes else ():
@@ -218,7 +218,7 @@ class Routing:
         return [replica for replica in able if route is None or route.names(replica.replica_id)]
 
     def views(self) -> list[RouteView]:
-        """Return all routes for a policy. Replicas that were removed are left out: it could not name them again."""
+        """Return all routes for a policy, without removed replicas: it could not name those again."""
         known = self._book.replicas
         return [
             RouteView(scope.value, name, {each: weight for each, weight in route.targets if each in known})
@@ -226,10 +226,10 @@ class Routing:
         ]
 
     def let_in(self, verbs: Verbs, *, everywhere: bool) -> None:
-        """Ask the policy about the first of those that wait for one replica, where there may be room.
+        """Ask the policy about the first program that waits for each replica, where there may be room.
 
-        That is where something changed, or `everywhere`. Who comes first of all is asked about first: room may be
-        something that all replicas share, as places are.
+        That is where something changed, or `everywhere`. The first of all is asked about first: room may be shared by
+        all replicas, as places are.
         """
         book = self._book
         asked = {

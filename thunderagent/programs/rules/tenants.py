@@ -1,28 +1,28 @@
-"""Fair shares between tenants: who waits is ordered by what its tenant had, then by the policy's rank.
+"""Fair shares between tenants: waiting programs are ordered by what their tenant had, then by the policy's rank.
 
 Theory of operation
 ===================
-What tenants share is memory over time: a tenant's *service* is the sum of its programs' claims in token-seconds, which
-is the cost of the paper (arXiv 2602.13692, section 4.1). Its *level* is the service that it had while anybody waited,
-divided by its weight: memory that nobody waits for takes nothing from others. Where programs of several tenants wait,
-those of the one with the lowest level come first (least attained service); the policy's own order counts among the
-programs of one tenant.
+Tenants share memory over time. A tenant's *service* is the sum of its programs' claims in token-seconds, which is the
+cost of the paper (arXiv 2602.13692, section 4.1). Its *level* is the service that it had while anybody waited, divided
+by its weight: memory that nobody waits for takes nothing from others. If programs of several tenants wait, those of the
+tenant with the lowest level come first (least attained service); the policy's own order counts among the programs of
+one tenant.
 
-The *least level* is the lowest of those that wait and could be served: it only grows, and stands still while nobody is
-such a one. A tenant that begins to wait starts there at least, so that nobody can save up for a burst, neither by being
-away nor by being small; nor does one fall behind the others or hold them back that waits for a replica which grants
-nothing. One that had more and left is remembered until the least level has caught up, so that nobody can begin anew by
-leaving.
+The *least level* is the lowest of the tenants that wait and could be served: it only grows, and stands still while
+there is no such tenant. A tenant that begins to wait starts at least there, so nobody can save up for a burst, neither
+by being away nor by being small. A tenant that waits for a replica without grants neither falls behind the others nor
+holds them back. A tenant that had more and left is remembered until the least level has caught up, so nobody can start
+over by leaving.
 
-Levels are counted by increments, at each change of a claim, and between them they grow evenly. So a level that was once
-looked up is never too high: the order of those that wait is a heap of such levels, of which only the top is looked up
-again (`FairSet`). To find the first costs O(log tenants that wait), amortised.
+Levels are updated at each change of a claim, and grow evenly between. So a level that was looked up is never too high
+later: the order of waiting tenants is a heap of such levels, of which only the top is looked up again (`FairSet`).
+Finding the first costs O(log waiting tenants), amortised.
 
-What tells whether this is fair is Jain's index of the service for each unit of weight and of time in which a tenant had
-to wait: 1 where all had the same, 1/n where one of n had it all. A tenant that never had to wait had what it wanted.
+Jain's index measures fairness, over the service per unit of weight and of time in which a tenant had to wait: 1 if all
+had the same, 1/n if one of n had it all. A tenant that never had to wait had what it wanted.
 
-A program whose parent holds a claim is let in at once, because its parent may wait for it. With shares that is so for
-one child of each parent at a time: or else a tenant that makes children without end would take everything.
+A program whose parent holds a claim is let in at once, because its parent may wait for it. With shares that applies to
+one child of each parent at a time: otherwise a tenant that makes children without end would take everything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from thunderagent.programs.model.ranked_set import Order, RankedSet
 from thunderagent.programs.rules.verbs import Verbs
 
 REMEMBERED_COUNT: Final = 10_000
-"""So many tenants are remembered that left and had more than others: those first that had least more are forgotten."""
+"""How many tenants are remembered that left with more than others; the one with least more is forgotten first."""
 
 _FIELDS = (
     "claim_tokens",
@@ -58,19 +58,19 @@ class Tenant:
     __slots__ = _FIELDS
 
     def __init__(self, name: str, weight_ratio: float, level_token_s: float) -> None:
-        """Begin at that level."""
+        """Start at that level."""
         self.name = name
         self.weight_ratio = weight_ratio
         self.level_token_s = level_token_s
-        """Service by weight that it is taken to have had: what the order is by."""
+        """Service by weight that it counts as having had: the order's key."""
         self.levelled_s = 0.0
-        """Until when that counts, on the clock of waiting."""
+        """Until when that is counted, on the clock of waiting."""
         self.claim_tokens = 0
         self.waiting_count = 0
-        """Its programs that wait for a claim, or to be admitted."""
+        """Number of its programs that wait for a claim or for admission."""
         self.service_token_s = 0.0
         self.contended_s = 0.0
-        """Time in which one of them waited, and what the others had in it."""
+        """Time in which one of them waited, and what it had in it."""
         self.contended_token_s = 0.0
         self.updated_s = 0.0
 
@@ -84,7 +84,7 @@ class Tenant:
         return self.level_token_s + self.claim_tokens * (waited_s - self.levelled_s) / self.weight_ratio
 
     def as_of(self, now_s: float, waited_s: float) -> Tenant:
-        """Return a copy that is up to date."""
+        """Return an up-to-date copy."""
         tenant = Tenant(self.name, self.weight_ratio, self.level_token_s)
         for each in _FIELDS:
             setattr(tenant, each, getattr(self, each))
@@ -108,16 +108,16 @@ class Tenants:
     """All tenants that have or want something, and those that had more than others."""
 
     def __init__(self, weight_ratios: Mapping[str, float]) -> None:
-        """Weigh the named ones so, every other one 1."""
+        """Use these weights for the named tenants, and 1 for all others."""
         self._weight_ratios = weight_ratios
         self.due_s = 0.0  # always
         self._tenants: dict[str, Tenant] = {}
         self._ahead: RankedSet[str] = RankedSet()
-        """Who has and wants nothing, and had more than others, by its level."""
+        """Tenants that have and want nothing, but had more than others, by level."""
         self._left: dict[str, None] = {}
-        """Who has and wants nothing since this event began: perhaps only for a moment, between two bookings of it."""
+        """Tenants that have and want nothing since this event began: perhaps only briefly, between two bookings."""
         self._waited_before: dict[str, None] = {}
-        """Who waits no longer since this event began: perhaps only for a moment, too."""
+        """Tenants that no longer wait since this event began: perhaps only briefly, too."""
         self._waiting: dict[FairSet, None] = {}
         """Where programs wait."""
         self._granting_ids: frozenset[str] = frozenset()
@@ -132,11 +132,11 @@ class Tenants:
         return len(self._tenants)
 
     def __iter__(self) -> Iterator[Tenant]:
-        """Yield them as of the last event."""
+        """Yield all as of the last event."""
         return self.as_of(self._now_s)
 
     def as_of(self, now_s: float) -> Iterator[Tenant]:
-        """Yield them as they are at a time after the last event. For reports: what is yielded are copies."""
+        """Yield copies of all as of a time after the last event. For reports."""
         for tenant in self._tenants.values():
             yield tenant.as_of(max(now_s, self._now_s), self._waited_s)
 
@@ -146,7 +146,7 @@ class Tenants:
         return self._least_token_s
 
     def advance(self, now_s: float) -> None:
-        """Begin an event: let the time pass, and see which level is the least. Cost: O(replicas waited for)."""
+        """Begin an event: advance the time, and update the least level. Cost: O(replicas waited for)."""
         if self._contended:
             self._waited_s += now_s - self._now_s
         self._now_s = now_s
@@ -154,7 +154,7 @@ class Tenants:
         self._least_token_s = max(self._least_token_s, min(levels, default=0.0))
 
     def set_granting(self, replica_ids: Iterable[str]) -> None:
-        """Take in which replicas grant. Who waited for one that grants again begins to wait anew."""
+        """Record which replicas grant. Tenants that waited for one that grants again start to wait anew."""
         before = [waiting for waiting in self._waiting if self._may_be_served(waiting)]
         self._granting_ids = frozenset(replica_ids)
         for waiting in self._waiting:
@@ -163,11 +163,11 @@ class Tenants:
                     self._raise_to_least(self._tenants[name])
 
     def waiting_set(self, replica_id: str | None) -> FairSet:
-        """Make an order of programs that wait for one replica, or for any."""
+        """Create an order of programs that wait for one replica, or for any."""
         return FairSet(self, replica_id)
 
     def claims(self, name: str, tokens: int) -> None:
-        """Take in that a tenant claims so much more, or less."""
+        """Record that a tenant claims more tokens, or fewer if negative."""
         if tokens:
             tenant = self._get(name)
             tenant.claim_tokens += tokens
@@ -175,7 +175,7 @@ class Tenants:
                 self._left[name] = None
 
     def waits(self, name: str, program_count: int) -> None:
-        """Take in that so many more of a tenant's programs wait, or less."""
+        """Record that more of a tenant's programs wait, or fewer if negative."""
         tenant = self._get(name)
         if not tenant.waiting_count and name not in self._waited_before:
             self._raise_to_least(tenant)
@@ -186,15 +186,15 @@ class Tenants:
             self._left[name] = None
 
     def begin_waiting(self, waiting: FairSet) -> None:
-        """Take in that the first program waits there."""
+        """Record that the first program waits there."""
         self._waiting[waiting] = None
 
     def end_waiting(self, waiting: FairSet) -> None:
-        """Take in that nobody waits there any more."""
+        """Record that nobody waits there any more."""
         del self._waiting[waiting]
 
     def settle(self, verbs: Verbs) -> None:  # noqa: ARG002 - nobody is let in for it
-        """Forget who left in this event or before, and whom the least level has caught up with."""
+        """Forget tenants that left and that the least level has caught up with."""
         for name in self._left:
             tenant = self._tenants[name]
             if not tenant.busy:
@@ -210,7 +210,7 @@ class Tenants:
         self._contended = any(map(self._may_be_served, self._waiting))
 
     def level_token_s(self, name: str) -> float:
-        """Return what a tenant is taken to have had until now, or would be if it began to wait."""
+        """Return what a tenant counts as having had until now, or would if it began to wait."""
         tenant = self._tenants.get(name)
         if tenant is None:
             return self._least_token_s
@@ -220,7 +220,7 @@ class Tenants:
         return max(level_token_s, self._least_token_s)
 
     def jain_ratio(self) -> float | None:
-        """Return Jain's index of those that had to wait; None if there are not two of them."""
+        """Return Jain's index of the tenants that had to wait; None if there are fewer than two."""
         shares = [
             tenant.contended_token_s / tenant.contended_s / tenant.weight_ratio for tenant in self if tenant.contended_s
         ]
@@ -243,20 +243,20 @@ class Tenants:
         return tenant
 
     def _raise_to_least(self, tenant: Tenant) -> None:
-        """Let a tenant wait at the least level, if it had less."""
+        """Raise a tenant that begins to wait to the least level, if it had less."""
         tenant.accrue(self._now_s, self._waited_s)
         tenant.level_token_s = max(tenant.level_token_s, self._least_token_s)
 
 
 class FairSet:
-    """Programs by what their tenants had, and among those of one by rank: a `RankedSet` for where there are tenants.
+    """Programs by their tenants' level, and within a tenant by rank: a `RankedSet` for several tenants.
 
-    `replica_id` is the one that they wait for; None where they may go anywhere. Tenants are in a heap by the level that
-    they had when it was looked up last, and of equal ones by when they came.
+    `replica_id` is the replica that they wait for; None if they may go anywhere. Tenants are in a heap by their last
+    looked-up level, and of equal ones by arrival.
     """
 
     def __init__(self, tenants: Tenants, replica_id: str | None = None) -> None:
-        """Begin empty."""
+        """Create an empty set."""
         self.replica_id = replica_id
         self._tenants = tenants
         self.by_tenant: dict[str, RankedSet[Program]] = {}
@@ -284,11 +284,11 @@ class FairSet:
             queues = left
 
     def least_token_s(self) -> float:
-        """Return the lowest level of those in here; it is not empty."""
+        """Return the lowest level in the set, which must not be empty."""
         return self._rank_of[self._first_tenants(1)[0]][0]
 
     def add(self, program: Program, rank: Order) -> None:
-        """Put `program` in, or rank it anew."""
+        """Add `program`, or rank it anew."""
         if program not in self._tenant_of:
             if not self._tenant_of:
                 self._tenants.begin_waiting(self)
@@ -301,12 +301,12 @@ class FairSet:
         self.by_tenant[name].add(program, rank)
 
     def pair_ranks(self) -> None:
-        """Have a number come before each rank from now on: 0 before the ranks of all who are in."""
+        """Put a number before each rank from now on: 0 for all current members."""
         for members in self.by_tenant.values():
             members.pair_ranks()
 
     def discard(self, program: Program) -> None:
-        """Take `program` out if it is in."""
+        """Remove `program` if it is in."""
         name = self._tenant_of.pop(program, None)
         if name is not None:
             members = self.by_tenant[name]
@@ -319,28 +319,28 @@ class FairSet:
                 self._tenants.end_waiting(self)
 
     def first(self) -> Program | None:
-        """Return the first program of the tenant that had least, or None."""
+        """Return the first program of the tenant with the lowest level, or None."""
         names = self._first_tenants(1)
         return self.by_tenant[names[0]].first() if names else None
 
     def lowest(self, count: int) -> list[Program]:
         """Return the first `count`, one of each tenant in turn. Cost: O(count · tenants among them · log programs)."""
         names = self._first_tenants(count)
-        most_of_one = count - len(names) + 1  # each of the others has one at least
+        most_of_one = count - len(names) + 1  # each of the others has at least one
         queues = [self.by_tenant[name].lowest(most_of_one) for name in names]
         longest = max(map(len, queues), default=0)
         in_turn = [queue[place] for place in range(longest) for queue in queues if place < len(queue)]
         return in_turn[:count]
 
     def _first_tenants(self, count: int) -> list[str]:
-        """Return the `count` tenants with the lowest levels; what it looks up makes the order no other one."""
+        """Return the `count` tenants with the lowest levels; the lookups do not change the order."""
         while True:
             names = self._order.lowest(count)
             if not sum(map(self._grew, names)):
                 return names
 
     def _grew(self, name: str) -> bool:
-        """Look a tenant's level up; rank it anew and say so if that grew."""
+        """Look a tenant's level up; if it grew, rank it anew and return True."""
         level_token_s, (before_token_s, number) = self._tenants.level_token_s(name), self._rank_of[name]
         if level_token_s > before_token_s:
             self._rank_tenant(name, (level_token_s, number))

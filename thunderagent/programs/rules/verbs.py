@@ -1,4 +1,4 @@
-"""What rules may have done: the verbs of the core, as they need them."""
+"""The verbs of the core that rules use."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Verbs(Protocol):
 
     @property
     def book(self) -> Book:
-        """Who is where."""
+        """The book."""
 
     def restore(self, program: Program, replica: Replica, reason: Reason, /) -> None:
         """Give a paused program a claim, and its held turns their leases."""
 
     def restore_beyond_limit(self, program: Program, reason: Reason, /) -> bool:
-        """Restore a program where that costs least, whether there is room or not; False where that may be nowhere."""
+        """Restore a program where that costs least, regardless of room; return False if no replica may take it."""
 
     def idle(self, program: Program, /) -> None:
-        """Take from a program without a turn what it has until its next one: its claim, and its admission."""
+        """Take the claim and the admission of a program without a turn, until its next one."""
 
     def end(self, program: Program, reason: Reason, /) -> None:
         """End a program."""
@@ -38,18 +38,18 @@ class Verbs(Protocol):
         """Ask the policy whether a program may be active on that replica now."""
 
     def parent_claims(self, program: Program, /) -> bool:
-        """Say whether a program must be let in because its parent may wait for it."""
+        """Return whether a program must be let in because its parent may wait for it."""
 
     def refresh_hold_reason(self, program: Program, /) -> None:
-        """Say anew why a program waits that was held because nothing granted."""
+        """Update the hold reason of a program that was held because nothing was granted."""
 
 
 class Rule(Protocol):
-    """What holds under every policy."""
+    """A rule that applies under every policy."""
 
     @property
     def due_s(self) -> float:
-        """When it has something to settle again: `inf` is not before something changes, 0 is after every event."""
+        """When it must settle again: `inf` is not before something changes, 0 is after every event."""
 
     def settle(self, verbs: Verbs, /) -> None:
-        """Have done what follows from an event."""
+        """Do what follows from an event."""

@@ -1,1 +1,1 @@
-"""What `core.py` is put together from: places, leases, ends of turns, hints, signals."""
+"""The parts of `core.py`: places, leases, ends of turns, hints, signals."""

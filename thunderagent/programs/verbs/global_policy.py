@@ -1,6 +1,6 @@
-"""Asks the global policies, each once in its period, what should be changed; and keeps what they are yet to hear.
+"""Asks each global policy periodically what should be changed; and keeps what they have not heard yet.
 
-What one is told in a period is bounded, so that no event waits for long until it has decided.
+What a policy is told in a period is bounded, so that no event waits long for its decision.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.view import View
 
 NEWLY_WAITING_COUNT: Final = 8192
-"""Of so many programs that began to wait a global policy hears in one period at most; of the others in the next ones.
+"""A global policy hears of at most this many newly waiting programs in one period; of the others in the next ones.
 
-No event is handled while it decides, so it is not to look at a burst in one go. A second's turns are fewer."""
+No event is handled while it decides, so it must not process a burst in one go. A second's turns are fewer."""
 
 
 class GlobalPolicies:
@@ -26,26 +26,26 @@ class GlobalPolicies:
     __slots__ = ("_asked", "_book", "_view", "changes_count", "name", "newly_waiting")
 
     def __init__(self, policy: Policy, book: Book, view: View) -> None:
-        """Have what `policy` has as its global policy asked at the next tick."""
+        """Ask the global policy of `policy`, if any, at the next tick."""
         chosen: GlobalPolicy | None = getattr(policy, "global_policy", None)
         self.name = None if chosen is None else chosen.name
-        """The word for them; None without one."""
+        """Their name; None without one."""
         chained: Sequence[GlobalPolicy] = getattr(chosen, "policies", () if chosen is None else (chosen,))
         self._asked = [_Asked(each) for each in chained]
         self._book = book
         self._view = view
         self.changes_count = 0
-        """What was changed so far, by them or by an operator."""
+        """Number of changes so far, by them or by an operator."""
         self.newly_waiting: Sequence[Program] = ()
-        """Of whom one hears, while it is asked."""
+        """The programs of which the policy hears while it is asked."""
 
     @property
     def unseen_count(self) -> int:
-        """Programs of which one is still to hear that they began to wait; some may wait no longer."""
+        """Number of programs whose wait a policy has not heard of yet; some may no longer wait."""
         return max((len(asked.unseen) for asked in self._asked), default=0)
 
     def decide(self) -> bool:
-        """Ask those whose time has come; return whether they changed anything."""
+        """Ask the policies that are due; return whether they changed anything."""
         before_count, now_s = self.changes_count, self._book.now_s
         for asked in self._asked:
             if now_s >= asked.due_s:
@@ -56,7 +56,7 @@ class GlobalPolicies:
         return self.changes_count != before_count
 
     def begins_to_wait(self, program: Program) -> None:
-        """Note that a program's turn is held, for them to hear."""
+        """Note for them that a program's turn is held."""
         for asked in self._asked:
             asked.unseen[program] = None
 
@@ -67,19 +67,19 @@ class GlobalPolicies:
 
 
 class _Asked:
-    """A global policy, when it is asked next, and of whom it is still to hear."""
+    """A global policy, when it is asked next, and of whom it has not heard yet."""
 
     __slots__ = ("due_s", "policy", "unseen")
 
     def __init__(self, policy: GlobalPolicy) -> None:
-        """Have `policy` asked at the next tick."""
+        """Ask `policy` at the next tick."""
         self.policy = policy
         self.due_s = -inf
         self.unseen: dict[Program, None] = {}
-        """Programs whose turns were held since it heard of them, if it ever did."""
+        """Programs whose turns were held since it last heard of them, if ever."""
 
     def take_unseen(self) -> Sequence[Program]:
-        """Take out who began to wait first and waits still, at most `NEWLY_WAITING_COUNT`."""
+        """Take and return the first to wait that still wait, at most `NEWLY_WAITING_COUNT`."""
         told: list[Program] = []
         for program in list(self.unseen):
             if len(told) == NEWLY_WAITING_COUNT:
@@ -91,10 +91,10 @@ class _Asked:
 
 
 def waits(program: Program) -> bool:
-    """Say whether a program waits to be let in, with a turn."""
+    """Return whether a program waits to be let in, with a turn."""
     return bool(program.held) and not program.place.active
 
 
 def next_due_s(due_s: float, now_s: float, period_s: float) -> float:
-    """Return when what was due at `due_s` is due again: ticks come a little early or late, and may be missed."""
+    """Return when something due at `due_s` is due again: ticks come a little early or late, and may be missed."""
     return now_s + period_s if due_s == -inf else max(due_s + period_s, now_s + period_s / 2)

@@ -1,18 +1,18 @@
-"""A client's word on its program's next turn, in place of the policy's own guess, as far as it may.
+"""A client's hint on its program's next turn, which replaces the policy's own guess within limits.
 
 Theory of operation
 ===================
 When a program's turns have ended, a policy that holds by break-even (`hold_threshold_s`) guesses from the tool how long
 it is worth holding. A client may know better: it says in how many seconds s the next turn comes, and how sure it is.
-With p, how far that is believed (`learned/trust.py`), and T, the threshold, to hold until 2·s costs p·s +
-(1 - p)·2·s seconds of memory in the mean and saves p·T. So the claim is kept until 2·s if p·T is as much as s·(2 - p),
-and is others' at once if it is not. Below `LEAST_CONFIDENCE_RATIO` the policy's own guess stands.
+With p, how far that is believed (`learned/trust.py`), and T, the threshold, holding until 2·s costs p·s + (1 - p)·2·s
+seconds of memory on average and saves p·T. So the claim is kept until 2·s if p·T is at least s·(2 - p), and is free for
+others at once if not. Below `LEAST_CONFIDENCE_RATIO` the policy's own guess stands.
 
-That is a stranger's word, so it takes from others no more than this: a hint keeps a claim for T at most from the first
-that counted between two turns, however often it is said anew, and what hints keep longer on a replica than the policy
-would have is together no more than `hint_ratio` of its limit. Within that a wrong word is paid for by the next one: the
-first between two turns is held against when the turn came. Who says that it will be long, or that its memory may be
-taken, gives only its own away.
+That is a stranger's word, so what it takes from others is bounded. A hint keeps a claim at most for T from the first
+hint that counted between two turns, however often it is repeated. What hints keep on a replica for longer than the
+policy would is at most `hint_ratio` of its limit in all. Within that a wrong hint costs the next one: the first between
+two turns is checked against when the turn came. A client that announces a long wait, or frees its memory, gives only
+its own away.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from thunderagent.programs.core import Core
 
 LEAST_CONFIDENCE_RATIO: Final = 0.5
-"""A word that is believed less is none."""
+"""A hint that is believed less is ignored."""
 
 LATE_RATIO: Final = 2.0
-"""A turn that comes after more than so many times what was said is late, one before the reciprocal of it early."""
+"""A turn that comes after more than this many times the announced time is late, one before its reciprocal early."""
 
 TOLERANCE_S: Final = 1.0
-"""By so much any word may be wrong."""
+"""Any hint may be wrong by this much."""
 
 
 class Hints:
-    """Takes in what clients say of their programs' next turns."""
+    """Handles clients' hints on their programs' next turns."""
 
     __slots__ = ("_core", "_hint_ratio", "_threshold_s")
 
@@ -56,7 +56,7 @@ class Hints:
         self._hint_ratio: float = getattr(core.policy, "hint_ratio", HINT_RATIO)
 
     def take(self, event: ProgramHinted) -> None:
-        """Take in a hint; it counts from now, or from the end of the turns that are with us."""
+        """Take a hint; it counts from now, or from the end of the turns that are here."""
         core, book = self._core, self._core.book
         program = book.programs.get(event.program_id)
         if program is None:
@@ -83,7 +83,7 @@ class Hints:
             core.balance(Moment.TURN_ENDED)
 
     def _hold(self, program: Program, hold_until_s: float, *, keeps: bool) -> None:
-        """Have a program's claim held until then, if it has one."""
+        """Hold a program's claim until then, if it has one."""
         if program.place.kind is Kind.ACTING:
             self._core.book.act_anew(program, program.acting_since_s, hold_until_s, hint_keeps=keeps)
         else:
@@ -92,7 +92,7 @@ class Hints:
     def hold_until_s(self, program: Program, hint: Hint, own_until_s: float) -> tuple[float, bool]:
         """Return until when a claim is worth holding, and whether that is longer than the policy's `own_until_s`.
 
-        A hint that did not count yet does from now on.
+        A hint that did not count yet counts from now on.
         """
         now_s = self._core.book.now_s
         if hint.given_s is None:
@@ -124,7 +124,7 @@ class Hints:
         return min(hint.given_s + max(TOLERANCE_S, LATE_RATIO * hint.next_turn_in_s), most_until_s)
 
     def _has_room(self, program: Program) -> bool:
-        """Say whether hints may keep this claim, too, where it is."""
+        """Return whether the limit for hints has room for this claim, where it is."""
         place = program.place
         if not place.active or place.kind is Kind.LEAVING:
             return False
@@ -133,7 +133,7 @@ class Hints:
         return others_tokens + program.claim_tokens <= self._hint_ratio * replica.account.limit_tokens
 
     def turn_came(self, program: Program) -> None:
-        """Hold the word of a client against when the turn came; one that does not count yet stays for its end."""
+        """Check a client's hint against when the turn came; one that does not count yet stays for the turn's end."""
         hint = program.hint
         if hint is None or hint.given_s is None:
             return
@@ -143,7 +143,7 @@ class Hints:
             self._hold(program, program.hold_until_s, keeps=False)
 
     def program_ended(self, program: Program) -> None:
-        """Take the word of a client for late if its program ended after the turn was expected."""
+        """Count a hint as late if its program ended after the turn was expected."""
         hint = program.hint
         if hint is not None and hint.measured is not None:
             given_s, _, most_s = hint.measured
@@ -162,7 +162,7 @@ class Hints:
             program.note(self._core.book.now_s, "hint was", why, program.replica_id)
 
     def _drop_branch(self, program: Program, branch_id: str) -> None:
-        """Take a branch without a turn for ended."""
+        """Treat a branch without a turn as ended."""
         core, book = self._core, self._core.book
         turns = (*program.in_flight.values(), *program.held.values())
         busy = any(turn.branch_id == branch_id for turn in turns)
@@ -178,9 +178,9 @@ class Hints:
 
 
 def _expected(hint: Hint, threshold_s: float) -> tuple[float, float, float] | None:
-    """Return when a hint was given, and within which seconds from then its turn is expected; None if it says nothing.
+    """Return when a hint was given, and the seconds from then within which its turn is expected; None if unknown.
 
-    Whoever wants its memory kept without saying how long is expected before that pays no more.
+    A client that wants its memory kept without saying how long expects the turn before keeping stops to pay.
     """
     assert hint.given_s is not None, "a hint that counts was given"
     said_s = hint.next_turn_in_s

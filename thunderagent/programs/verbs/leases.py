@@ -1,4 +1,4 @@
-"""Leases: how turns get them, and how their waits end. Where a program is to be by then is not decided here."""
+"""Leases: how turns get them, and how their waits end. Where a program goes is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.verbs.stream import Stream
 
 PRIORITY_STEP: Final = 2**32
-"""By so much one step of a program's priority outdoes what a policy gives engines, in the numbers that they get."""
+"""Weight of one step of a program's priority against the policy's, in the numbers that engines get."""
 
 
 class Leases:
@@ -27,7 +27,7 @@ class Leases:
     def __init__(
         self, book: Book, deadlines: Deadlines, stream: Stream, view: View, priority: EnginePriority | None
     ) -> None:
-        """Grant what is in `book`; `priority` is what engines are told, if anything."""
+        """Grant turns in `book`; `priority` computes what engines are told, if anything."""
         self._book = book
         self._deadlines = deadlines
         self._stream = stream
@@ -35,20 +35,20 @@ class Leases:
         self._priority = priority
 
     def begin_flight(self, program: Program, turn: Turn, replica: Replica) -> None:
-        """Put a turn in flight on its program's replica; what the program claims may be stale after that."""
+        """Put a turn in flight on its program's replica; the program's claim may be stale after that."""
         account = replica.account
         turn.account_id = replica.replica_id
         turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
         resident_tokens = self._book.resident_tokens(program, replica)
         turn.resident_tokens = resident_tokens if resident_tokens < turn.prompt_tokens else turn.prompt_tokens
         account.turn_granted()
-        if self._stream.flows:  # who hears of it finds the turns before it in the program's count
+        if self._stream.flows:  # listeners find the turns before it in the program's count
             self._stream.submitted(program, turn)
         program.in_flight[turn.turn_id] = turn
         program.turn_count += 1
 
     def grant(self, program: Program, turn: Turn, reason: Reason) -> None:
-        """Say that a turn, which is in flight by now, has its lease."""
+        """Report that a turn, which is in flight by now, has its lease."""
         program.granted_output_tokens = turn.expected_output_tokens
         priority = None if self._priority is None else self._priority.engine_priority(self._view, program)
         replica_id = program.replica_id or ""
@@ -68,12 +68,12 @@ class Leases:
             self.grant(program, turn, reason)
 
     def end_waits(self, program: Program) -> None:
-        """Note that no turn of a program is held any longer."""
+        """Note that none of a program's turns is held any longer."""
         for turn in program.held.values():
             self.wait_ends(program, turn)
 
     def wait_ends(self, program: Program, turn: Turn) -> None:
-        """Note that a turn is held no longer; one that was held in place did not wait for room."""
+        """Note that a turn is no longer held; one that was held in place did not wait for room."""
         program.held_s_total += self._book.now_s - turn.arrived_s
         self._deadlines.discard(turn)
         if not program.place.active:
@@ -91,7 +91,7 @@ class Leases:
 
 
 def engine_priority(program: Program, replica_id: str, policy_priority: int | None) -> int | None:
-    """Return the number that an engine is given with a turn: a program's own priority before the policy's."""
+    """Return the number that an engine gets with a turn: the program's own priority before the policy's."""
     by_replica = program.priority_by_replica
     priority = program.priority if by_replica is None else by_replica.get(replica_id, program.priority)
     if not priority or policy_priority is None:

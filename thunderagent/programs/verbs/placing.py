@@ -1,9 +1,9 @@
-"""Where a program may go: which replicas come into question, what the policy says, and who must be let in.
+"""Where a program may go: the candidate replicas, the policy's answer, and who must be let in.
 
-It lets two kinds of turns in that the policy would hold, whether there is room or not, where that costs least: one
-whose client would give up before long (`rules/patience.py`), and one of a child whose parent holds a claim
-(`rules/families.py`). A parent waits for its children, so they are to it what its branches are: held behind a claim
-that is only given back when they are through, they would wait for ever.
+It lets in two kinds of turns that the policy would hold, regardless of room, where that costs least: one whose client
+would soon give up (`rules/patience.py`), and one of a child whose parent holds a claim (`rules/families.py`). A parent
+waits for its children as for its own branches: held behind a claim that is only given back when they have ended, they
+would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunderagent.programs.rules.routes import serving
 
 
 class Placing:
-    """Says where programs may go. It changes nothing."""
+    """Finds where programs may go. It changes nothing."""
 
     __slots__ = ("_book", "_families", "_overdraft_ratio", "_policy", "some_encode", "view")
 
@@ -34,19 +34,19 @@ class Placing:
         self._overdraft_ratio = overdraft_ratio
         self.view = view
         self.some_encode = False
-        """Whether any replica ever told how many images it has yet to encode."""
+        """Whether any replica ever reported how many images it has to encode."""
 
     def open_to(self, program: Program) -> Sequence[Replica]:
-        """Return the replicas on which a program may get a claim now, whatever its route: that one's, if it can be."""
+        """Return where a program may get a claim now: its route's replica if that grants, else any serving its model."""
         routed = self._book.replicas.get(program.routed_to) if program.routed_to is not None else None
         if routed is not None and routed.grants:
             return [routed]
         return serving(self._book.granting_replicas, program.served_by)
 
     def candidates(self, avoid_replica_id: str | None, program: Program | None = None) -> Sequence[Replica]:
-        """Return the replicas that a turn may go to: without the one to be avoided, if another is left.
+        """Return the replicas that a turn may go to: without the one to avoid, if another is left.
 
-        A program that its route sends to a replica may go there alone, but for a turn that just failed there.
+        A routed program may go to its replica alone, except for a turn that just failed there.
         """
         granting: Sequence[Replica] = self._book.granting_replicas
         if program is not None and program.routed_to not in (None, avoid_replica_id):
@@ -59,13 +59,13 @@ class Placing:
         return [replica for replica in granting if replica.replica_id != avoid_replica_id] or granting
 
     def can_avoid(self, program: Program, replica_id: str | None) -> bool:
-        """Say whether that is the replica of an active program, which could go on elsewhere."""
+        """Return whether that is an active program's replica, and it could go on elsewhere."""
         if replica_id is None or replica_id != program.replica_id:
             return False
         return any(candidate.replica_id != replica_id for candidate in self.candidates(replica_id, program))
 
     def wanted_by(self, program: Program) -> Replica | None:
-        """Return the replica that a held turn of a program needs, if it grants."""
+        """Return the replica that a program's held turn needs, if it grants."""
         for turn in program.held.values():
             if turn.wanted_replica_id is not None:
                 wanted = self._book.replicas.get(turn.wanted_replica_id)
@@ -79,7 +79,7 @@ class Placing:
         return replica if replica is not None and replica.grants else None
 
     def destination_of(self, program: Program) -> tuple[Replica | None, Reason]:
-        """Return where a program is to go, if it still can."""
+        """Return a program's destination, if it can still go there."""
         if program.destination is None:
             return None, Reason.GLOBAL_POLICY
         replica_id, reason = program.destination
@@ -88,7 +88,7 @@ class Placing:
         return (replica if may_go else None), reason
 
     def find(self, program: Program, avoid_replica_id: str | None) -> tuple[Replica | None, Reason]:
-        """Ask the policy where a program with a turn may be active now; if nowhere, return why not."""
+        """Ask the policy where a program with a turn may be active now; if nowhere, return the reason."""
         wanted = self.wanted_by(program)
         candidates = self.candidates(avoid_replica_id, program) if wanted is None else [wanted]
         if not candidates and self.parent_claims(program):
@@ -103,7 +103,7 @@ class Placing:
         return target, reason
 
     def _among(self, candidates: Sequence[Replica], program: Program) -> tuple[Replica | None, Reason]:
-        """Return where a program may be active now, or its parent's claim lets it in; if nowhere, why.
+        """Return where a program may be active now, or where its parent's claim lets it in; if nowhere, the reason.
 
         Of replicas where it fits, one with fewer images to encode comes first: they are encoded one after the other.
         """
@@ -120,9 +120,9 @@ class Placing:
         return target, placement.reason
 
     def _nearer_to_encode(self, candidates: Sequence[Replica], program: Program) -> Sequence[Replica]:
-        """Return the candidates with the fewest images to encode, if they are not all, and the program's last one.
+        """Return the candidates with the fewest images to encode, if those are not all, and the program's last one.
 
-        Only where the program fits beside what is claimed: nobody gives up memory for it.
+        Only if the program fits there beside the claims: nobody gives up memory for it.
         """
         if program.place.active:
             return ()
@@ -138,7 +138,7 @@ class Placing:
         ]
 
     def parent_claims(self, program: Program) -> bool:
-        """Say whether a program must be let in because its parent, of the same tenant, may wait for it."""
+        """Return whether a program must be let in because its parent, of the same tenant, may wait for it."""
         if not program.parent_id:
             return False
         parent = self._book.programs.get(program.parent_id)
@@ -147,9 +147,9 @@ class Placing:
         return self._families.may_enter(program)
 
     def beyond_limit(self, program: Program, candidates: Sequence[Replica]) -> Replica | None:
-        """Return where a program costs least that fits nowhere: most of it lies there, least is claimed in excess.
+        """Return where a program that fits nowhere costs least: most of it is there, and least is overdrawn.
 
-        None where no replica may take it beyond its limit.
+        None if no replica may take it beyond its limit.
         """
         wanted = self.wanted_by(program)
         able = candidates if wanted is None else [wanted]

@@ -1,4 +1,4 @@
-"""Gives signals to the policy and to who listens; none is made that nobody wants."""
+"""Gives signals to the policy and to listeners; it makes none that nobody wants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stream:
     def __init__(
         self, book: Book, knowledge: Knowledge, view: View, observe: Observe | None, *, observes_all: bool
     ) -> None:
-        """Begin with nobody but the policy, that may `observe` through its `view`: all, or only turns and ends."""
+        """Start without listeners; the policy may `observe` through its `view`: all signals, or only turns and ends."""
         self._book = book
         self._knowledge = knowledge
         self._observe = observe
@@ -40,12 +40,12 @@ class Stream:
         self._view = view
         self._observes_all = observe is not None and observes_all
         self.flows = observe is not None
-        """Whether anybody wants signals of turns that begin and end, and of programs' ends: ask before one is made."""
+        """Whether anybody wants signals of turns and of programs' ends: check before making one."""
         self.flows_whole = self._observes_all
         """Whether anybody wants signals of tools and of first tokens, too."""
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Have `listener` called with each signal as it is made; return what ends that."""
+        """Call `listener` with each new signal; return a function that ends that."""
         self._listeners = (*self._listeners, listener)
         self.flows = self.flows_whole = True
 
@@ -57,26 +57,26 @@ class Stream:
         return stop
 
     def send(self, signal: Signal) -> None:
-        """Give a signal to the policy and to who listens."""
+        """Send a signal to the policy and to listeners."""
         if self._observe is not None:
             self._observe(self._view, signal)
         for listener in self._listeners:
             listener(signal)
 
     def submitted(self, program: Program, turn: Turn) -> None:
-        """Say that a turn goes to its replica."""
+        """Report that a turn goes to its replica."""
         now_s, projected_tokens = self._book.now_s, turn.prompt_tokens + program.reserve_tokens
         account_id, held_s = turn.account_id or "", now_s - turn.arrived_s
         self.send(GpuSubmit(now_s, program.program_id, turn.turn_id, account_id, projected_tokens, held_s))
 
     def began(self, turn: Turn) -> None:
-        """Say that the first token of a turn came."""
+        """Report that the first token of a turn arrived."""
         if turn.program is not None:
             now_s, program_id, account_id = self._book.now_s, turn.program.program_id, turn.account_id or ""
             self.send(GpuFirstToken(now_s, program_id, turn.turn_id, account_id, now_s - turn.granted_s))
 
     def ended(self, turn: Turn, freed_tokens: int, computed_tokens: int, *, finished: bool) -> None:
-        """Say that a turn is over, if it was in flight."""
+        """Report that a turn is over, if it was in flight."""
         if turn.account_id is None or turn.program is None:
             return
         now_s, program_id, account_id = self._book.now_s, turn.program.program_id, turn.account_id
@@ -86,24 +86,24 @@ class Stream:
         )
 
     def lost(self, turn: Turn) -> None:
-        """Say that a turn is over that leaves no usage: what it computed is a guess."""
+        """Report the end of a turn without usage: what it computed is a guess."""
         whole_tokens = turn.prompt_tokens + turn.output_tokens
         self.ended(turn, whole_tokens, whole_tokens - turn.resident_tokens, finished=False)
 
     def tool_began(self, program: Program) -> None:
-        """Say that a program is at a tool."""
+        """Report that a program's tool began."""
         self.send(ToolStart(self._book.now_s, program.program_id, program.tool))
         self.tools_changed()
 
     def tool_ended(self, program: Program) -> None:
-        """Say that a program's tool is through."""
+        """Report that a program's tool ended."""
         self.send(ToolEnd(self._book.now_s, program.program_id, program.tool, program.away_s))
         self.tools_changed()
 
     def tools_changed(self) -> None:
-        """Say how many tools run."""
+        """Report how many tools run."""
         self.send(ToolNum(self._book.now_s, self._knowledge.tools_running_count, self._knowledge.mean_tool_s))
 
     def program_ended(self, program: Program) -> None:
-        """Say that a program ended."""
+        """Report that a program ended."""
         self.send(ProgramEnd(self._book.now_s, program.program_id, program.turn_count))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TurnEnds:
-    """Takes ended turns out of their programs, and has these act, leave or go on."""
+    """Removes ended turns from their programs, which then act, leave or go on."""
 
     __slots__ = ("_core",)
 
@@ -45,7 +45,7 @@ class TurnEnds:
         self.after_turn(program, turn, outcome)
 
     def end_anonymous(self, turn: Turn) -> None:
-        """End a turn that has no program, or none any more."""
+        """End a turn that has no program, or no longer has one."""
         if self._core.book.anonymous_held.pop(turn.turn_id, None) is not None:
             self._core.book.ledger.wait_ends(self._core.book.now_s)
         elif turn.account_id is not None:
@@ -54,7 +54,7 @@ class TurnEnds:
             account.turn_count -= 1
 
     def end_turn(self, program: Program, turn: Turn) -> None:
-        """Take an ended turn out of its program, which stays where it stands."""
+        """Remove an ended turn from its program, which stays in its place."""
         program.lost.pop(turn.turn_id, None)
         if program.held.pop(turn.turn_id, None) is not None:
             self._core.leases.wait_ends(program, turn)
@@ -73,13 +73,13 @@ class TurnEnds:
             self.leave_prefixes(program, forgotten)
 
     def leave_prefixes(self, program: Program, forgotten: list[Branch]) -> None:
-        """Have branches that a program had claim nothing of what others there share with them."""
+        """Remove a program's former branches from what others share there."""
         if program.place.active:
             account = self._core.book.changes(program.place.replica)
             self._core.book.prefixes.leave(program, account, forgotten)
 
     def after_turn(self, program: Program, turn: Turn, outcome: str, *, tool_begins: bool = False) -> None:
-        """Move a program on after one of its turns ended; one that leaves does so after the last."""
+        """Move a program on after one of its turns ended; a leaving program leaves after its last."""
         book, place = self._core.book, program.place
         why = f"calls {program.tool}" if program.tool and outcome == "finished" else ""
         program.note(book.now_s, outcome, why, program.replica_id, turn.granted_s or None)
@@ -98,7 +98,7 @@ class TurnEnds:
                 self._go(program)
 
     def _turns_ended(self, program: Program, *, tool_begins: bool) -> None:
-        """Begin the time between two turns, and measure anew; one that leaves stays where it stands until then."""
+        """Begin the time between two turns, and measure anew; a leaving program stays in its place until then."""
         book, place = self._core.book, program.place
         program.acting_since_s = book.now_s
         self._core.limits.hear_of(program)
@@ -115,7 +115,7 @@ class TurnEnds:
             return
         if not place.active:
             if place.admitted and not program.context_tokens:
-                # Its only turns were held and left: there is no memory to restore it to until another turn comes.
+                # Its only turns were held and left: there is no memory to restore until another turn comes.
                 book.move(program, book.idle)
             else:
                 self._core.stand(program)
@@ -123,7 +123,7 @@ class TurnEnds:
         book.resize(program)
 
     def _go(self, program: Program) -> None:
-        """Have a program leave whose turns in flight have ended, with the turns that came meanwhile."""
+        """Let a leaving program go whose turns in flight have ended, with the turns that came meanwhile."""
         avoid_replica_id = program.replica_id if Reason.TURN_FAILED in program.leaves_for else None
         destination, reason = self._core.take_destination(program)
         self._core.pause(program, Reason.MARKED)

@@ -1,1 +1,1 @@
-"""The admin API: programs, replicas and the queue, how each came to be so, and what an operator may do."""
+"""The admin API: programs, replicas and the queue, their history, and what an operator may do."""

@@ -138,9 +138,9 @@ class Admin:
         tokens: Tokens | None = None,
         cell: Callable[[], CellReport] | None = None,
     ) -> None:
-        """Report on `runtime` and `replicas`; ask `sandboxes` for those of programs, `tokens` for what names them.
+        """Report on `runtime` and `replicas`; ask `sandboxes` for programs' sandboxes, `tokens` for their tokens.
 
-        `cell` tells the place of a scheduler that has gateways.
+        `cell` returns the cell report of a scheduler with gateways.
         """
         self._cell = cell
         self._sandboxes = sandboxes
@@ -230,7 +230,7 @@ class Admin:
         if self._sandboxes is not None:
             if wanted.sandboxes is not None:
                 await self._request_sandboxes(program_id, wanted.sandboxes, opened=opened)
-            if wanted.program_class:  # what is for its class, if it did not say itself what it needs
+            if wanted.program_class:  # the class's own, unless the request says what it needs
                 self._sandboxes.program_seen(program_id, wanted.program_class)
             made = self._sandboxes.of_program(program_id)
         token = {"token": self._tokens.token_of(program_id)} if self._tokens is not None else {}
@@ -282,14 +282,14 @@ class Admin:
         return report_response(ReleasedTogetherReport(released=bool(released_ids), released_ids=released_ids))
 
     def _own_or_all(self) -> str | None:
-        """Return the tenant that a request may read of; None is all, for which it needs an admin key."""
+        """Return the tenant that a request may read; None is all, which needs an admin key."""
         own = self._tenancy.own
         if own is None:
             check_admin()
         return own
 
     def _of_tenant(self, program_ids: list[str], tenant: str | None) -> list[str]:
-        """Return those of these programs that are a tenant's, and the caller's; all of them if none is named."""
+        """Return those of these programs that belong to a tenant and to the caller; all of them if no tenant is named."""
         program_ids = [program_id for program_id in program_ids if self._tenancy.may_touch(program_id)]
         if tenant is None:
             return program_ids

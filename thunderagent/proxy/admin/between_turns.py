@@ -1,4 +1,4 @@
-"""What clients say of their programs between turns: a tool begins or ends, and when the next turn comes."""
+"""Clients' reports between turns: a tool begins or ends, and when the next turn comes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ToolRequest(BaseModel):
 
 
 class HintRequest(BaseModel):
-    """When a program's next turn comes, or what may become of its memory until then; one of both is said."""
+    """When a program's next turn comes, or what may become of its memory until then; at least one is given."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -51,22 +51,22 @@ class ToolReport(Report):
 
 
 class HintReport(Report):
-    """A program that was hinted at."""
+    """A program that got a hint."""
 
     program_id: str
     known: bool = Field(description="false if no program of that id lives")
 
 
 class BetweenTurns:
-    """Handlers of what is said of one program. Of another tenant's it is as of one that is not there."""
+    """Handlers of reports on one program. Another tenant's program is treated as missing."""
 
     def __init__(self, runtime: Runtime, tenancy: Tenancy) -> None:
-        """Tell `runtime`."""
+        """Report to `runtime`."""
         self._runtime = runtime
         self._tenancy = tenancy
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes, which go before those of a program whose id may hold slashes."""
+        """Return the routes, which go before those of a program, because an id may hold slashes."""
         return [
             web.post("/programs/{program_id:.+}/tools/start", self.tool_start),
             web.post("/programs/{program_id:.+}/tools/end", self.tool_end),

@@ -12,7 +12,7 @@ from thunderagent.proxy.gate.bodies import Report
 
 
 class CellReport(Report):
-    """A scheduler that has gateways, or may have."""
+    """The cell of a scheduler that has gateways, or may have."""
 
     role: Literal["leader", "standby", "over"] = Field(description="`over` is one that steps down")
     epoch: int
@@ -27,7 +27,7 @@ class CellReport(Report):
 
 
 class CellCollector:
-    """The same for Prometheus, read when somebody asks."""
+    """The same for Prometheus, computed on each scrape."""
 
     def __init__(self, report: Callable[[], CellReport]) -> None:
         """Report what `report` returns."""

@@ -1,4 +1,4 @@
-"""The configuration over the API: it is read again, and the answer says what changed."""
+"""Reloading the configuration over the API; the answer says what changed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from thunderagent.proxy.gate.bodies import Report, report_response
 
 
 class Reloads(Protocol):
-    """Who reads the configuration again."""
+    """Something that reloads the configuration."""
 
     async def reload(self) -> dict[str, Any]:
-        """Read it and say what changed. Raises `ConfigurationError`; then nothing has changed."""
+        """Reload and return what changed. Raises `ConfigurationError`; then nothing has changed."""
 
 
 class ReloadReport(Report):
@@ -29,7 +29,7 @@ class ConfigurationHandlers:
     """Handler of `/config/reload`."""
 
     def __init__(self, reloads: Reloads | None) -> None:
-        """Have `reloads` do it, if there is anything to read again."""
+        """Reload with `reloads`, if there is something to reload."""
         self._reloads = reloads
 
     def routes(self) -> list[web.RouteDef]:

@@ -1,4 +1,4 @@
-"""Keys over the API: which there are, one more, one less; at once, and in the file of keys."""
+"""Keys over the API: list, add or remove one; effective at once, and stored in the file of keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KeyRequest(KeyLimitsEntry):
 
 
 class KeyReport(Report):
-    """A key, without what would let anybody in."""
+    """A key, without its secret."""
 
     name: str
     tenant: str
@@ -51,14 +51,14 @@ class KeysReport(Report):
 
 
 class NewKeyReport(Report):
-    """A key that was made just now: it is shown this once."""
+    """A new key: it is shown only this once."""
 
     name: str
     key: str
 
 
 class RevokedKeyReport(Report):
-    """A key that lets nobody in any longer."""
+    """A key that is no longer accepted."""
 
     name: str
     revoked: bool
@@ -66,7 +66,7 @@ class RevokedKeyReport(Report):
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Tell the caller that the file of keys cannot be changed, and why."""
+    """Tell the caller why the file of keys cannot be changed."""
     try:
         yield
     except ConfigurationError as error:
@@ -77,7 +77,7 @@ class KeyHandlers:
     """Handlers of `/keys`."""
 
     def __init__(self, keyring: Keyring, file: KeysFile | None, quotas: Quotas) -> None:
-        """Tell of `keyring`, and change `file`, if there is one."""
+        """Report on `keyring`, and change `file`, if there is one."""
         self._keyring = keyring
         self._file = file
         self._quotas = quotas

@@ -1,4 +1,4 @@
-"""What a screen that stays open asks for: how things stand, how they were, and what happens."""
+"""What an open dashboard asks for: the current state, its history, and events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIGNALS = "signals"
 
 
 class SummaryReport(Report):
-    """The figures that one looks at first."""
+    """The figures to look at first."""
 
     version: str
     policy: str
@@ -66,7 +66,7 @@ class Live:
         simulated: bool,
         cell: Callable[[], CellReport] | None = None,
     ) -> None:
-        """Report on `runtime` and `replicas`; `cell` tells the place of a scheduler that has gateways."""
+        """Report on `runtime` and `replicas`; `cell` returns the cell report of a scheduler with gateways."""
         self._cell = cell
         self._simulated = simulated
         self._sandboxes_on = sandboxes_on
@@ -84,7 +84,7 @@ class Live:
         ]
 
     async def close(self, app: web.Application) -> None:  # noqa: ARG002 - a listener's signature
-        """End all streams, so that a shutdown need not wait for them."""
+        """End all streams, so that a shutdown does not wait for them."""
         self.feed.close()
 
     async def summary(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature

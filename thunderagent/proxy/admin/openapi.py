@@ -1,8 +1,8 @@
 """The OpenAPI document of the proxy's own API, at `GET /openapi.json`.
 
-`OPERATIONS` has a row for each route of ours. What a route needs for a key is in the table of `gate/access.py`, what it
-does in the first line of its handler. Routes whose schema is an engine's are not ours to describe: those that engines
-serve, and those that control them; nor are those of `UNDESCRIBED`.
+`OPERATIONS` has a row for each of our routes. The table of `gate/access.py` says which key a route needs, and the first
+line of its handler says what it does. Routes whose schema is an engine's are not described: those that engines serve,
+those that control them, and those of `UNDESCRIBED`.
 """
 
 from __future__ import annotations
@@ -88,30 +88,30 @@ class ErrorDetails(Report):
 
 
 class ErrorReport(Report):
-    """An error of the proxy's."""
+    """An error of the proxy."""
 
     error: ErrorDetails
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route: what it takes, and what it answers besides errors."""
+    """One route: its input, and its answers besides errors."""
 
     method: str
     path: str
     answers: Models = ()
-    """One of these, as JSON; none: `answer_type` is another."""
+    """One of these, as JSON; if empty, `answer_type` is something else."""
     body: Models = ()
-    """One of these."""
+    """One of these models."""
     body_may_be_list: bool = False
     query: Mapping[str, Schema] = field(default_factory=dict)
     headers: Mapping[str, Schema] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    """Names of the query that must be there."""
+    """Names of required query parameters."""
     status: int = 200
     answer_type: str = "application/json"
     also: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Answers with other statuses that are not errors of ours."""
+    """Answers with other statuses that are not our errors."""
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -235,7 +235,7 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 UNDESCRIBED = ("/dashboard", "/workers", "/list_workers", "/add_worker", "/remove_worker")
-"""Paths, with whatever follows, that are a page for people, or what other gateways describe."""
+"""Path prefixes of pages for people, or of routes that other gateways describe."""
 
 _NAMED_PART = re.compile(r"\{(\w+):[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _ERRORS = {
@@ -250,10 +250,10 @@ def documented_path(route_path: str) -> str:
 
 
 class OpenApi:
-    """Handler of the document, which is built once, when somebody first asks."""
+    """Handler of the document, which is built on the first request."""
 
     def __init__(self, routes: Iterable[web.RouteDef]) -> None:
-        """Describe what `OPERATIONS` says of `routes`."""
+        """Describe `routes` by `OPERATIONS`."""
         self._routes = list(routes)
         self._body: bytes | None = None
 
@@ -301,7 +301,7 @@ def document(routes: Iterable[web.RouteDef]) -> dict[str, Any]:
 
 
 References = Mapping[Any, Schema]
-"""Where the schema of a model stands, by the model and the mode."""
+"""Where a model's schema is, by model and mode."""
 
 
 def _described(operation: Operation, said: str, references: References) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The operations as routes: route, set_priority, migrate, kill, provision.
 
-Each is an event of the core (`programs/operations.py`), so that a replay shows it. Replicas are started and ended by
-who is configured for that.
+Each is an event of the core (`programs/operations.py`), so a replay shows it. The configured provisioner starts and
+ends replicas.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Provisioner(Protocol):
-    """Who starts and ends replicas, as the routes ask."""
+    """Something that starts and ends replicas on request."""
 
     @property
     def driver_name(self) -> str:
-        """The word for it; empty if nobody does."""
+        """Its driver's name; empty if there is none."""
 
     @property
     def count(self) -> int:
-        """Replicas that were started."""
+        """Number of started replicas."""
 
     @property
     def starting_count(self) -> int:
-        """Of these, those that never answered yet."""
+        """Those of them that have not answered yet."""
 
     @property
     def failure(self) -> str:
-        """What failed last."""
+        """The last failure."""
 
     def owns(self, replica_id: str) -> bool:
-        """Say whether a replica can be ended."""
+        """Return whether a replica can be ended."""
 
     def check_start(self) -> None:
         """Raise if no replica can be started."""
@@ -54,7 +54,7 @@ class _Body(BaseModel):
 
 
 class RouteRequest(_Body):
-    """Whose programs go to which replicas: exactly one of the first five; no replicas take the route back."""
+    """Whose programs go to which replicas: exactly one of the first five; without replicas the route is removed."""
 
     program_id: Name | None = None
     group_id: Name | None = None
@@ -68,7 +68,7 @@ class RouteRequest(_Body):
     @field_validator("replicas", mode="before")
     @classmethod
     def _ids_or_weights(cls, value: object) -> object:
-        """Say it once, and not what it would have to be as a list, and what as an object."""
+        """Give one error, instead of one for a list and one for an object."""
         if isinstance(value, dict):
             for replica_id, weight in value.items():
                 if type(weight) not in (int, float) or not 0 < weight < inf:
@@ -84,7 +84,7 @@ class RouteRequest(_Body):
         return self
 
     def scopes(self) -> list[tuple[str, str]]:
-        """Return what it is for, in the core's words."""
+        """Return its scopes, in the core's words."""
         named = {
             "program": self.program_id,
             "group": self.group_id,
@@ -171,7 +171,7 @@ class ProvisionReport(BaseModel):
 
 
 class OperationsReport(BaseModel):
-    """What is said by now."""
+    """The current settings."""
 
     policy: str | None
     routes: list[RouteReport]

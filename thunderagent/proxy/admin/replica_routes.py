@@ -1,4 +1,4 @@
-"""The API that adds, drains and removes replicas: our own, and as the SGLang gateway and slime's router have it."""
+"""The API that adds, drains and removes replicas: our own, and those of the SGLang gateway and slime's router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thunderagent.runtime import Runtime
 
 
 class AddRequest(BaseModel):
-    """An engine to be added. The gateway's further fields (model, kind, priority) are not needed here."""
+    """An engine to add. The gateway's further fields (model, kind, priority) are not needed here."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -51,10 +51,10 @@ class ReplicaRemovedReport(Report):
 
 
 class ReplicaHandlers:
-    """Handlers of the routes that change which replicas there are."""
+    """Handlers of the routes that add, drain and remove replicas."""
 
     def __init__(self, runtime: Runtime, replicas: Replicas, discovery: Discovery) -> None:
-        """Tell `discovery` what to do."""
+        """Pass requests to `discovery`."""
         self._runtime = runtime
         self._replicas = replicas
         self._discovery = discovery
@@ -145,14 +145,14 @@ class ReplicaHandlers:
 
 
 class SourceCollector:
-    """Gauges of the sources that replicas come from."""
+    """Gauges of the sources of replicas."""
 
     def __init__(self, discovery: Discovery) -> None:
         """Report on `discovery`."""
         self._discovery = discovery
 
     def collect(self) -> Iterator[Metric]:
-        """Yield whether each source fails."""
+        """Yield for each source whether it fails."""
         failing = GaugeMetricFamily(
             "thunderagent_replica_source_failing",
             "1 while a source of replicas fails; the replicas it named last stay.",
@@ -175,7 +175,7 @@ async def _url_named(request: web.Request) -> str:
 
 
 def _plain_url(text: str) -> str:
-    """Return a URL as replicas have it; an empty text for what is none."""
+    """Return a URL as replicas have it; empty if it is invalid."""
     try:
         return wanted_of(text).url
     except DiscoveryError:

@@ -1,4 +1,4 @@
-"""What the admin API says about programs, replicas and the queue."""
+"""The admin API's reports on programs, replicas and the queue."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ProgramReport(Report):
 
 
 class ProgramPage(Report):
-    """Some of the programs, the oldest first."""
+    """A page of programs, the oldest first."""
 
     programs: list[ProgramReport]
     total: int
@@ -171,17 +171,17 @@ def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ProgramFilter:
-    """Which programs are asked for; what is None or empty does not matter."""
+    """A filter for programs; None or empty fields do not filter."""
 
     status: Status | None = None
     phase: Phase | None = None
     replica_id: str | None = None
     part: str = ""
-    """Part of the id, in any case."""
+    """Part of the id, case-insensitive."""
     tenant: str | None = None
 
     def choose(self, programs: Iterable[Program]) -> list[Program]:
-        """Return those that are asked for, in their order."""
+        """Return the programs that match, in order."""
         if self == ANY_PROGRAM:
             return list(programs)
         part = self.part.lower()
@@ -207,15 +207,15 @@ SORTS: dict[str, Callable[[Program, float], tuple[Any, ...]]] = {
     "replica": lambda program, _: (program.replica_id or "",),
     "state": lambda program, _: (program.status, program.phase),
 }
-"""Orders in which programs can be listed, at a time."""
+"""Orders in which programs can be listed, as of a time."""
 
 
 def program_page(
     runtime: Runtime, wanted: ProgramFilter, *, offset: int, limit: int, sort: str = "", descending: bool = False
 ) -> ProgramPage:
-    """Report on the programs that are wanted from `offset` on, the oldest first or in one of the `SORTS`.
+    """Report on the wanted programs from `offset` on, the oldest first or in one of the `SORTS`.
 
-    Costs O(programs), and O(n log n) of the n that are wanted for another order.
+    Costs O(programs), and O(n log n) of the n wanted ones for another order.
     """
     now_s = runtime.now_s()
     programs = chain.from_iterable(scheduler.programs.values() for scheduler in runtime.pools.schedulers)
@@ -235,7 +235,7 @@ def program_page(
 
 
 def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]:
-    """Report on every replica that is known, up or not."""
+    """Report on every known replica, up or not."""
     now_s = runtime.now_s()
     reports = []
     for replica_id, known in replicas.known.items():
@@ -290,7 +290,7 @@ def _ago_s(since_s: float | None, now_s: float) -> float | None:
 
 
 def tools_report(runtime: Runtime) -> ToolsReport:
-    """Report on the tools of all programs, and on what their sandboxes were last measured to take."""
+    """Report on the tools of all programs, and on the last measured use of their sandboxes."""
     sandboxes, of_tools = runtime.scheduler.book.sandboxes, running_tools(runtime)
     return ToolsReport(
         running_count=of_tools[0],
@@ -302,7 +302,7 @@ def tools_report(runtime: Runtime) -> ToolsReport:
 
 
 def running_tools(runtime: Runtime) -> tuple[int, float]:
-    """Return how many programs' tools run, and how long tools took lately, in the mean of the pools by that."""
+    """Return how many programs' tools run, and the pools' mean of recent tool times, weighted by that."""
     learned = [scheduler.knowledge for scheduler in runtime.pools.schedulers]
     running_count = sum(knowledge.tools_running_count for knowledge in learned)
     if not running_count or len(learned) == 1:

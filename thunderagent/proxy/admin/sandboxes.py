@@ -1,4 +1,4 @@
-"""The API about sandboxes: ask for one, find out where it is, follow what becomes of it, let it go."""
+"""The API for sandboxes: request one, locate it, follow its changes, remove it."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ PREPARE_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 WAIT_BUCKETS_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 
 Said = dict[str, Any]
-"""What the sandbox manager says of a sandbox: a `SandboxReport`."""
+"""The sandbox manager's report on a sandbox: a `SandboxReport`."""
 
 
 class Sandboxes(Protocol):
-    """What the proxy asks of the sandbox manager. A report is a JSON object, as the API documents it."""
+    """What the proxy needs of the sandbox manager. A report is a JSON object, as the API documents it."""
 
     async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Said]:
-        """Ask for what a body says; return a report of each. A program that is new is of that tenant."""
+        """Request what a body says; return a report of each sandbox. A new program belongs to that tenant."""
 
     def of_program(self, program_id: str) -> list[Said]:
-        """Said on a program's sandboxes."""
+        """Return reports on a program's sandboxes."""
 
     def all(self) -> list[Said]:
-        """Said on every sandbox."""
+        """Return reports on every sandbox."""
 
     def reclaim(self, program_id: str, sandbox_id: str) -> bool:
-        """Take a program off one of its sandboxes; False if there is none such."""
+        """Take a program off one of its sandboxes; return False if it has no such sandbox."""
 
     def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
-        """Prepare what programs of a class get. One that is new is of that tenant."""
+        """Prepare what programs of a class get. A new program belongs to that tenant."""
 
     def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Said | None]]:
-        """Give a queue of reports, one for each change, of one program's alone or of all; None ends it."""
+        """Provide a queue of reports, one for each change, of one program or of all; None ends it."""
 
     @property
     def engine_errors(self) -> dict[str, str]:
-        """Drivers whose engine does not answer, and why."""
+        """Drivers whose engine does not answer, with the reason."""
 
     @property
     def failure_counts(self) -> Mapping[str, int]:
@@ -68,13 +68,13 @@ class Sandboxes(Protocol):
         """Sandboxes of earlier runs that were removed."""
 
     def stage_counts(self) -> Mapping[tuple[str, str], int]:
-        """Return how many sandboxes there are, by driver and stage."""
+        """Return the number of sandboxes by driver and stage."""
 
     def sums(self) -> tuple[int, int | None, int | None]:
-        """Return how many there are, and what they take on disk and in memory, in bytes; None is not known."""
+        """Return the number of sandboxes, and their use of disk and memory in bytes; None is unknown."""
 
     def hear_times(self, on_prepared: Callable[[float], None], on_waited: Callable[[float], None]) -> None:
-        """Call these with the time of each preparation, and that which an admitted program waited for one."""
+        """Call these with the time of each preparation, and with the time that an admitted program waited for one."""
 
 
 class SandboxReport(Report):
@@ -133,10 +133,10 @@ class SandboxBody(Report):
 
 
 class SandboxCollector:
-    """What `/metrics` says of sandboxes."""
+    """The sandboxes' part of `/metrics`."""
 
     def __init__(self, sandboxes: Sandboxes, registry: CollectorRegistry) -> None:
-        """Said on `sandboxes`."""
+        """Report on `sandboxes`."""
         self._sandboxes = sandboxes
         prepare = Histogram(
             "thunderagent_sandbox_prepare_seconds",
@@ -184,10 +184,10 @@ class SandboxCollector:
 
 
 class SandboxHandlers:
-    """Handlers of the sandbox API; without a manager each says that sandboxes are off."""
+    """Handlers of the sandbox API; without a manager each reports that sandboxes are off."""
 
     def __init__(self, sandboxes: Sandboxes | None, tenancy: Tenancy) -> None:
-        """Ask `sandboxes`; a data key that names a tenant for those of that tenant's live programs alone."""
+        """Ask `sandboxes`; a data key that names a tenant sees only those of that tenant's live programs."""
         self._given = sandboxes
         self._tenancy = tenancy
 
@@ -250,7 +250,7 @@ class SandboxHandlers:
 
             async def next_event() -> bytes | None:
                 report = await queue.get()
-                ended = report is None or not self._tenancy.may_touch(program_id)  # it is another's by now
+                ended = report is None or not self._tenancy.may_touch(program_id)  # it belongs to another by now
                 return None if ended or report is None else _event(report)
 
             return await stream_events(request, next_event, first=b"".join(map(_event, there)))

@@ -1,7 +1,7 @@
-"""What the admin API says about one program: how it came to where it is, and what must happen for it to go on.
+"""The admin API's report on one program: how it got into its state, and what must happen for it to go on.
 
-All figures are facts of the scheduler: they hold whatever the policy is. Which of them decides is the policy's matter,
-so the sentence that is made of them says what is missing, and leaves open what a policy keeps free besides.
+All figures are facts of the scheduler and hold under any policy. Which of them decides is up to the policy. So the
+sentence made of them says what is missing, and leaves open what else a policy keeps free.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ProgramStoryReport(ProgramReport):
 
 
 def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
-    """Report on one program with its story, oldest happening first. Costs O(n log n) of n programs that wait."""
+    """Report on one program with its story, oldest entry first. Costs O(n log n) of n waiting programs."""
     now_s = runtime.now_s()
     scheduler = next(
         (each for each in runtime.pools.schedulers if each.programs.get(program.program_id) is program),
@@ -233,9 +233,9 @@ def _who_must_admit(scheduler: Scheduler) -> str:
 
 
 def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
-    """Return why nothing is granted to a program with held turns where it may go; nothing if something might be.
+    """Return why a program with held turns is granted nothing where it may go; empty if something might be granted.
 
-    One that is not admitted must be that first, which it may be while any replica grants.
+    An unadmitted program must first be admitted, which is possible while any replica grants.
     """
     if program.status is Status.ACTIVE:
         return list(scheduler.replicas[program.replica_id or ""].suspended_for)
@@ -271,7 +271,7 @@ def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
 
 
 def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count: int) -> str:
-    """Say in one sentence what a program waits for: who is before it, and room where least is missing."""
+    """Return in one sentence what a program waits for: the programs before it, and room where least is missing."""
     if not rooms:
         return "a replica must come up"
     room = min(rooms, key=_order_of_need)
@@ -282,7 +282,7 @@ def _what_must_happen(rooms: Sequence[RoomReport], program: Program, ahead_count
 
 
 def _order_of_need(room: RoomReport) -> tuple[bool, int, int]:
-    """Order replicas by what is missing there, less what lies there already."""
+    """Order replicas by the missing room, less what is already there."""
     return room.missing_tokens > 0, room.missing_tokens - room.resident_tokens, -(room.free_tokens or 0)
 
 

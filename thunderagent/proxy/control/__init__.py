@@ -1,1 +1,1 @@
-"""What trainers do: control of engines, weight syncs, and leases for turns that pass elsewhere."""
+"""For trainers: control of engines, weight syncs, and leases for turns that bypass the proxy."""

@@ -1,4 +1,4 @@
-"""How many programs are of use now, for trainers that start as many as they like."""
+"""How many programs are useful now, for trainers that start as many as they like."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thunderagent.runtime import Runtime
 
 
 class ConcurrencyReport(Report):
-    """How many programs are of use in a pool."""
+    """How many programs are useful in a pool."""
 
     useful_count: int = Field(description="programs that are of use at a time; it changes only for what lasts")
     more_count: int = Field(description="how many more than there are now; 0 if there are enough, or too many")

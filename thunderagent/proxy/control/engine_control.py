@@ -1,20 +1,21 @@
-"""Engine control: a trainer's call goes to every replica, and grants stop while engines are not to be used.
+"""Engine control: a trainer's call goes to every replica, and grants stop while engines must not be used.
 
 Theory of operation
 ===================
-A control call is told to all replicas at the same time, because weights come over a collective that all must join; and
-calls are told one after another, so that no replica sees them in another order. Calls that only read wait for nobody,
-nor do aborts, which may have to end what another call waits for. Data-parallel ranks behind one URL are one engine: it
-is told once, and what it did counts for each of them.
+A control call is sent to all replicas at the same time, because weights come over a collective that all must join.
+Calls are sent one after another, so all replicas see them in the same order. Calls that only read do not wait, nor do
+aborts, which may have to end what another call waits for. Data-parallel ranks behind one URL are one engine: it is
+called once, and the result counts for each of them.
 
 While a call that changes engines is under way nothing is granted anywhere. Afterwards grants stay stopped on each
-replica that did what it was told, if that was to pause, to sleep, or to take weights, until the call that ends it
-(`fleet/commands.py` says which is which). A replica that refused is not paused, so turns go on there. Where a replica
-threw its cache away, the ledger forgets what lay there. Programs and their claims stay as they are: nobody may be taken
-for gone because an engine is silent for minutes.
+replica that paused, slept, or took weights on request, until the call that ends it (`fleet/commands.py` says which is
+which). A replica that refused is not paused, so turns go on there. If a replica flushed its cache, the ledger forgets
+what was there. Programs and their claims stay as they are: no program may be taken for gone because an engine is silent
+for minutes.
 
-The answer is the engine's own if all replicas said the same. Else it is the first one's, with a yes only where all said
-yes, and with what each said beside it; or an error that says what each said, if not all did what they were told.
+The answer is the engine's own if all replicas gave the same. Otherwise it is the first one's, with a yes only where all
+said yes, and with each replica's answer beside it. If not all did what they were told, it is an error with each
+replica's answer.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ from thunderagent.runtime import Runtime
 log = structlog.get_logger("thunderagent.engine_control")
 
 SHOWN_BYTES = 2000
-"""So much of what a replica said is repeated in an answer that is not its own."""
+"""At most this much of a replica's answer is repeated in an answer that is not its own."""
 
 OVERTAKING_S = 1.0
-"""An abort may overtake a turn that was granted no longer ago than this: its body is yet to be sent, or to be read."""
+"""An abort may overtake a turn granted within this time: its body may not have been sent or read yet."""
 
 ABORT_AGAIN_AFTER_S = (0.02, 0.05, 0.1, 0.2, 0.4)
-"""As long as such a turn is there, its engine is told again, after each of these times."""
+"""While there is such a turn, its engine gets the abort again after each of these times."""
 
 REPLIES_HEADER = "X-Engine-Control-Replies"
 
 
 class Reply(NamedTuple):
-    """What one replica said to a call; `status` is 502 or 504 if it said nothing, and `body` then why."""
+    """One replica's reply to a call; without one, `status` is 502 or 504 and `body` says why."""
 
     replica_id: str
     status: int
@@ -80,34 +81,34 @@ class Reply(NamedTuple):
 
     @property
     def done(self) -> bool:
-        """The same, also in the words of engines that answer 200 to what they could not do."""
+        """The same, including engines that answer 200 to what they could not do."""
         return self.ok and not (isinstance(self.value, dict) and self.value.get("success") is False)
 
     def answer(self) -> web.Response:
-        """Return it as it came."""
+        """Return it as it arrived."""
         headers = {"Content-Type": self.content_type} if self.content_type else None
         return web.Response(status=self.status, body=self.body, headers=headers)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineControlSettings:
-    """How engines are controlled. What is usual stands in the configuration, and nowhere else."""
+    """How engines are controlled. The defaults are in the configuration only."""
 
     timeout_s: float
     """For a replica's whole answer to a control call: new weights can take long."""
     weight_sync_limit_s: float
     """For a weight sync that its trainer does not end."""
     lease_limit_s: float
-    """For a lease of which its caller says nothing."""
+    """For a lease whose caller sends no news."""
 
 
 class EngineControl:
-    """Tell replicas what trainers want of them."""
+    """Sends trainers' calls to replicas."""
 
     def __init__(
         self, runtime: Runtime, client: ReplicaClient, replicas: Replicas, settings: EngineControlSettings
     ) -> None:
-        """Tell `replicas` with `client`, and have `runtime` grant accordingly."""
+        """Call `replicas` with `client`, and let `runtime` grant accordingly."""
         self._runtime = runtime
         self._client = client
         self._replicas = replicas
@@ -124,7 +125,7 @@ class EngineControl:
         ]
 
     async def broadcast(self, request: web.Request) -> web.Response:
-        """Tell every replica, up or not: one that misses a call would serve with other weights than the rest."""
+        """Call every replica, up or not: one that misses a call would serve other weights than the rest."""
         target = target_of(request).plainly()
         command = command_of(target.engine_path)
         assert command is not None
@@ -139,9 +140,9 @@ class EngineControl:
         return _joined(target.engine_path, replies)
 
     async def tell_one(self, request: web.Request, target: Target, replica_id: str, command: Command) -> web.Response:
-        """Tell one replica what `target` asks of it, and return its own answer.
+        """Call one replica with `target`, and return its own answer.
 
-        What it does it does for all ranks behind its URL.
+        The effect applies to all ranks behind its URL.
         """
         body = await request.read()
         asked = await read_call(request, body)
@@ -150,7 +151,7 @@ class EngineControl:
         return replies[0].answer()
 
     async def refuse(self, request: web.Request) -> web.Response:
-        """Say why a call does not go to all replicas, and how it goes to each."""
+        """Say why a call does not go to all replicas, and how to send it to each."""
         path = target_of(request).spelt
         raise PerReplicaOnlyError(
             f"{path} is not sent to all replicas: {REPLICA_COMMANDS[path]}. Send it to each one: "
@@ -168,7 +169,7 @@ class EngineControl:
         *,
         only_one: bool,
     ) -> list[Reply]:
-        """Stop grants (on the one engine, or anywhere), tell engines, and take in what each did, for each rank."""
+        """Stop grants (on the one engine, or anywhere), call engines, and record what each did, for each rank."""
         suspended_ids: Sequence[str | None] = engines[0] if only_one else (None,)
         aborts = command.aborts(asked)
         suspends = command.suspends and (aborts or not command.is_abort)
@@ -186,7 +187,7 @@ class EngineControl:
                 replies = [reply._replace(replica_id=replica_id) for replica_id in engine]
                 for each in (
                     replies if reply.done else ()
-                ):  # at once: the caller may leave before the others are through
+                ):  # at once: the caller may leave before the others have finished
                     self._did(each, command, asked)
                 if aborts and command.is_abort and reply.done:
                     await self._abort_overtaken(engine, recently_s, send)
@@ -201,7 +202,7 @@ class EngineControl:
     async def _abort_overtaken(
         self, engine: Sequence[str], since_s: float, abort: Callable[[], Awaitable[Reply]]
     ) -> None:
-        """Have turns aborted that reached an engine after it was told to abort all, while nothing more is granted."""
+        """Abort turns that reached an engine after it was told to abort all, while nothing more is granted."""
         pauses_s = iter(ABORT_AGAIN_AFTER_S)
         while self._runtime.unanswered_count(engine, since_s) and (pause_s := next(pauses_s, None)):
             await asyncio.sleep(pause_s)
@@ -212,7 +213,7 @@ class EngineControl:
     async def call(
         self, replica_id: str, request: web.Request, target: Target, body: bytes, *, names_rank: bool = True
     ) -> Reply:
-        """Send a request on to one replica and read its whole answer. A failure is a reply, too."""
+        """Forward a request to one replica and read its whole answer. A failure is a reply, too."""
         headers = forwarded_request_headers(request.headers)
         headers.popall("Accept-Encoding", None)  # the answer is read here
         try:
@@ -245,7 +246,7 @@ class EngineControl:
         return Reply(replica_id, response.status, content, content_type, _value(content))
 
     def _did(self, reply: Reply, command: Command, asked: Asked) -> None:
-        """Take in that a replica did what it was told, while nothing is granted there yet."""
+        """Record that a replica did what it was told, while nothing is granted there yet."""
         runtime, replica_id = self._runtime, reply.replica_id
         if replica_id not in self._replicas.known:  # removed meanwhile
             return
@@ -263,7 +264,7 @@ class EngineControl:
 
     @contextmanager
     def _suspended(self, replica_id: str | None) -> Iterator[None]:
-        """Have nothing granted on a replica (None: on any) for the length of the block; blocks may overlap."""
+        """Suspend grants on a replica (None: on all) for the length of the block; blocks may overlap."""
         self._calls_count[replica_id] += 1
         if self._calls_count[replica_id] == 1:
             self._runtime.suspend_grants(_call_cause(replica_id), replica_id)
@@ -282,12 +283,12 @@ async def read_call(request: web.Request, body: bytes) -> Asked:
 
 
 def _call_cause(replica_id: str | None) -> str:
-    """Return the cause of a call to all replicas, or that of a call to one, which must not end the former."""
+    """Return the cause for a call to all replicas, or for a call to one, which must not end the former."""
     return CALL if replica_id is None else f"{CALL} to one"
 
 
 def _is_whole(reply: Reply, asked: Asked) -> bool:
-    """Say whether all of an engine is back, not its weights alone. vLLM says so, SGLang does what its tags say."""
+    """Return whether all of an engine is back, not only its weights. vLLM says so; SGLang does what its tags say."""
     if isinstance(reply.value, dict) and reply.value.get("status") == "sleeping":
         return False
     return not asked.tags or "kv_cache" in asked.tags
@@ -306,7 +307,7 @@ def _value(content: bytes) -> Any:
 
 
 def _joined(path: str, replies: list[Reply]) -> web.Response:
-    """Make one answer of what all replicas said."""
+    """Make one answer of all replicas' replies."""
     first = replies[0]
     if all((reply.status, reply.body) == (first.status, first.body) for reply in replies):
         response = first.answer()
@@ -322,7 +323,7 @@ def _joined(path: str, replies: list[Reply]) -> web.Response:
 
 
 def _merged(replies: list[Reply]) -> dict[str, Any]:
-    """Return the first answer's fields, each yes only if all said yes, and what each replica said."""
+    """Return the first answer's fields, each yes only if all said yes, and each replica's reply."""
     merged = dict(replies[0].value) if isinstance(replies[0].value, dict) else {}
     for name, value in merged.items():
         if isinstance(value, bool):

@@ -1,9 +1,9 @@
 """The facade: each replica has a URL here, so that what a trainer tells one engine passes through us.
 
-Trainers ask a gateway for its engines (`GET /workers`, before `GET /list_workers`) and then talk to each. The URLs that
-they get are ours. Control calls that come this way have the same effect as those to all replicas, on this one; a turn
-is an anonymous turn on that replica, whoever's it says it is; `/v1/loads` counts held turns, too; everything else is
-sent on as it is, also what is never sent to all replicas.
+Trainers ask a gateway for its engines (`GET /workers`, or older `GET /list_workers`) and then talk to each. The URLs
+that they get are ours. A control call here has the same effect as one to all replicas, but on this one. A turn is an
+anonymous turn on that replica, whatever program it names. `/v1/loads` counts held turns, too. Everything else is
+forwarded unchanged, including what is never sent to all replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.runtime import Runtime
 
 ForwardTo = Callable[[web.Request, str, Target], Awaitable[web.StreamResponse]]
-"""Send a request on to a replica, for a target there, with a lease or without, and relay the answer."""
+"""Forward a request to a replica, for a target there, with a lease or without, and relay the answer."""
 
 REPLICAS_PATH = "/workers/"
 
@@ -39,9 +39,9 @@ def is_of_one_replica(target: Target) -> bool:
 
 
 def turn_on(target: Target, method: str, replicas: Replicas) -> tuple[str, Target] | None:
-    """Return the replica that a turn below its URL is for, and what it asks for there; None if it is not a turn.
+    """Return the replica of a turn below its URL, and the target there; None if it is not a turn.
 
-    None, too, if there is no such replica. Raises `RequestError`.
+    Also None if there is no such replica. Raises `RequestError`.
     """
     replica_id, below = target.below()
     use = use_of(below, method)
@@ -63,7 +63,7 @@ class Facade:
         turn_on: ForwardTo,
         forward_to: ForwardTo,
     ) -> None:
-        """Stand for `replicas`; turns go through `turn_on`, what is neither control nor a turn through `forward_to`."""
+        """Stand for `replicas`; turns go through `turn_on`, everything else except control through `forward_to`."""
         self._runtime = runtime
         self._replicas = replicas
         self._engine_control = engine_control
@@ -98,7 +98,7 @@ class Facade:
         return web.json_response({"urls": [self._url(request, replica_id) for replica_id in self._replicas.known]})
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
-        """Send a request on to the replica that it names."""
+        """Forward a request to the replica that it names."""
         replica_id, target = target_of(request).below()
         if replica_id not in self._replicas.known:
             raise NotFoundError(f"there is no replica {replica_id!r}")
@@ -122,7 +122,7 @@ class Facade:
         return web.json_response(old_load_of(self._runtime, list(self._replicas.known)))
 
     async def _loads_of(self, request: web.Request, replica_id: str, target: Target) -> web.Response:
-        """Answer with what the engine counts and the turns held for it; with our own count if it has none."""
+        """Answer with the engine's counts plus the turns held for it; with our own count if it has none."""
         own = load_of(self._runtime, [replica_id])
         reply = await self._engine_control.call(replica_id, request, target, b"")
         loads = reply.value.get("loads") if reply.ok and isinstance(reply.value, dict) else None
@@ -153,7 +153,7 @@ class Facade:
 
 
 def _add(counts: object, more_count: int, *names: str) -> None:
-    """Add to those of the counts that an engine says."""
+    """Add to those of the counts that an engine reports."""
     for name in names if isinstance(counts, dict) else ():
         counted = counts.get(name)  # type: ignore[attr-defined]
         if isinstance(counted, int):

@@ -1,11 +1,11 @@
-"""Leases over the API: for a caller whose turns do not pass through the proxy.
+"""Leases over the API: for a caller whose turns bypass the proxy.
 
-`POST /leases` waits until the turn may run and says where; the caller runs it on that engine itself, and ends the lease
-with what the engine said. Who closes the connection while it waits is out of the queue. A lease of which nothing is
-heard for too long is ended, because its caller is gone.
+`POST /leases` waits until the turn may run and says where. The caller runs it on that engine itself, and ends the lease
+with the engine's usage. A caller that closes the connection while it waits leaves the queue. A lease without news for
+too long is ended, because its caller is gone.
 
-How such a turn went nobody saw but its caller. So from a data key's only its own program learns, and only its sizes; an
-admin key's word, and that of callers where no key is needed, teaches what all share: times, and what engines keep.
+Only the caller saw how such a turn went. So a data key's report teaches only its own program, and only sizes. The
+report of an admin key, or of any caller if no key is needed, teaches what all share: times, and what engines keep.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin, write_eof
 log = structlog.get_logger("thunderagent.leases")
 
 BYTES_PER_TOKEN = 4
-"""The scheduler takes prompts by their bytes, and learns from usage how many make a token."""
+"""The scheduler measures prompts in bytes, and learns from usage how many make a token."""
 
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -44,8 +44,7 @@ class LeaseRequest(BaseModel):
     """A turn that wants to run; without a `program_id` it is anonymous.
 
     `parent_id` and `tenant` are those of the program's first turn. `patience_s` is how long the caller waits for its
-    answer: the lease comes before that is over, whether there is room or not. `model` says for which pool it is, where
-    there are several.
+    answer: the lease comes before that ends, even without room. `model` selects the pool, if there are several.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
@@ -81,7 +80,7 @@ class LeaseEnd(BaseModel):
 
 
 class LeaseReport(Report):
-    """A lease: leave for one turn to run on that replica."""
+    """A lease: permission for one turn to run on that replica."""
 
     lease_id: str
     program_id: str | None
@@ -108,7 +107,7 @@ class LeaseEndedReport(Report):
 
 @dataclass(slots=True)
 class _Held:
-    """A lease in its caller's hands."""
+    """A lease that its caller holds."""
 
     lease: OpenLease
     prompt_tokens: int
@@ -131,7 +130,7 @@ class Leases:
         limit_s: float,
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take `leases`; one of which nothing is heard for `limit_s` is ended. `aliases` are of models."""
+        """Take `leases`; one without news for `limit_s` is ended. `aliases` are of models."""
         self._aliases = aliases
         self._leases = leases
         self._replicas = replicas
@@ -170,7 +169,7 @@ class Leases:
         granted = lease.granted
         try:
             url = self._replicas.url_of(granted.replica_id)
-        except ReplicaRemovedError:  # since the grant; nobody could end this lease
+        except ReplicaRemovedError:  # after the grant; nobody could end this lease
             lease.failed()
             raise
         lease_id, key = uuid.uuid4().hex, caller_key()
@@ -192,7 +191,7 @@ class Leases:
         return response
 
     async def _hand_over(self, request: web.Request, response: web.Response, lease_id: str) -> None:
-        """Write the answer here: a lease that nobody can have got is given back at once, not when its limit is over."""
+        """Write the answer here: a lease that nobody can have received is given back at once, not at its limit."""
         is_there = False
         try:
             await begin(request, response)
@@ -203,7 +202,7 @@ class Leases:
                 self._give_back(lease_id)
 
     def _believed(self, tokens: int | None, *, beside_tokens: int = 0) -> int | None:
-        """Return tokens as far as they can be true: together no more than the largest replica has room for."""
+        """Return tokens if plausible: together no more than the largest replica has room for."""
         states = self._leases.replicas.states.values()
         capacity_tokens = max((state.capacity_tokens or 0 for state in states), default=0)
         if tokens is None or not capacity_tokens:
@@ -266,7 +265,7 @@ class Leases:
 
 
 def _is_connected(request: web.Request) -> bool:
-    """Say whether the client did not break its connection off, as far as the system has heard."""
+    """Return whether the client is still connected, as far as the system knows."""
     if request.transport is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How many turns run and wait, in SGLang's words: trainers ask until it is zero before they change the weights."""
+"""How many turns run and wait, in SGLang's terms: trainers poll until it is zero before they change the weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from thunderagent.runtime import Runtime
 
 
 def load_of(runtime: Runtime, replica_ids: list[str]) -> dict[str, Any]:
-    """Report on replicas in the shape of SGLang's `/v1/loads`, each as a rank; held turns count as waiting ones.
+    """Report on replicas in the shape of SGLang's `/v1/loads`, each as a rank; held turns count as waiting.
 
-    A held turn counts where its program was last; those that were nowhere yet are a rank of their own, without a
-    replica, if all replicas are asked for (`load_of` of one has them, too). Cost: O(turns).
+    A held turn counts where its program was last. Those that were nowhere yet form a rank without a replica if all
+    replicas are asked for (`load_of` of one includes them, too). Cost: O(turns).
     """
     pools = runtime.pools
     anonymous_held = ChainMap(*(scheduler.book.anonymous_held for scheduler in pools.schedulers))

@@ -1,7 +1,7 @@
-"""The hook: a trainer that talks to its engines itself says when it begins to change their weights, and when it ends.
+"""The hook: a trainer that calls its engines itself reports when it begins and ends changing their weights.
 
-Nothing is granted between the two, so no turn meets an engine that is about to be paused. A trainer that dies in
-between is found out by a limit.
+Nothing is granted between the two, so no turn meets an engine that is about to be paused. A limit ends the sync of a
+trainer that dies in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = structlog.get_logger("thunderagent.engine_control")
 
 
 class WeightSyncRequest(BaseModel):
-    """Which weights the engines get or got; `cache_cleared` is false if they kept what they had in memory."""
+    """Which weights the engines get or got; `cache_cleared` is false if they kept their cache."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
@@ -49,7 +49,7 @@ class WeightSync:
     """Handlers of `/weight_sync/begin` and `/weight_sync/end`."""
 
     def __init__(self, runtime: Runtime, replicas: Replicas, *, limit_s: float) -> None:
-        """Stop the grants of `runtime`, for `limit_s` at most after the last word."""
+        """Stop the grants of `runtime`, for at most `limit_s` after the last call."""
         self._runtime = runtime
         self._replicas = replicas
         self._limit_s = limit_s
@@ -86,7 +86,7 @@ class WeightSync:
         return report_response(WeightSyncEndedReport(suspended=False, ended=ended))
 
     def close(self) -> None:
-        """Take the watchdog back."""
+        """Stop the watchdog."""
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None

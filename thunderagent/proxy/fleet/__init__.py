@@ -1,1 +1,1 @@
-"""The replicas: which there are, how each does, and what each is told beside the turns."""
+"""The replicas: which exist, their state, and what each is told beside the turns."""

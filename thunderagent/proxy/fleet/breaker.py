@@ -48,11 +48,11 @@ class BreakerSettings:
     failure_count: int = 5
     """Failures in a row, before the first byte of an answer; 0 never opens a breaker."""
     backoff_s: float = 5.0
-    """For how long at first; twice as long each time that it failed again soon after."""
+    """How long at first; doubled each time that it fails again soon after."""
     longest_backoff_s: float = 120.0
     probe_wait_s: float = 5.0
-    """Others wait so long for a probe's first byte. One that did not fail by then computes: an answer that is not
-    streamed has no byte before its last."""
+    """How long others wait for a probe's first byte. A probe that has not failed by then is computing: an answer that
+    is not streamed sends its first byte at its end."""
 
 
 class BreakerState(StrEnum):
@@ -74,14 +74,14 @@ class _Breaker:
         self.closed_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
         self.probe: asyncio.Future[bool] | None = None
-        """Done when the probe's first byte came (True), when it failed (False); cancelled if its client left."""
+        """Done when the probe's first byte arrived (True) or it failed (False); cancelled if its client left."""
 
 
 class Breakers:
-    """The breakers of all replicas that failed a turn lately."""
+    """The breakers of all replicas that recently failed a turn."""
 
     def __init__(self, runtime: FleetSource, settings: BreakerSettings) -> None:
-        """Begin with all of them closed."""
+        """Start with all breakers closed."""
         self._runtime = runtime
         self._settings = settings
         self._breakers: dict[str, _Breaker] = {}
@@ -103,21 +103,21 @@ class Breakers:
         return BreakerState.CLOSED if breaker is None else breaker.state
 
     def retry_in_s(self, replica_id: str) -> float | None:
-        """Return in how many seconds a replica is tried again; None if its breaker is not open."""
+        """Return the seconds until a replica is tried again; None if its breaker is not open."""
         breaker = self._breakers.get(replica_id)
         if breaker is None or breaker.state is not BreakerState.OPEN:
             return None
         return max(0.0, breaker.until_s - self._runtime.now_s())
 
     def knows(self, replica_id: str) -> bool:
-        """Say whether a replica failed a turn lately; else there is nothing to wait for, nor to hear of a success."""
+        """Return whether a replica recently failed a turn; otherwise there is nothing to wait for or to report."""
         return replica_id in self._breakers
 
     async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
-        """Wait, if a replica is tried with another turn just now, for the outcome.
+        """If another turn is just probing a replica, wait for the outcome.
 
-        Returns what stands for the probe if this turn is it, for `left`. Raises `ReplicaTrippedError` if the other
-        turn failed. Say afterwards how it went: `succeeded` or `lost`.
+        Returns the probe's handle if this turn is the probe, for `left`. Raises `ReplicaTrippedError` if the other turn
+        failed. Report afterwards how it went: `succeeded` or `lost`.
         """
         breaker = self._breakers.get(replica_id)
         while breaker is not None and breaker.state is BreakerState.HALF_OPEN:
@@ -136,7 +136,7 @@ class Breakers:
         return None
 
     def succeeded(self, replica_id: str) -> None:
-        """Say that the first byte of an answer came."""
+        """Record that the first byte of an answer arrived."""
         breaker = self._breakers.get(replica_id)
         if breaker is None:
             return
@@ -145,11 +145,11 @@ class Breakers:
             self._close(replica_id, breaker)
 
     def failed(self, replica_id: str) -> None:
-        """Say that a replica failed a turn before the first byte of an answer."""
+        """Record that a replica failed a turn before the first byte of an answer."""
         if not self._settings.failure_count:
             return
         if not self._runtime.replicas.is_up(replica_id):
-            return  # known to be gone: what comes back begins anew
+            return  # known to be gone: it starts over when it comes back
         breaker = self._breakers.setdefault(replica_id, _Breaker())
         breaker.failure_count += 1
         too_many = breaker.failure_count >= self._settings.failure_count
@@ -157,21 +157,21 @@ class Breakers:
             self._open(replica_id, breaker)
 
     def lost(self, replica_id: str, error: BaseException, probe: asyncio.Future[bool] | None) -> None:
-        """Say what ended a turn that was sent before the head of its answer was there."""
+        """Record what ended a turn that was sent, before the head of its answer arrived."""
         if isinstance(error, ReplicaError) and not isinstance(error, ReplicaRemovedError):
             self.failed(replica_id)
         else:
             self.left(replica_id, probe)
 
     def left(self, replica_id: str, probe: asyncio.Future[bool] | None) -> None:
-        """Say that a turn ended before its first byte by no fault of the replica's: if it was the probe, another is."""
+        """Record that a turn ended before its first byte without a fault of the replica; another becomes the probe."""
         breaker = self._breakers.get(replica_id)
         if breaker is not None and probe is not None and breaker.probe is probe:
             breaker.probe.cancel()
             breaker.probe = None
 
     def _open(self, replica_id: str, breaker: _Breaker) -> None:
-        """Open a breaker, unless nobody else could serve."""
+        """Open a breaker, unless no other replica could serve."""
         settings, now_s = self._settings, self._runtime.now_s()
         if not any(other_id != replica_id for other_id in self._runtime.replicas.open_ids):
             self._close(replica_id, breaker, probe_succeeded=False)
@@ -210,7 +210,7 @@ class Breakers:
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         if self._breakers and not self._runtime.replicas.open_ids:
-            asyncio.get_running_loop().call_soon(self._try_early)  # an observer tells the scheduler nothing itself
+            asyncio.get_running_loop().call_soon(self._try_early)  # an observer must not call the scheduler itself
         if type(event) not in _GONE:
             return
         assert isinstance(event, ReplicaDown | ReplicaRemoved)
@@ -221,7 +221,7 @@ class Breakers:
             self._end_probe(breaker, succeeded=False)
 
     def _try_early(self) -> None:
-        """Try what is open, as nobody else can serve."""
+        """Probe the open replicas now, because no other can serve."""
         for replica_id, breaker in list(self._breakers.items()):
             if breaker.state is BreakerState.OPEN and not self._runtime.replicas.open_ids:
                 if breaker.timer is not None:

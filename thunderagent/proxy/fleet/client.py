@@ -1,4 +1,4 @@
-"""The HTTP client of the data plane: one request to one replica, bytes as they are, errors of our own."""
+"""The HTTP client of the data plane: one request to one replica, bytes unchanged, errors of our own."""
 
 # compiled: each turn passes here
 
@@ -34,46 +34,46 @@ Found = TypeVar("Found")
 
 
 class Outgoing(Protocol):
-    """What is done to every request, whoever sends it."""
+    """A hook on every request, whoever sends it."""
 
     def mend(self, headers: CIMultiDict[str]) -> None:
-        """Mend the headers in place, before they are sent."""
+        """Change the headers in place, before they are sent."""
 
     def answered(self, status: int) -> None:
-        """Hear that the head of an answer came."""
+        """Called when the head of the answer arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Deadlines of the connections to replicas, and what the replicas know us by.
+    """Deadlines of the connections to replicas, and how replicas identify us.
 
-    But for the first they do not count while a replica is paused.
+    All except the first are suspended while a replica is paused.
     """
 
     connect_timeout_s: float = 5.0
-    """For a connection to be made."""
+    """For opening a connection."""
     first_byte_timeout_s: float | None = None
-    """From there to the first byte of the answer: of one that is not streamed that takes as long as the whole. None is
+    """From there to the first byte of the answer, which takes as long as the whole if it is not streamed. None means
     `silence_timeout_s`: a paused engine may be silent for long."""
     silence_timeout_s: float = 3600.0
     """Between two bytes of an answer."""
     total_timeout_s: float | None = None
     """From the beginning of the connection to the last byte of the answer."""
     stall_limit_s: float = 120.0
-    """A replica that takes nothing of what it is told on a websocket for so long has failed."""
+    """A replica that reads nothing from a websocket for this long has failed."""
     keepalive_s: float = 4.0
-    """An idle connection is closed after so long: sooner than the 5 s after which vLLM's server closes it, because
-    a request that meets the close would fail."""
+    """An idle connection is closed after this time: before the 5 s after which vLLM's server closes it, because a
+    request that meets the close would fail."""
     outgoing: Outgoing | None = None
     ssl_context: SSLContext | None = None
-    """Whom to trust where a replica speaks https; None is whom the system trusts."""
+    """Which certificates to trust if a replica speaks https; None is the system's."""
 
 
 class ReplicaClient:
-    """Send requests to replicas over kept-alive connections, a pool for each, for the length of a block."""
+    """Sends requests to replicas over kept-alive connections, with a pool for each; use it as a context manager."""
 
     def __init__(self, settings: ClientSettings) -> None:
-        """Know no replica yet."""
+        """Start without replicas."""
         self._settings = settings
         self._pools: dict[str, Pool] = {}
         self._sweep = Sweep(asyncio.get_running_loop())
@@ -90,7 +90,7 @@ class ReplicaClient:
         await self.close()
 
     def add(self, endpoint: ReplicaEndpoint) -> None:
-        """Let requests be sent to a replica. No connection is made yet."""
+        """Allow requests to a replica. No connection is opened yet."""
         headers = () if endpoint.rank_id is None else ((endpoint.backend.rank_header, str(endpoint.rank_id)),)
         pause = Pause(asyncio.get_running_loop())
         context, keepalive_s = self._settings.ssl_context, self._settings.keepalive_s
@@ -110,13 +110,13 @@ class ReplicaClient:
             await self.remove(replica_id)
 
     def set_paused(self, replica_id: str, *, paused: bool) -> None:
-        """Say that a replica is paused, so that its silence is no failure, or no longer. Once more changes nothing."""
+        """Set whether a replica is paused, so that its silence is no failure. Idempotent."""
         pool = self._pools.get(replica_id)
         if pool is not None:
             pool.pause.set(on=paused)
 
     def requests_count(self, replica_id: str) -> int:
-        """Return how many requests to a replica have not ended; 0 for one that is not known."""
+        """Return how many requests to a replica have not ended; 0 for an unknown one."""
         pool = self._pools.get(replica_id)
         return pool.requests_count if pool is not None else 0
 
@@ -133,28 +133,27 @@ class ReplicaClient:
         names_rank: bool = True,
         may_repeat: bool = False,
     ) -> Answer:
-        """Send one request and return when the head of the answer is there; its body was not read.
+        """Send one request and return when the head of the answer has arrived; its body is not read.
 
-        `path` is the raw path and query, `headers` are sent as they are. Close the response, or read it to its end.
-        The replica's rank, if it is one, is named in a header, in place of any that the client sent, unless not
-        `names_rank`: what an engine is told as a whole names none.
-        `may_repeat` says that to do it twice harms nobody, as for answers that are made anew.
-        `silence_timeout_s` takes the place of the limits after the connection, for what may take longer than a turn.
-        Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if nobody listens there,
-        `ReplicaRemovedError` if the replica was removed, `ConnectTimeoutError` if that took too long),
-        `ReplicaClosedEarlyError` if the replica closed it without a proper head, `FirstByteTimeoutError` or
+        `path` is the raw path and query, `headers` are sent unchanged. Close the response, or read it to its end. If
+        the replica is a rank, a header names it, instead of any that the client sent, unless `names_rank` is False:
+        calls to a whole engine name none. `may_repeat` says that repeating the request is harmless, as for answers that
+        are computed again. `silence_timeout_s` replaces the limits after the connection, for requests that may take
+        longer than a turn. Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if
+        nobody listens there, `ReplicaRemovedError` if the replica was removed, `ConnectTimeoutError` if that took too
+        long), `ReplicaClosedEarlyError` if the replica closed it without a proper head, `FirstByteTimeoutError` or
         `TotalTimeoutError` if it stayed silent.
         """
         pool = self._pools.get(replica_id)
         if pool is None:
             raise ReplicaRemovedError(f"replica {replica_id} was removed", replica_id=replica_id)
         if pool.rank_headers and names_rank:
-            headers = headers.copy()  # other tries of the request go elsewhere
+            headers = headers.copy()  # other attempts of the request go elsewhere
             headers.update(pool.rank_headers)
         settings = self._settings
         if settings.outgoing is not None:
             settings.outgoing.mend(headers)
-        if "@" in base_url:  # its name and password are sent, and no other
+        if "@" in base_url:  # send its name and password, and no others
             headers = headers.copy()  # as above
             headers.popall("Authorization", None)
         limits = self._limits
@@ -179,7 +178,7 @@ class ReplicaClient:
         if settings.outgoing is not None:
             settings.outgoing.answered(answer.status)
         if settings.first_byte_timeout_s is not None and silence_timeout_s is None:
-            answer.limit_silence(settings.silence_timeout_s)  # another limit was for the first byte
+            answer.limit_silence(settings.silence_timeout_s)  # the first byte had another limit
         return answer
 
     async def read(self, replica_id: str, answer: Answer) -> bytes:
@@ -187,11 +186,11 @@ class ReplicaClient:
         return await (answer.read() if answer.is_whole else _received(replica_id, answer.read()))
 
     async def whole_within(self, replica_id: str, answer: Answer, max_bytes: int) -> bool:
-        """Wait for the whole body of an answer; False as soon as it is larger than that. Raises like `next_chunk`."""
+        """Wait for the whole body of an answer; return False as soon as it is larger. Raises like `next_chunk`."""
         return await _received(replica_id, answer.whole_within(max_bytes))
 
     async def next_chunk(self, replica_id: str, answer: Answer) -> bytes:
-        """Return the next bytes of an answer's body, whatever has come; empty at its end.
+        """Return the next bytes of an answer's body, as many as arrived; empty at its end.
 
         Raises `ReplicaClosedEarlyError` if it breaks off, `ReplicaTimeoutError` if the replica falls silent,
         `TotalTimeoutError` if it takes too long in all.
@@ -199,14 +198,14 @@ class ReplicaClient:
         return await _received(replica_id, answer.next_piece())
 
     async def pipe(self, replica_id: str, answer: Answer, sink: Sink) -> None:
-        """Hand the body of an answer to `sink`, piece by piece, and return at its end. Raises like `next_chunk`.
+        """Pass the body of an answer to `sink`, piece by piece, and return at its end. Raises like `next_chunk`.
 
-        What `sink` raises, or what it returned, is raised here, and no piece follows.
+        If `sink` raises or returns an error, it is raised here, and no piece follows.
         """
         await _received(replica_id, answer.pipe(sink))
 
     async def converse(self, replica_id: str, answer: Answer, client: Channel, sink: Sink) -> None:
-        """Have a replica hear what a client says, and hand what it says to `sink`; the protocol has changed.
+        """After a protocol switch, pass the client's bytes to a replica, and the replica's bytes to `sink`.
 
         Returns and raises like `pipe`.
         """
@@ -215,7 +214,7 @@ class ReplicaClient:
 
 
 async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
-    """Await bytes of an answer's body, with errors of our own."""
+    """Await bytes of an answer's body, and convert errors to ours."""
     try:
         return await reading
     except SilentError:
@@ -233,7 +232,7 @@ async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
 
 
 def _unreached(replica_id: str, error: UnreachedError | ConnectLateError) -> ReplicaUnreachableError:
-    # Only a refusal says that the replica is down: our own files may have run out, its backlog may be full.
+    # Only a refusal shows that the replica is down: we may have run out of file descriptors, its backlog may be full.
     kind = ReplicaUnreachableError
     if isinstance(error, ConnectLateError):
         kind = ConnectTimeoutError

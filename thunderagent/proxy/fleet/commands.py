@@ -1,7 +1,8 @@
-"""What trainers tell engines, what it means for grants and for what lies in memory, and how to read a call.
+"""Trainers' calls to engines, what they mean for grants and for caches, and how to read them.
 
 Paths and defaults are those of vLLM 0.32 (`vllm/entrypoints/rl`, `vllm/entrypoints/serve/dev`) and of SGLang
-(`sglang/srt/entrypoints/http_server.py`, `sglang/srt/managers/io_struct.py`), and what prime-rl and SkyRL add to vLLM.
+(`sglang/srt/entrypoints/http_server.py`, `sglang/srt/managers/io_struct.py`), and the additions of prime-rl and SkyRL
+to vLLM.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ CALL = "call"
 """A call that changes an engine is under way."""
 PAUSED = "pause"
 OBSERVED = "observed"
-"""The engine says itself that it is paused; nobody told us to pause it."""
+"""The engine itself reports that it is paused; nobody told us to pause it."""
 ASLEEP = "sleep"
 WITHOUT_MEMORY = "memory"
 NEW_WEIGHTS = "weights"
 WEIGHT_SYNC = "weight_sync"
-"""A trainer that talks to the engines itself said that it changes their weights."""
+"""A trainer that calls the engines itself reported that it changes their weights."""
 
 KV_CACHE_TAG = "kv_cache"
 
 
 class _Fields(msgspec.Struct):
-    """The fields of a control call's body that are looked at; everything else is skipped, not built."""
+    """The fields of a control call's body that are read; everything else is skipped, not built."""
 
     mode: Any = None
     clear_cache: Any = None
@@ -47,12 +48,12 @@ _decode_fields = msgspec.json.Decoder(_Fields).decode
 
 
 class Asked:
-    """What a control call asks for, whether it stands in the query (vLLM) or in the body (SGLang)."""
+    """What a control call asks for, in the query (vLLM) or in the body (SGLang)."""
 
     __slots__ = ("_fields", "_query")
 
     def __init__(self, query: MultiMapping[str], body: bytes) -> None:
-        """Read a call; a body that is not a JSON object says nothing. Cost: one pass over the body."""
+        """Read a call; a body that is not a JSON object counts as empty. Cost: one pass over the body."""
         self._query = query
         try:
             self._fields = _decode_fields(body) if body else _Fields()
@@ -67,24 +68,24 @@ class Asked:
         return default if value is None else str(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a yes or no."""
+        """Return a boolean."""
         text = self.text(name).lower()
         return default if not text else text in ("1", "true", "yes", "on")
 
     @property
     def tags(self) -> list[str]:
-        """Return which parts of an engine are meant; none is all of them."""
+        """Return which parts of an engine are meant; empty is all of them."""
         tags = self._query.getall("tags", None) or self._fields.tags or []
         return [str(tag) for tag in tags] if isinstance(tags, list) else [str(tags)]
 
     @property
     def names_requests(self) -> bool:
-        """Whether single requests are meant."""
+        """Return whether single requests are meant."""
         return bool(self._fields.request_ids)
 
     @property
     def weight_version(self) -> str:
-        """Return the version of the weights that are set; empty if the call does not say."""
+        """Return the version of the new weights; empty if the call does not say."""
         return self.text("weight_version") or self.text("new_version")
 
 
@@ -101,7 +102,7 @@ def _means_memory(asked: Asked) -> bool:
 
 
 def _is_abort_mode(asked: Asked) -> bool:
-    """Both engines abort unless they are told otherwise; `wait_for_inflight_requests` is vLLM's older word."""
+    """Return whether the call aborts: both engines do by default; `wait_for_inflight_requests` is vLLM's older name."""
     waits = asked.flag("wait_for_inflight_requests", default=False) or asked.flag(
         "wait_for_inflight_request", default=False
     )
@@ -109,7 +110,7 @@ def _is_abort_mode(asked: Asked) -> bool:
 
 
 def _pause_clears(asked: Asked) -> bool:
-    """Say whether vLLM clears its cache: not while requests that it keeps hold blocks."""
+    """Return whether vLLM clears its cache: not while requests that it keeps hold blocks."""
     return asked.text("mode", "abort") != "keep" and asked.flag("clear_cache", default=True)
 
 
@@ -117,9 +118,9 @@ def _pause_clears(asked: Asked) -> bool:
 class Command:
     """What a control call means.
 
-    A call that `reads` changes nothing, so it waits for no other. One that `suspends` has grants stop while it is under
-    way. `leaves` is the cause for which they stay stopped on each replica that did it, `ends` are the causes that are
-    over there then, unless only a part of an engine was meant.
+    A call that `reads` changes nothing, so it waits for no other. A call that `suspends` stops grants while it is under
+    way. `leaves` is the cause for which grants stay stopped on each replica that did it; `ends` are the causes that
+    then end there, unless only a part of an engine was meant.
     """
 
     reads: bool = False
@@ -168,7 +169,7 @@ COMMANDS: Mapping[str, Command] = {
 """Calls that go to every replica."""
 
 UPDATE_PREFIX = "/update_weights"
-"""So do all calls that begin so: from disk, from a tensor, distributed, over IPC."""
+"""All calls with this prefix do, too: from disk, from a tensor, distributed, over IPC."""
 
 REPLICA_COMMANDS: Mapping[str, str] = {
     "/init_weights_update_group": "each replica joins the group at a rank offset of its own",
@@ -178,7 +179,7 @@ REPLICA_COMMANDS: Mapping[str, str] = {
     "/init_weights_send_group_for_remote_instance": "each replica needs an address and ports of its own",
     "/send_weights_to_remote_instance": "each replica needs an address and ports of its own",
 }
-"""Calls that never go to every replica, and why."""
+"""Calls that never go to every replica, with the reason."""
 
 
 def command_of(path: str) -> Command | None:

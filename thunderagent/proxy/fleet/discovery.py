@@ -1,17 +1,17 @@
-"""Which replicas there should be: the union of what all sources name, and how the proxy gets there.
+"""Which replicas there should be: the union of all sources' sets, and how the proxy gets there.
 
 Theory of operation
 ===================
-Each source tells its whole set; what was added through the admin API is a source too. `_reconcile` compares the union
-with the replicas that are known, whenever one of the sets or the number of a URL's ranks changes:
+Each source reports its whole set; what was added through the admin API is a source, too. `_reconcile` compares the
+union with the known replicas, whenever one of the sets or the number of a URL's ranks changes:
 
-- a replica that is named and not known is added;
-- one that is known and not named *leaves*: it drains, and is removed once nothing is in flight there, or when
-  `drain_limit_s` is over. If it is named again before, it stays;
-- one drains while a source says so, or the admin API does. Only the admin API's word undoes the admin API's.
+- a named but unknown replica is added;
+- a known but unnamed one *leaves*: it drains, and is removed once nothing is in flight there, or when `drain_limit_s`
+  is over. If it is named again before, it stays;
+- one drains while a source says so, or the admin API does. Only the admin API undoes what the admin API did.
 
-What the admin API removes although another source names it stays away until that source has dropped it once, or the
-admin API adds it again. A source that fails keeps its last set.
+A replica that the admin API removes although another source names it stays away until that source has dropped it once,
+or the admin API adds it again. A source that fails keeps its last set.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from thunderagent.runtime import Runtime
 log = structlog.get_logger("thunderagent.discovery")
 
 API = "api"
-"""The source that the admin API is."""
+"""The admin API as a source."""
 
 LOOK_S = 0.05
-"""While a replica leaves, so often it is looked whether anything is still in flight there."""
+"""How often to check, while a replica leaves, whether anything is still in flight there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class DiscoverySettings:
     """How replicas come and go."""
 
     ranks_count: RanksCount = 1
-    """Of URLs that do not say their own."""
+    """For URLs that do not say their own."""
     drain_limit_s: float = 300.0
-    """A replica that leaves is removed after so long, whatever is in flight there."""
+    """A leaving replica is removed after this time, whatever is in flight there."""
 
 
 class Discovery:
-    """Keep the replicas to what the sources name. All methods belong to one event loop."""
+    """Keeps the replicas in line with the sources. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Discovery:
         settings: DiscoverySettings,
         sources: Iterable[Source] = (),
     ) -> None:
-        """Follow `sources` once it runs; `make_backend` makes the backend of each replica."""
+        """Follow `sources` while it runs; `make_backend` creates the backend of each replica."""
         self._runtime = runtime
         self._replicas = replicas
         self._make_backend = make_backend
@@ -69,19 +69,19 @@ class Discovery:
         self._wanted: dict[str, dict[str, Wanted]] = {API: {}}
         """The last set of each source, by URL."""
         self._found_ranks: dict[str, int] = {}
-        """How many ranks URLs were found to have."""
+        """How many ranks each URL was found to have."""
         self._drained_ids: set[str] = set()
-        """What the admin API drained."""
+        """Replicas that the admin API drained."""
         self._refused_ids: set[str] = set()
-        """What the admin API removed, while a source names it."""
+        """Replicas that the admin API removed, while a source names them."""
         self._left: set[str] = set()
         """Replicas that leave."""
         self._leaving = asyncio.Event()
         self._problems: dict[str, str] = {}
-        """Why replicas that are named cannot be followed."""
+        """Why some named replicas cannot be followed."""
         replicas.on_ranks_found = self.ranks_found
         self.failures: dict[str, str] = {source.name: "" for source in self._sources}
-        """Why each source cannot say its set; empty while it can."""
+        """Why each source cannot report its set; empty while it can."""
 
     def __repr__(self) -> str:
         return f"<Discovery by {', '.join(self._wanted)}: {self._replicas!r}>"
@@ -111,7 +111,7 @@ class Discovery:
         self.failures[source] = why
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
-        """Take how many ranks a URL has, from the poller."""
+        """Record how many ranks a URL has, from the poller."""
         if self._found_ranks.get(url, 1) != ranks_count:
             log.info("replica_ranks_found", url=shown_url(url), ranks_count=ranks_count)
             self._found_ranks[url] = ranks_count
@@ -139,7 +139,7 @@ class Discovery:
         return added, not known.issuperset(added)
 
     def remove(self, replica_id: str) -> None:
-        """Let a replica leave, whoever names it. Raises `NotFoundError`."""
+        """Remove a replica after draining, whoever names it. Raises `NotFoundError`."""
         self._known(replica_id)
         self._refused_ids.add(replica_id)
         self._drop_from_api()
@@ -176,7 +176,7 @@ class Discovery:
             raise NotFoundError(f"there is no replica {replica_id!r}")
 
     def _drop_from_api(self) -> None:
-        """Drop URLs from the admin API's own set all of whose replicas it removed."""
+        """Drop URLs from the admin API's own set whose replicas it all removed."""
         mine = self._wanted[API]
         for wanted in list(mine.values()):
             if all(endpoint.replica_id in self._refused_ids for endpoint in self._endpoints_of(wanted)):
@@ -185,7 +185,7 @@ class Discovery:
     # --- from what is to what should be
 
     def _endpoints_of(self, wanted: Wanted) -> list[ReplicaEndpoint]:
-        """Return the replicas that an engine is: one, or one for each rank."""
+        """Return an engine's replicas: one, or one for each rank."""
         setting = wanted.ranks_count or self._settings.ranks_count
         finds_ranks = setting == AUTO
         ranks_count = self._found_ranks.get(wanted.url, 1) if setting == AUTO else setting
@@ -196,7 +196,7 @@ class Discovery:
         ]
 
     def _reconcile(self) -> None:
-        """Add what is missing, let leave what is not named, drain and undrain."""
+        """Add missing replicas, let unnamed ones leave, drain and undrain."""
         endpoints: dict[str, ReplicaEndpoint] = {}
         sources: dict[str, list[str]] = {}
         draining_ids = set(self._drained_ids)
@@ -216,7 +216,8 @@ class Discovery:
             if replica_id not in known:
                 self._add(endpoint, sources[replica_id])
         for replica_id, replica in known.items():
-            # One that is named in another way, with a password or as one of several ranks, leaves and comes again.
+            # A replica that is named differently, with a password or as one of several ranks, leaves and is added
+            # again.
             is_named = endpoints.get(replica_id) == replica.endpoint
             replica.sources = tuple(sources[replica_id]) if is_named else ()
             if not is_named:
@@ -229,7 +230,7 @@ class Discovery:
                     self._undrain(replica_id)
 
     def _drain(self, replica_id: str) -> None:
-        """Give a replica nothing new; what is in flight there may end. Once more changes nothing."""
+        """Give a replica nothing new; what is in flight there may end. Idempotent."""
         known = self._replicas.known[replica_id]
         if known.draining_since_s is None:
             known.draining_since_s = self._runtime.now_s()
@@ -238,7 +239,7 @@ class Discovery:
                 self._runtime.replica_draining(replica_id)
 
     def _undrain(self, replica_id: str) -> None:
-        """Let a replica get turns again. Once more changes nothing."""
+        """Let a replica get turns again. Idempotent."""
         known = self._replicas.known[replica_id]
         if known.draining_since_s is not None:
             known.draining_since_s = None
@@ -274,7 +275,7 @@ class Discovery:
             log.info("replica_stays", replica_id=replica_id)
 
     async def _remove_what_left(self) -> None:
-        """Remove replicas that leave as soon as nothing is in flight there, or their time is over."""
+        """Remove leaving replicas as soon as nothing is in flight there, or their time is over."""
         while True:
             await self._leaving.wait()
             await self.remove_drained()
@@ -284,11 +285,11 @@ class Discovery:
                 self._leaving.clear()
 
     async def remove_drained(self) -> None:
-        """Remove what leaves and is drained, or late."""
+        """Remove leaving replicas that are drained or late."""
         for replica_id in list(self._left):
             replica = self._replicas.known.get(replica_id)
             since_s = replica.leaving_since_s if replica is not None else None
-            if since_s is None:  # removed, or it stays, since the list was made
+            if since_s is None:  # removed or kept since the list was made
                 continue
             is_late = self._runtime.now_s() - since_s >= self._settings.drain_limit_s
             if is_late or not self._replicas.in_flight_count(replica_id):
@@ -306,4 +307,4 @@ class Discovery:
             if url not in named and self.ids_at(url) == [replica_id]:  # the poller forgets with the last of them
                 self._found_ranks.pop(url, None)
             await self._replicas.remove(replica_id)
-            self._reconcile()  # one that is named in another way by now
+            self._reconcile()  # it may be named differently by now

@@ -33,10 +33,10 @@ log = structlog.get_logger("thunderagent.notices")
 
 SENDERS_COUNT = 8
 LAST_NOTICES_S = 1.0
-"""A shutdown, which cuts off the turns that are left, lets what is to be said of them go out for so long."""
+"""How long a shutdown, which cuts off the remaining turns, waits for their notices to go out."""
 
 NOT_HERE = (404, 405, 501)
-"""An engine without that path says one of these."""
+"""An engine without that path answers with one of these."""
 
 
 class _Letter(NamedTuple):
@@ -58,12 +58,12 @@ class _Lane:
 
 
 class NoticeSender:
-    """Send notices while `run` runs; `url_of` says where a replica is, or None if there is no such replica any more."""
+    """Sends notices while `run` runs; `url_of` returns a replica's URL, or None if it was removed."""
 
     def __init__(
         self, url_of: Callable[[str], str | None], timeout_s: float, *, max_waiting_count: int = 10_000
     ) -> None:
-        """Begin with nothing to send; at most so many wait for each replica and path."""
+        """Start with nothing to send; at most `max_waiting_count` wait for each replica and path."""
         self._max_waiting_count = max_waiting_count
         self._url_of = url_of
         self._timeout_s = timeout_s
@@ -83,7 +83,7 @@ class NoticeSender:
         if self._start is None or lane.refused:
             return
         if len(lane.waiting) >= self._max_waiting_count:
-            if not lane.full:  # once, until all that waits was sent
+            if not lane.full:  # once, until everything that waits was sent
                 lane.full = True
                 log.warning("notices_dropped", replica_id=replica_id, path=notice.path)
             return
@@ -95,22 +95,22 @@ class NoticeSender:
             task.add_done_callback(self._sending.discard)
 
     def replica_up(self, replica_id: str) -> None:
-        """Begin anew with a replica: another version may run there now."""
+        """Start over with a replica: another version may run there now."""
         for lane_replica_id, path in list(self._lanes):
             if lane_replica_id == replica_id:
                 self._lanes[replica_id, path].refused = False
                 self._lanes[replica_id, path].accepted = False
 
     def forget(self, replica_id: str) -> None:
-        """Drop what is to be said to a replica that was removed."""
+        """Drop the notices to a removed replica."""
         for place in [place for place in self._lanes if place[0] == replica_id]:
             self._lanes.pop(place).waiting.clear()
 
     async def run(self, client: ReplicaClient) -> None:
-        """Send with `client` until cancelled, and then what was said until then, if that goes quickly."""
+        """Send with `client` until cancelled, and then briefly what is left."""
         try:
             async with asyncio.TaskGroup() as group:
-                # In no request's context: what is sent carries the id and the trace of nobody.
+                # In no request's context: notices must not carry a request's id or trace.
                 self._client, self._start = client, partial(group.create_task, context=Context())
                 try:
                     await asyncio.get_running_loop().create_future()
@@ -129,7 +129,7 @@ class NoticeSender:
             lane.senders_count -= 1
 
     async def _deliver(self, lane: _Lane, letter: _Letter) -> None:
-        """Send one notice, and see what the engine makes of it. Expected failures end here."""
+        """Send one notice, and check the engine's answer. Expected failures end here."""
         assert self._client is not None
         replica_id, notice, authorization = letter
         url = self._url_of(replica_id)
@@ -155,14 +155,14 @@ class NoticeSender:
             lane.refused = True
             lane.waiting.clear()
             log.info("notice_not_supported", replica_id=replica_id, path=notice.path, status=why)
-        elif not lane.failing:  # once, until one is taken again
+        elif not lane.failing:  # once, until one is accepted again
             lane.failing = True
             log.warning("notice_failed", replica_id=replica_id, path=notice.path, why=why)
 
 
 @dataclass(slots=True)
 class TaggedPrograms:
-    """Remember where engines know a program's memory by its id, to have it given back when the program ends."""
+    """Remembers where engines know a program's memory by its id, to have it freed when the program ends."""
 
     ended: Callable[[str, str, str | None], None]
     """Called with the program's id, a replica's, and the `Authorization` of its last turn there."""
@@ -173,7 +173,7 @@ class TaggedPrograms:
         self._replicas.setdefault(program_id, {})[replica_id] = authorization
 
     def heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        """Take in what the scheduler decided."""
+        """Handle the scheduler's decisions."""
         for decision in decisions:
             if type(decision) is Release:
                 for replica_id, authorization in self._replicas.pop(decision.program_id, {}).items():

@@ -1,8 +1,8 @@
-"""Ask engines whether somebody paused them, and which weights they have: for trainers that never say so to us.
+"""Asks engines whether somebody paused them, and which weights they have: for trainers that never tell us.
 
-Off the request path, on a beat of its own, each replica with its own deadline; what an engine does not tell it is not
-asked about any louder. While an engine says that it is paused nothing is granted on it. What it was asked before it did
-what a control call through us told it may be older than that call, and is passed over.
+It runs off the request path, in its own rhythm, with a deadline for each replica; a question without an answer is not
+repeated. While an engine reports a pause nothing is granted on it. An answer requested before a control call through us
+took effect may be older than that call, and is ignored.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = structlog.get_logger("thunderagent.engine_control")
 
 
 _SAYS_PAUSED = {200: False, 503: True}
-"""By the status of an engine's readiness. Whatever it is that it is not ready for, no turn should go there."""
+"""By the status of an engine's readiness. Whatever it is not ready for, no turn should go there."""
 
 
 class Observer:
-    """Poll the engines' own word on pauses and weights."""
+    """Polls the engines' own reports of pauses and weights."""
 
     def __init__(
         self, runtime: Runtime, client: ReplicaClient, replicas: Replicas, *, interval_s: float, deadline_s: float
@@ -58,7 +58,7 @@ class Observer:
             if self._replicas.known.get(replica_id) is not known or self._runtime.replicas.get(replica_id) is None:
                 return  # it was removed meanwhile
             if known.told_count != told_count:
-                return  # what it said may be from before it was told
+                return  # its answer may be older than the call
             paused = state.get("is_paused") if path != backend.readiness_path else _SAYS_PAUSED.get(status)
             if isinstance(paused, bool):
                 self._take_paused(replica_id, paused=paused)
@@ -81,11 +81,11 @@ class Observer:
     def _take_weight_version(self, replica_id: str, version: str) -> None:
         known = self._replicas.known[replica_id]
         if known.weight_version not in ("", version):
-            self._runtime.replica_flushed(replica_id)  # what other weights computed is of no use
+            self._runtime.replica_flushed(replica_id)  # the cache of other weights is useless
         known.weight_version = version
 
     async def _ask(self, replica_id: str, url: str, path: str) -> tuple[int, dict[str, Any]]:
-        """Return an engine's status and what it says; 0 and nothing if it does not answer."""
+        """Return an engine's status and answer; 0 and nothing if it does not answer."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 response = await self._client.send(replica_id, url, "GET", path, CIMultiDict(), None)

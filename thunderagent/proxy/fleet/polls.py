@@ -1,4 +1,4 @@
-"""What the poller finds of replicas, told to the runtime where it is news."""
+"""Reports the poller's news of replicas to the runtime."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ log = structlog.get_logger("thunderagent.replicas")
 
 
 class Polls:
-    """Listen to the poller, and tell the runtime."""
+    """Listens to the poller, and tells the runtime."""
 
     def __init__(self, runtime: Runtime, replicas: Replicas, *, capacity_override_tokens: int | None = None) -> None:
-        """Keep what is read in `replicas`; the override stands in for what an engine says of its capacity, or not."""
+        """Store readings in `replicas`; the override replaces the engines' reported capacity."""
         self._runtime = runtime
         self._replicas = replicas
         self._capacity_override_tokens = capacity_override_tokens
 
     def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
-        """Take a reading; tell the runtime if it says anything new."""
+        """Store a reading; tell the runtime if it has news."""
         known = self._replicas.known[replica_id]
         if reading.models is not None:
             refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
@@ -52,7 +52,7 @@ class Polls:
             self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))
 
     def replica_up(self, replica_id: str) -> None:
-        """Let the scheduler use a replica; raise the alarm if nobody knows how large it is."""
+        """Let the scheduler use a replica; log an error if its capacity is unknown."""
         known = self._replicas.known[replica_id]
         state = self._runtime.replicas.get(replica_id)
         said_before_tokens = state.capacity_tokens if state is not None else None
@@ -72,7 +72,7 @@ class Polls:
         self._runtime.served.replica_heard(replica_id)
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
-        """Pass on how many ranks a URL has: it may make replicas come and go."""
+        """Pass on how many ranks a URL has: it may add or remove replicas."""
         self._replicas.on_ranks_found(url, ranks_count)
 
     def replica_down(self, replica_id: str, why: str) -> None:

@@ -1,11 +1,11 @@
-"""Give engines the priorities of turns, in their own way, and find out which engines take none.
+"""Gives engines the priorities of turns, in their own format, and finds out which engines take none.
 
 Theory of operation
 ===================
-The scheduler's numbers are lower first. An engine that says how it does it is asked when it comes up (SGLang); until
-then, and if it cannot be asked, its turns go without. One that cannot be asked (vLLM) is given them: an engine without
-priority scheduling ignores them, or refuses the turn. A turn that is refused for that is sent again without, before its
-client heard anything, and so are all that follow.
+The scheduler's numbers are lower first. An engine that can report its order (SGLang) is asked when it comes up; until
+then, and if it cannot be asked, its turns go without priority. One that cannot be asked (vLLM) gets them: an engine
+without priority scheduling ignores them, or refuses the turn. A turn refused for that is sent again without priority,
+before its client heard anything, and so are all later ones.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class _Learned:
     """What is known of a replica since it came up."""
 
     polarity: int
-    """1 if lower goes first, -1 if higher does, 0 if it has no priorities, or as long as that is asked."""
+    """1 if lower goes first, -1 if higher does, 0 if it has no priorities, or while it is being asked."""
 
 
 class EnginePriorities:
-    """Know of each replica whether it takes priorities."""
+    """Knows of each replica whether it takes priorities."""
 
     def __init__(self, known: Mapping[str, KnownReplica], timeout_s: float) -> None:
-        """Begin with nothing known; an engine that is asked has `timeout_s` to answer."""
+        """Start without knowledge; an engine has `timeout_s` to answer."""
         self._known = known
         self._timeout_s = timeout_s
         self._learned: dict[str, _Learned] = {}
         self._to_ask: asyncio.Queue[str] = asyncio.Queue()
 
     def forget(self, replica_id: str) -> None:
-        """Begin anew with a replica that comes up, as another engine may run there now, or let go of one that went."""
+        """Start over with a replica that comes up, because another engine may run there now, or drop one that left."""
         self._learned.pop(replica_id, None)
 
     def for_engine(self, replica_id: str, priority: int) -> tuple[Priorities, int] | None:
-        """Return how a turn is given its priority there, and which number that is; None if it is given none."""
+        """Return how a turn's priority is sent there, and its number; None if it gets none."""
         priorities = self._priorities_of(replica_id)
         if priorities is None:
             return None
@@ -63,7 +63,7 @@ class EnginePriorities:
         return (priorities, priority * learned.polarity) if learned.polarity else None
 
     def refused(self, replica_id: str) -> None:
-        """Give a replica no priorities any more: it refused a turn for its priority, and took it without."""
+        """Send a replica no more priorities: it refused a turn for its priority, and took it without."""
         learned = self._learned.get(replica_id)
         if learned is not None and learned.polarity:
             learned.polarity = 0
@@ -80,7 +80,7 @@ class EnginePriorities:
                 continue
             info = await self._ask(client, replica_id, known.endpoint.url, priorities.info_path)
             if info is None:
-                self._learned.pop(replica_id, None)  # the next turn has it asked again
+                self._learned.pop(replica_id, None)  # the next turn asks it again
                 continue
             polarity = self._learned.setdefault(replica_id, _Learned(0)).polarity = priorities.read_polarity(info)
             if not polarity:

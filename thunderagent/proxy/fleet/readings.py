@@ -8,7 +8,7 @@ from thunderagent.backends.base import ReplicaReading
 
 
 class Since(NamedTuple):
-    """What a replica did between two readings; None is what is not known. The ratio is of the tokens looked up."""
+    """What a replica did between two readings; None is unknown. The ratio is of the tokens looked up."""
 
     hit_ratio: float | None
     query_tokens: int | None
@@ -16,7 +16,7 @@ class Since(NamedTuple):
 
 
 class TierSince(NamedTuple):
-    """What a replica looked up in the tier behind its pool between two readings, and what of that it found."""
+    """What a replica looked up in the tier behind its pool between two readings, and how much it found."""
 
     query_tokens: int
     hit_tokens: int
@@ -26,12 +26,12 @@ NOTHING_SINCE = Since(None, None, None)
 
 
 def has_totals(reading: ReplicaReading) -> bool:
-    """Say whether a reading says what an engine counted since it began."""
+    """Return whether a reading has an engine's running totals."""
     return reading.cache_query_tokens_total is not None or reading.preemptions_total is not None
 
 
 def since_of(before: ReplicaReading, now: ReplicaReading) -> Since:
-    """Compare two readings; nothing is known if the engine began its totals anew between them."""
+    """Compare two readings; all is unknown if the engine reset its totals in between."""
     queries = _growth(before.cache_query_tokens_total, now.cache_query_tokens_total)
     hits = _growth(before.cache_hit_tokens_total, now.cache_hit_tokens_total)
     preemptions = _growth(before.preemptions_total, now.preemptions_total)
@@ -42,9 +42,10 @@ def since_of(before: ReplicaReading, now: ReplicaReading) -> Since:
 
 
 def tier_since_of(before: ReplicaReading, now: ReplicaReading) -> TierSince | None:
-    """Compare what two readings say of the tier; None if nothing was looked up there, or totals began anew.
+    """Compare the tier's counts of two readings; None if there were no lookups, or totals were reset.
 
-    An engine that had totals and none of its tier had used none yet; of one that was not read before nothing is known.
+    An engine with totals but none of its tier had not used the tier yet; of one that was not read before nothing is
+    known.
     """
     if now.tier_query_tokens_total is None or now.tier_hit_tokens_total is None or not has_totals(before):
         return None

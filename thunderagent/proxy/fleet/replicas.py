@@ -1,7 +1,7 @@
-"""The replicas as the proxy knows them: where each is, what its last poll said, and who must hear of it.
+"""The replicas as the proxy knows them: where each is, its last poll, and who must hear of it.
 
-They come and go while it runs. A replica that drains finishes what it has; the scheduler is told nothing of its coming
-up meanwhile, because for the scheduler *up* means that it may be used. One that is removed is forgotten everywhere.
+They come and go while it runs. A draining replica finishes what it has. The scheduler is not told that it comes up
+meanwhile, because for the scheduler *up* means usable. A removed replica is forgotten everywhere.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ NOT_POLLED = "not polled yet"
 
 
 class Watcher(Protocol):
-    """What the proxy asks of the poller."""
+    """What the proxy needs of the poller."""
 
     def suspect(self, replica_id: str) -> None:
         """Poll a replica at once, because a request just failed there."""
 
     def refused(self, replica_id: str) -> None:
-        """Take a replica for down until a poll says otherwise, because it refused a connection."""
+        """Treat a replica as down until a poll says otherwise, because it refused a connection."""
 
 
 class Connections(Protocol):
-    """What the replicas ask of the client."""
+    """What the replicas need of the client."""
 
     def add(self, endpoint: ReplicaEndpoint) -> None:
-        """Let requests be sent to a replica."""
+        """Allow requests to a replica."""
 
     async def remove(self, replica_id: str) -> None:
         """Close all connections to a replica at once."""
@@ -63,35 +63,35 @@ class Connections(Protocol):
         """Return how many requests to a replica have not ended."""
 
     def set_paused(self, replica_id: str, *, paused: bool) -> None:
-        """Say whether a replica's silence is no failure. An unknown id is no error."""
+        """Set whether a replica's silence is no failure. An unknown id is ignored."""
 
 
 class Follower(Protocol):
-    """Who else must know which replicas there are: the poller, and who listens to KV events."""
+    """Others that must know which replicas exist: the poller, and the listener of KV events."""
 
     def add(self, replica: ReplicaEndpoint) -> None:
         """Follow a replica from now on."""
 
     def remove(self, replica_id: str) -> None:
-        """Follow a replica no longer. An unknown id is no error."""
+        """Stop following a replica. An unknown id is ignored."""
 
 
 @dataclass(slots=True)
 class KnownReplica:
-    """One replica's address and last reading, and whether it is on its way out."""
+    """One replica's address and last reading, and whether it is leaving."""
 
     endpoint: ReplicaEndpoint
     reading: ReplicaReading = NOTHING_READ
     counted: ReplicaReading = NOTHING_READ
-    """The last reading that had totals: others may have failed since then, and what happened meanwhile counts."""
+    """The last reading with totals: later ones may have failed, and what happened meanwhile counts."""
     why_down: str = NOT_POLLED
     weight_version: str = ""
-    """Of the weights that it was last told to take, or said it has; empty if nobody said."""
+    """Version of the weights that it was last told to load, or reported; empty if unknown."""
     told_count: int = 0
-    """Times that somebody told it something which what it says of itself must not be older than."""
+    """Number of calls to it that its own reports must not predate."""
     is_up: bool = False
     sources: tuple[str, ...] = ()
-    """Which sources name it."""
+    """Sources that name it."""
     draining_since_s: float | None = None
     leaving_since_s: float | None = None
     """Since when no source has named it: it is removed when nothing is in flight there."""
@@ -100,9 +100,9 @@ class KnownReplica:
 
 
 class Replicas:
-    """Say where a replica is, and tell it what its engine wants to hear.
+    """Knows where each replica is, and sends engines their notices.
 
-    `tags_programs` has turns tell their program to engines that can give its memory back.
+    With `tags_programs`, turns carry their program's id to engines that can free its memory.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class Replicas:
         tags_programs: bool = False,
         notice_timeout_s: float = 5.0,
     ) -> None:
-        """Know `endpoints`, none of them up yet."""
+        """Start with `endpoints`, none of them up yet."""
         self.breakers = Breakers(runtime, breaker_settings or BreakerSettings())
         self._runtime = runtime
         self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005
         self.on_removed: list[Callable[[str], None]] = []
-        """Called with the id of each replica that was removed."""
+        """Called with the id of each removed replica."""
         self._followers: list[Follower] = []
         self._connections: Connections | None = None
         self.known = {endpoint.replica_id: KnownReplica(endpoint) for endpoint in endpoints}
-        """By their ids, in the order in which they were added."""
+        """By id, in the order in which they were added."""
         self._tags_programs = tags_programs
         self._numbers = count(1)
         self._notices = NoticeSender(self._url_if_known, notice_timeout_s)
@@ -137,13 +137,13 @@ class Replicas:
         return f"<Replicas {', '.join(self.known)}>"
 
     def attach(self, connections: Connections, *followers: Follower) -> None:
-        """Let these hear of every replica that is added or removed from now on."""
+        """Tell these of every replica that is added or removed from now on."""
         self._connections = connections
         self._followers.extend(followers)
         self._runtime.observe(self._note_pauses, *_MAY_PAUSE)
 
     def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        """Let replicas be silent on which nothing is granted: their engines are paused, sleep, or get new weights."""
+        """Allow silence on replicas where nothing is granted: their engines are paused, sleep, or get new weights."""
         if self._connections is not None:
             for replica_id, state in self._runtime.replicas.states.items():
                 self._connections.set_paused(replica_id, paused=bool(state.suspended_for))
@@ -165,9 +165,9 @@ class Replicas:
     # --- coming and going
 
     def add(self, endpoint: ReplicaEndpoint) -> KnownReplica:
-        """Know one more replica; it gets its first turn after its first good poll.
+        """Add a replica; it gets its first turn after its first good poll.
 
-        Raises `ConfigurationError` if somebody cannot follow it; then nobody does.
+        Raises `ConfigurationError` if a follower cannot follow it; then none does.
         """
         replica_id = endpoint.replica_id
         assert replica_id not in self.known, replica_id
@@ -191,9 +191,9 @@ class Replicas:
         return max(requests_count, self._runtime.turns_count(replica_id))
 
     async def remove(self, replica_id: str) -> None:
-        """Forget a replica; what is in flight there fails as if it had gone down. An unknown id is no error.
+        """Forget a replica; what is in flight there fails as if it had gone down. An unknown id is ignored.
 
-        All but the closing of connections is done before the first await.
+        Everything except closing connections is done before the first await.
         """
         if self.known.pop(replica_id, None) is None:
             return
@@ -215,15 +215,15 @@ class Replicas:
 
     @property
     def has_pools(self) -> bool:
-        """Whether it matters which model a request names."""
+        """Whether a request's model matters."""
         return self._runtime.replicas.has_pools
 
     def serving(self, program_id: str | None = None, avoid: Collection[str] = (), model: str = "") -> str:
-        """Return the replica that a request without a lease goes to: its program's, or the least busy one.
+        """Return the replica for a request without a lease: its program's, or the least busy one.
 
-        Busy is what has turns or other requests in flight; among equals it is the turn of the one that had none for
-        longest. Never one to `avoid`, because it just failed; where there are several pools, one of that `model`'s if
-        it is named. Raises `NoReplicaError` if no other is up, `UnknownModelError`.
+        A replica is busy with turns or other requests in flight; among equals, the one served least recently is next.
+        Never one to `avoid`, because it just failed; if there are several pools, one of the named `model`'s pool.
+        Raises `NoReplicaError` if no other is up, `UnknownModelError`.
         """
         home_id = self._runtime.home_of(program_id, model) if program_id else None
         if home_id is not None and home_id not in avoid:
@@ -247,17 +247,17 @@ class Replicas:
             group.create_task(self._notices.run(client))
 
     def has_notices(self, replica_id: str) -> bool:
-        """Say whether a replica is told of turns and programs; not one that was removed: sending says so."""
+        """Return whether a replica gets notices of turns and programs; False for a removed one: sending reports that."""
         known = self.known.get(replica_id)
         return known is not None and known.endpoint.backend.notices is not None
 
     def name_turn(
         self, replica_id: str, path: str, body: bytes, program_id: str | None, authorization: str | None
     ) -> NamedTurn:
-        """Return a turn's body as it goes to a replica: with an id of ours for engines that are told of leaving."""
+        """Return a turn's body as sent to a replica: with an id of ours for engines that take abort notices."""
         known = self.known.get(replica_id)
         notices = known.endpoint.backend.notices if known is not None else None
-        if notices is None:  # or it was removed since the grant: sending says so
+        if notices is None:  # or it was removed since the grant: sending reports that
             return NamedTurn(body)
         named = notices.name_turn(path, body, program_id, tags_programs=self._tags_programs)
         if named.is_tagged and program_id is not None:
@@ -265,7 +265,7 @@ class Replicas:
         return named
 
     def abort_turn(self, replica_id: str, engine_request_id: str, authorization: str | None = None) -> None:
-        """Have a replica end a request that nobody waits for; nothing happens for one without an id. Never blocks."""
+        """Abort a request that nobody waits for; does nothing for one without an id. Never blocks."""
         known = self.known.get(replica_id)
         if known is not None and known.endpoint.backend.notices is not None and engine_request_id:
             notice = known.endpoint.backend.notices.turn_left(engine_request_id)
@@ -281,6 +281,6 @@ class Replicas:
         return known.endpoint.url if known is not None else None
 
     def came_up(self, replica_id: str) -> None:
-        """Begin anew with a replica: another engine may run there now."""
+        """Start over with a replica: another engine may run there now."""
         self._notices.replica_up(replica_id)
         self.priorities.forget(replica_id)

@@ -1,1 +1,1 @@
-"""What a request passes before its handler: its key, its rate, how much may wait, what it may touch."""
+"""Checks before a request's handler: its key, its rate, how much may wait, what it may touch."""

@@ -1,9 +1,9 @@
-"""Who may call what: the one table of all routes, and of the paths that are an engine's.
+"""Who may call what: the one table of all routes, and of the engines' paths.
 
-Whoever adds a route names it here; a test says which are missing. A route that is in no row needs an admin key. A path
-that is no route of ours goes to an engine, and what it needs is said by the words of its target: what engines do for
-programs is a list, and takes a data key; what controls an engine takes an admin key; what is neither is the
-operator's to decide (`forward_unknown`), because nobody knows what an engine will do there tomorrow.
+Add each new route here; a test lists missing ones. A route without a row needs an admin key. A path that is none of our
+routes goes to an engine, and its words say what it needs. What engines do for programs is a list, and takes a data key.
+What controls an engine takes an admin key. For anything else the operator decides (`forward_unknown`), because nobody
+knows what a future engine does there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from thunderagent.proxy.reading.target import Target
 
 
 class Access(StrEnum):
-    """What a request needs where keys are configured."""
+    """What a request needs if keys are configured."""
 
     OPEN = "open"
     DATA = "data"
     ADMIN = "admin"
     ENGINE = "engine"
-    """As the target of the request says: `use_of`."""
+    """By the target of the request: `use_of`."""
 
 
 OPEN, DATA, ADMIN, ENGINE = Access
@@ -34,15 +34,15 @@ class Use(StrEnum):
     TURN = "turn"
     """An answer, on an API that we speak."""
     GENERATE = "generate"
-    """Perhaps an answer, on one that we do not: it takes a lease, too."""
+    """Perhaps an answer, on an API that we do not speak: it takes a lease, too."""
     SIDE_CALL = "side call"
     """Something small that keeps nothing in the engine's memory."""
     ENGINE_CONTROL = "engine_control"
-    """To change the engine, or to look into it."""
+    """To change or inspect the engine."""
 
 
 class ForwardUnknown(StrEnum):
-    """What becomes of a path that is neither ours nor known to be an engine's."""
+    """What happens to a path that is neither ours nor a known engine's."""
 
     ADMIN = "admin"
     DATA = "data"
@@ -50,10 +50,10 @@ class ForwardUnknown(StrEnum):
 
 
 CATCH_ALL = "/{path:(?s:.*)}"
-"""The route of what is no other route, line breaks in it too: it goes to an engine."""
+"""The route of everything that is no other route, even with line breaks: it goes to an engine."""
 
 OF_OWN_TENANT = frozenset({"/programs", "/programs/{program_id:.+}"})
-"""Routes to GET where a data key that names a tenant sees its own programs, and an admin key all."""
+"""GET routes on which a data key with a tenant sees its own programs, and an admin key all."""
 
 ROUTES: tuple[tuple[Access, str, str], ...] = (
     # Access, methods, path: {} is a part of the path that may hold anything, ** is whatever follows.
@@ -65,16 +65,16 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (OPEN, "POST", "/dashboard/login"),
     # What a program's agent calls.
     (DATA, "POST", "/programs"),
-    (DATA, "GET", "/programs"),  # of its tenant; of all: the handler asks for an admin key
+    (DATA, "GET", "/programs"),  # of its tenant; for all, the handler asks for an admin key
     (DATA, "GET", "/programs/{}"),
-    (DATA, "POST", "/programs/release"),  # of all programs: the handler asks for an admin key
+    (DATA, "POST", "/programs/release"),  # for all programs, the handler asks for an admin key
     (DATA, "DELETE", "/programs/{}"),
     (DATA, "POST", "/programs/{}/tools/start"),
     (DATA, "POST", "/programs/{}/tools/end"),
     (DATA, "POST", "/programs/{}/hints"),
     (DATA, "GET POST", "/programs/{}/sandboxes"),
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
-    (DATA, "GET", "/sandboxes/events"),  # of all programs: the handler asks for an admin key
+    (DATA, "GET", "/sandboxes/events"),  # for all programs, the handler asks for an admin key
     (DATA, "POST", "/finish_session"),
     (DATA, "POST", "/sessions/batch_delete"),
     (DATA, "DELETE", "/sessions/{}"),
@@ -95,7 +95,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ADMIN, "GET", "/internal/lease"),  # gateways of ours
     (ADMIN, "GET", "/internal/leader"),
     (ADMIN, "POST", "/internal/handover"),
-    # In the words of other gateways.
+    # As other gateways name them.
     (ADMIN, "*", "/workers**"),
     (ADMIN, "*", "/add_worker"),
     (ADMIN, "*", "/remove_worker"),
@@ -138,7 +138,7 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ENGINE, "*", "/v1/detokenize"),
     (ENGINE, "*", "/version"),
     (ENGINE, "*", "/ping"),
-    (ENGINE, "*", "/{}"),  # the route of whatever is no route of ours
+    (ENGINE, "*", "/{}"),  # the route of everything that is not ours
 )
 
 _KEEP_NOTHING = (
@@ -153,10 +153,10 @@ _KEEP_NOTHING = (
 """Paths on which a POST generates nothing. On any other it may, and takes a lease."""
 
 WEBSOCKETS = frozenset({"/v1/realtime"})
-"""Paths on which a websocket may be asked for. What is said there is not read; it takes a lease while it lasts."""
+"""Paths that accept a websocket. Its messages are not read; it holds a lease while it lasts."""
 
 _NEVER_GENERATE = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-"""Methods with which nothing is generated. Any other may do what POST does: SGLang takes PUT for it on `/generate`."""
+"""Methods that never generate. Any other may do what POST does: SGLang accepts PUT on `/generate`."""
 
 ENGINE_CONTROL = frozenset(
     {
@@ -171,18 +171,18 @@ ENGINE_CONTROL = frozenset(
         *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache"),
     }
 )
-"""First words of the paths with which an engine is controlled, or tells of its inside, with or without `/v1`, and
-`/skyrl/v1` of SkyRL's engines."""
+"""First words of paths that control an engine or expose its inside, with or without `/v1`, and `/skyrl/v1` of SkyRL's
+engines."""
 
 _CONTROL_PREFIXES = (
     *("init_", "update_", "start_", "stop_", "finish_", "finalize_", "destroy_", "reset_", "release_", "resume_"),
     *("load_", "unload_", "set_", "configure_", "dump_", "attach_", "detach_", "clear_", "hicache_"),
 )
-"""How other such words begin, those that engines will have, too."""
+"""Prefixes of other such words, including those of future engines."""
 
 _NAMED_PART = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _BEFORE_CONTROL = frozenset({"v1", "skyrl", "inference"})
-"""What may stand before the word that controls an engine."""
+"""What may come before the word that controls an engine."""
 
 
 def _words(pattern: str) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ def _words(pattern: str) -> tuple[str, ...]:
 
 
 def _matches(words: tuple[str, ...], pattern: str) -> bool:
-    """Say whether words are those of a pattern, in which {} is any one and ** whatever follows."""
+    """Return whether words match a pattern, in which {} is any one and ** whatever follows."""
     wanted = _words(pattern)
     if len(words) < len(wanted) or (len(words) > len(wanted) and not pattern.endswith("**")):
         return False
@@ -200,23 +200,23 @@ def _matches(words: tuple[str, ...], pattern: str) -> bool:
 _TURN_WORDS = frozenset(_words(path) for path in TURN_DIALECTS)
 _ENGINE_ROWS = tuple((methods, pattern) for access, methods, pattern in ROUTES if access is ENGINE and pattern != "/{}")
 _READING = frozenset({"HEAD", "OPTIONS"})
-"""Methods that a path takes wherever it takes GET."""
+"""Methods that a path accepts wherever it accepts GET."""
 
 
 def access_of_route(method: str, route_path: str) -> Access | None:
-    """Return what a route of ours needs, by the path that it was registered with; None if it is in no row."""
+    """Return what our route with this registered path needs; None if it has no row."""
     row = _row_of(method, route_path)
     return ADMIN if row is None and _is_controls(route_path) else row
 
 
 def is_engines(method: str, route_path: str) -> bool:
-    """Say whether what a route takes and answers is an engine's to describe."""
+    """Return whether a route's input and answers are an engine's to describe."""
     row = _row_of(method, route_path)
     return row is ENGINE or (row is None and _is_controls(route_path))
 
 
 def _is_controls(route_path: str) -> bool:
-    """Say whether a route of ours is one of engine control."""
+    """Return whether our route controls an engine."""
     return is_engine_control(Target.parse(_NAMED_PART.sub("{}", route_path)))
 
 
@@ -231,7 +231,7 @@ def _row_of(method: str, route_path: str) -> Access | None:
 
 
 def is_engine_control(target: Target) -> bool:
-    """Say whether a target controls an engine; what hides where it leads to counts as such."""
+    """Return whether a target controls an engine; one that hides where it leads counts as such."""
     words = target.words
     while words and words[0] in _BEFORE_CONTROL:
         words = words[1:]
@@ -239,13 +239,13 @@ def is_engine_control(target: Target) -> bool:
 
 
 def is_known(target: Target, method: str) -> bool:
-    """Say whether a request is one of what engines do for programs."""
+    """Return whether a request is one of what engines do for programs."""
     method = "GET" if method in _READING else method
     return any(methods in ("*", method) and _matches(target.words, pattern) for methods, pattern in _ENGINE_ROWS)
 
 
 def use_of(target: Target, method: str) -> Use:
-    """Say what a request wants of an engine. Cost: a look-up for a turn, one pass over the table for others."""
+    """Return what a request wants of an engine. Cost: a lookup for a turn, one pass over the table for others."""
     may_generate = method not in _NEVER_GENERATE
     if may_generate and target.words in _TURN_WORDS:
         return Use.TURN
@@ -257,7 +257,7 @@ def use_of(target: Target, method: str) -> Use:
 
 
 def engine_access(target: Target, method: str, forward_unknown: ForwardUnknown) -> Access | None:
-    """Say what a request to an engine needs; None if it is not forwarded at all."""
+    """Return what a request to an engine needs; None if it is not forwarded at all."""
     if target.words in _TURN_WORDS:
         return DATA
     if is_engine_control(target):

@@ -1,7 +1,7 @@
-"""The admin port: a second listener, and what the first one refuses then.
+"""The admin port: a second listener, and what the first one then refuses.
 
-Where it is configured, what an operator or a trainer calls - the state of programs and replicas, engine control - is
-served there alone, so that a network can keep agents away from it. The data port answers 404 for it.
+If it is configured, routes for operators and trainers (the state of programs and replicas, engine control) are served
+only there, so that a network can keep agents away from them. The data port answers 404 to them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ DASHBOARD_PATH = "/dashboard"
 """For operators too, though the page needs no key."""
 
 OF_ALL_UNLESS_NAMED = ("GET", "/sandboxes/events")
-"""For an agent if it follows its own program, and for operators if it follows all of them."""
+"""For an agent that follows its own program, and for operators who follow all."""
 
 RELEASE = ("POST", "/programs/release")
-"""For an agent if it names its programs, and for operators if it means all of them."""
+"""For an agent that names its programs, and for operators who mean all."""
 
 MUST_NAME = web.RequestKey("must_name_programs", bool)
-"""Set on a request that came where nobody may mean every program."""
+"""Set on a request from a listener where nobody may mean every program."""
 
 
 def is_admin(method: str, route_path: str) -> bool:
-    """Say whether a route is for operators and trainers, not for agents; `route_path` is as it was registered."""
+    """Return whether a route is for operators and trainers, not for agents; `route_path` is as registered."""
     return access_of_route(method, route_path) is Access.ADMIN or route_path.startswith(DASHBOARD_PATH)
 
 
@@ -41,11 +41,11 @@ class AdminPort:
     """Knows which listener a request came to. `port` is set once it is known."""
 
     def __init__(self) -> None:
-        """Begin before the listeners do."""
+        """Start before the listeners do."""
         self.port: int | None = None
 
     def before(self, handler: Handler, method: str, route_path: str, tenancy: Tenancy) -> Handler:
-        """Wrap a handler so that what is for the admin port is refused elsewhere."""
+        """Wrap a handler to refuse elsewhere what belongs on the admin port."""
         if method == "GET" and route_path in OF_OWN_TENANT:
             return self._only_here(handler, lambda _: tenancy.own is None)
         if is_admin(method, route_path):
@@ -59,7 +59,7 @@ class AdminPort:
         return handler
 
     def check(self, transport: asyncio.Transport | None, path: str) -> None:
-        """Raise `NotFoundError` for a request for operators that came elsewhere."""
+        """Raise `NotFoundError` for an operators' request that came elsewhere."""
         if not self._is_here(transport):
             raise NotFoundError(f"there is no {path} on this port")
 

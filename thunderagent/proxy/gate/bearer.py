@@ -1,4 +1,4 @@
-"""Bearer tokens that name programs: for clients whose only setting besides the base URL is an API key."""
+"""Bearer tokens that name programs: for clients that can set only a base URL and an API key."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ PLAIN_PREFIX = "ta-"
 """`Bearer ta-<id>` names the program `<id>`."""
 
 MINTED_PREFIX = "tat_"
-"""Of tokens that `POST /programs` made."""
+"""Prefix of tokens that `POST /programs` made."""
 
 
 class Events(Protocol):
-    """Who tells of the end of programs."""
+    """A source of events on the end of programs."""
 
     def observe(self, observer: Callable[[Event, Sequence[Decision]], None], *about: type) -> Callable[[], None]:
-        """Have `observer` called with each event that it is `about`; return what ends that."""
+        """Call `observer` with each event that it is `about`; return a function that ends that."""
 
 
 class Tokens:
     """The tokens of live programs."""
 
     def __init__(self, events: Events) -> None:
-        """Begin with none; a token is forgotten when its program ends."""
+        """Start without tokens; a token is forgotten when its program ends."""
         self._program_ids: dict[str, str] = {}
         self._tokens: dict[str, str] = {}
         events.observe(self._heard, Release)
 
     def token_of(self, program_id: str) -> str:
-        """Return a live program's token, made now if it has none."""
+        """Return a live program's token; create it if there is none."""
         token = self._tokens.get(program_id)
         if token is None:
             token = self._tokens[program_id] = MINTED_PREFIX + token_urlsafe(24)
@@ -41,7 +41,7 @@ class Tokens:
         return token
 
     def named_by(self, headers: Mapping[str, str]) -> str | None:
-        """Return the program that a request's token names; None if it has none, or one of somebody else's."""
+        """Return the program that a request's token names; None without a token, or with someone else's."""
         scheme, _, token = headers.get("Authorization", "").partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer":

@@ -1,4 +1,4 @@
-"""Bodies: as they come, counted; of our own API, read into a model, or refused with what is wrong; and made of one."""
+"""Bodies: counted as they arrive; those of our own API parsed into a model, or refused with the cause; and answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Report(BaseModel):
 
 
 def read_model(model: type[Model], body: bytes) -> Model:
-    """Return the body as a model. Raises `RequestError` with the first thing that is wrong."""
+    """Return the body as a model. Raises `RequestError` with the first error."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -32,13 +32,13 @@ def read_model(model: type[Model], body: bytes) -> Model:
 
 
 def report_response(report: BaseModel, *, status: int = 200, without_unset: bool = False) -> web.Response:
-    """Return the answer that a report is; `without_unset` leaves out what was not said and has a default."""
+    """Return a report as an answer; `without_unset` leaves out unset fields with a default."""
     body = report.model_dump_json(exclude_unset=without_unset).encode()
     return web.Response(status=status, body=body, content_type="application/json")
 
 
 class Visitor(Protocol):
-    """What is judged of a request, whichever server read it."""
+    """The parts of a request that are checked, whichever server read it."""
 
     @property
     def method(self) -> str:
@@ -50,7 +50,7 @@ class Visitor(Protocol):
 
     @property
     def host(self) -> str:
-        """What it calls us."""
+        """The host name in the request."""
 
     @property
     def remote(self) -> str | None:
@@ -66,9 +66,9 @@ async def come(
     max_bytes: int,
     invite: Callable[[], None] | None,
 ) -> bytes:
-    """Have a body come, with an invitation if its client waits for one.
+    """Receive a body, after an invitation if its client waits for one.
 
-    It is counted as it comes: who only announces a large one takes nothing from others.
+    It is counted as it arrives: merely announcing a large one takes nothing from others.
     """
     if length_bytes > max_bytes:
         raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")

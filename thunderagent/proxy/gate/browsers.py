@@ -1,8 +1,8 @@
-"""What browsers may ask: by which names the proxy may be called, and what pages of other origins may.
+"""Limits on browsers: by which names the proxy may be called, and what pages of other origins may do.
 
-Names are against pages whose own host name was made to lead to the proxy (DNS rebinding). For a browser such a page is
-of the same origin as the proxy, so `Origin` does not tell. The name in `Host` does: it is the page's. An address cannot
-be made to lead elsewhere, so all addresses are taken.
+Names protect against pages whose own host name was made to resolve to the proxy (DNS rebinding). For a browser such a
+page has the proxy's origin, so `Origin` does not show it. The name in `Host` does: it is the page's. An address cannot
+be made to resolve elsewhere, so all addresses are accepted.
 """
 
 # compiled: each turn passes here
@@ -35,14 +35,14 @@ _ORIGIN, _SITE, _USER_AGENT = istr("Origin"), istr("Sec-Fetch-Site"), istr("User
 
 
 class Hosts:
-    """The names that are taken."""
+    """The accepted names."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """Take `names`, besides those of loopback and all addresses; `*` is any."""
+        """Accept `names`, besides those of loopback and all addresses; `*` is any."""
         self._names = {host_of(name) for name in names}
 
     def check(self, headers: CIMultiDictProxy[str]) -> None:
-        """Check what a request calls us. Raises `HostRefusedError`. Browsers always send `Host`; others may not."""
+        """Check the host name of a request. Raises `HostRefusedError`. Browsers always send `Host`; others may not."""
         for value in headers.getall("Host", ()):
             if not self._takes(host_of(value)):
                 raise HostRefusedError("this name is not one of the proxy's; allowed_hosts says which are")
@@ -65,7 +65,7 @@ def host_of(value: str) -> str:
 
 
 def comes_from_a_browser(headers: CIMultiDictProxy[str]) -> bool:
-    """Say whether a request is a browser's, by what all of them send."""
+    """Return whether a request is a browser's, by headers that all of them send."""
     return _ORIGIN in headers or _SITE in headers or headers.get(_USER_AGENT, "").startswith("Mozilla/")
 
 
@@ -73,7 +73,7 @@ class Origins:
     """The origins whose pages may call the proxy, besides its own; `*` is any."""
 
     def __init__(self, origins: Iterable[str]) -> None:
-        """Take pages of `origins`."""
+        """Accept pages of `origins`."""
         self._all = frozenset(origins)
 
     def __bool__(self) -> bool:
@@ -83,7 +83,7 @@ class Origins:
         return origin in self._all or ANY in self._all
 
     def is_preflight(self, request: web.Request) -> bool:
-        """Say whether a browser asks whether a page may send a request."""
+        """Return whether a browser asks whether a page may send a request."""
         return bool(self._all) and request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
 
     def preflight(self, request: web.Request) -> web.Response:
@@ -101,22 +101,22 @@ class Origins:
     def check_origin(self, request: Visitor, *, asks_engine: bool) -> None:
         """Refuse what a page of another origin makes its reader's browser do to our own API.
 
-        Browsers send such requests without asking first, and without a key they may be enough on loopback. What goes
-        to an engine is the engine's to judge, unless it controls the engine.
+        Browsers send such requests without asking first, and without a key they may be enough on loopback. A request to
+        an engine is the engine's to judge, unless it controls the engine.
         """
         if request.method not in SAFE_METHODS and not asks_engine:
             self.check_page(request)
 
     def check_page(self, request: Visitor) -> None:
-        """Refuse what a page of another origin asks for, whatever it is."""
+        """Refuse any request of another origin's page."""
         origin = request.headers["Origin"]
         if _host_and_port(origin) != request.host and not self._is_allowed(origin):
             raise OriginRefusedError("a page of this origin may not do that; cors_origins says which may")
 
     def check_site(self, request: Visitor) -> None:
-        """Refuse what another site's page has its reader's browser ask of an operator's route, in whatever way.
+        """Refuse any request to an operator's route that another site's page makes its reader's browser send.
 
-        A picture or a link is a GET without an origin, and some engines take a GET for a command.
+        A picture or a link is a GET without an origin, and some engines take a GET as a command.
         """
         if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
             origin = request.headers.get("Origin")
@@ -124,13 +124,13 @@ class Origins:
                 raise OriginRefusedError("a page of another site may not ask for that; cors_origins says which may")
 
     async def prepare(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say in an answer of aiohttp's which origin may read it, and how."""
+        """Mark an aiohttp answer with the origin that may read it, and how."""
         self.mark(request, response.headers, is_ours=self.is_preflight(request))
 
     def mark(self, request: Visitor, headers: CIMultiDict[str], *, is_ours: bool = False) -> None:
-        """Say in an answer which origin may read it, and how, if any but its own may.
+        """Mark an answer with the foreign origin that may read it, if any, and how.
 
-        What an engine says of that holds no longer, unless the answer `is_ours`.
+        It replaces what an engine says of that, unless the answer `is_ours`.
         """
         if not is_ours:
             for name in {name for name in headers if name.lower().startswith("access-control-")}:
@@ -143,7 +143,7 @@ class Origins:
 
 
 def _host_and_port(origin: str) -> str | None:
-    """Return whom an origin names; None for one that nobody could be."""
+    """Return the host and port of an origin; None for an impossible one."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

@@ -1,6 +1,6 @@
-"""What every request passes before its handler: an id, its target, host, origin, key, rate, its body in time.
+"""Checks before every request's handler: an id, its target, host, origin, key, rate, its body in time.
 
-Where none of that is configured, a turn costs here no more than its id and a look for what only browsers send.
+If none of that is configured, a turn costs only its id and a check for what only browsers send.
 """
 
 # compiled: each turn passes here
@@ -44,36 +44,36 @@ from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_OPEN_BODY_BYTES: Final = 64 * 1024
-"""Of a request that needs no key: it takes nothing of what others may keep."""
+"""For a request that needs no key: it takes nothing of what others may keep."""
 
 
 NEEDS: Final = web.RequestKey("needs", Access)
-"""What a request needs, once the guard has said so."""
+"""What a request needs, once the guard has decided."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """What is asked of requests."""
+    """Settings of the guard."""
 
     max_body_bytes: int = 64 * 2**20
     body_timeout_s: float = 300.0
-    """For a body to come, from the end of the head to its last byte."""
+    """For a body to arrive, from the end of the head to its last byte."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call us; `*` is any."""
     rate_limit_per_s: float | None = None
-    """Requests a second that a caller may send in the long run; None is any number."""
+    """Requests per second that a caller may send in the long run; None is unlimited."""
     rate_limit_burst_count: int = 100
     metrics_need_key: bool = False
     client_stall_limit_s: float = 120.0
-    """A client that takes nothing of its answer for so long is cut off."""
+    """A client that reads nothing of its answer for this long is cut off."""
     forward_unknown: ForwardUnknown | None = None
-    """Who may call a path of an engine that is not known; None is admins where there are keys, else everybody."""
+    """Who may call an unknown path of an engine; None is admins if there are keys, otherwise everybody."""
     hosts: tuple[str, ...] = ()
-    """Names by which the proxy may be called where there are no keys, besides those of loopback; `*` is any."""
+    """Names by which the proxy may be called if there are no keys, besides those of loopback; `*` is any."""
 
 
 class Guard:
-    """Stand before handlers."""
+    """Guards handlers."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Guard:
     ) -> None:
         """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`.
 
-        `quotas` has turns wait whose key has had its share. `forwards` says whether a handler asks another process,
-        which knows its own logins: a request with no more than a login is let through to that.
+        `quotas` delays turns of keys that have used their share. `forwards` says whether a handler asks another
+        process, which knows its own logins: a request with only a login is let through to that.
         """
         self._settings = settings
         self.origins = Origins(settings.cors_origins)
@@ -106,22 +106,22 @@ class Guard:
         if settings.rate_limit_per_s is not None:
             self._limits = RateLimits(settings.rate_limit_per_s, settings.rate_limit_burst_count, registry)
         self._checks_keys_or_rate = bool(keyring) or self._limits is not None
-        """Built in, as whether keys are asked for is."""
+        """Fixed at construction, as is whether keys are required."""
 
     def set_rate_limit(self, per_s: float | None, burst_count: int) -> bool:
-        """Let callers ask so often from now on; False if it takes a restart to begin or to end that."""
+        """Set the callers' rate limit; return False if enabling or disabling it takes a restart."""
         if self._limits is None or per_s is None:
             return self._limits is None and per_s is None
         self._limits.set(per_s, burst_count)
         return True
 
     def attach(self, app: web.Application) -> None:
-        """Have answers say who may read them, if anybody may but their own origin."""
+        """Mark answers with who may read them, if not only their own origin."""
         if self.origins:
             app.on_response_prepare.append(self.origins.prepare)
 
     def before(self, handler: Handler, method: str, route_path: str) -> Handler:
-        """Wrap the handler of a route; errors are raised to whoever wraps it again."""
+        """Wrap the handler of a route; errors are raised to the next wrapper."""
         access = self._access_of(method, route_path)
         checks_keys_or_rate = access is not Access.OPEN and self._checks_keys_or_rate
         forwards = self._forwards(handler)
@@ -148,7 +148,7 @@ class Guard:
                 await self._check_key_and_rate(
                     request, for_admin=for_admin, is_turn=is_turn, has_only_login=has_only_login
                 )
-            if request.content.is_eof():  # most bodies come with their head
+            if request.content.is_eof():  # most bodies arrive with their head
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
             is_small = access is Access.OPEN or has_only_login
@@ -162,11 +162,11 @@ class Guard:
         return handle
 
     def let_in(self, asked: Asked, *, for_admin: bool) -> Awaitable[KeptBody | None] | None:
-        """Judge a turn that our own server read. Raises like a handler of `before`, as what it returns does.
+        """Check a turn that our own server read. Raises like a handler of `before`, and so does the returned awaitable.
 
-        A page of any origin may open a websocket, and then read it; so its origin is looked at, as if it did something.
-        What is returned, if it has to wait, has its body come, and returns what counts that until the turn has ended.
-        Nobody counts a body that came with its head.
+        A page of any origin may open a websocket, and then read it; so its origin is checked as if it changed
+        something. If there is something to wait for, the returned awaitable receives the body, and returns its counter
+        until the turn has ended. A body that came with its head is not counted.
         """
         headers = asked.head.headers
         REQUEST_ID.set(take_request_id(headers))
@@ -182,7 +182,7 @@ class Guard:
         return None
 
     async def _let_come(self, asked: Asked, *, for_admin: bool) -> KeptBody | None:
-        """Check the key and the rate of a turn, and have its body come."""
+        """Check the key and the rate of a turn, and receive its body."""
         if self._checks_keys_or_rate:
             await self._check_key_and_rate(asked, for_admin=for_admin, is_turn=not for_admin)
         if asked.head.upgrades:
@@ -248,7 +248,7 @@ class Guard:
         return bool(self._keyring) and has_login(headers) and self._keyring.key_of(headers) is None
 
     async def _read_body(self, request: web.Request, kept: KeptBody, max_bytes: int) -> None:
-        """Read a body that did not come with its head; what a handler reads later is what was read here."""
+        """Read a body that did not come with its head; the handler later reads the same bytes."""
         request._read_bytes = await come(  # noqa: SLF001 - where `request.read` keeps it
             request.content.readany,
             request.headers,
@@ -260,7 +260,7 @@ class Guard:
         )
 
     def _is_judged_by_name(self, headers: CIMultiDictProxy[str], *, is_operators: bool) -> bool:
-        """Say whether what a request calls us matters: without a key, to operators' routes and from browsers."""
+        """Return whether a request's host name matters: without a key, on operators' routes and from browsers."""
         if not (is_operators or comes_from_a_browser(headers)):
             return False
         return not self._keyring or self._keyring.key_of(headers) is None
@@ -271,10 +271,10 @@ def _is_turn(request: web.Request) -> bool:
 
 
 def _invite(request: web.Request) -> None:
-    """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1)."""
+    """Tell a waiting client that its body is welcome (RFC 9110, 10.1.1)."""
     if request.transport is not None:
-        request.transport.write(CONTINUE)  # past aiohttp's writer: it is no part of the answer
+        request.transport.write(CONTINUE)  # bypass aiohttp's writer: it is no part of the answer
 
 
 async def says_nothing_yet(request: web.Request) -> None:
-    """Leave a client that expects to be told to go on waiting: the guard tells it, once it may."""
+    """Leave a client that expects an invitation waiting: the guard sends it, once it may."""

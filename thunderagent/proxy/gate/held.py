@@ -1,14 +1,14 @@
-"""How many turns may be held, and how much of their bodies: for all callers together, for each tenant and each key.
+"""Limits on held turns and their bodies: for all callers together, for each tenant and each key.
 
-A held turn keeps its body in memory until it has run, so whoever may hold turns without end may take all memory; so may
-whoever sends bodies faster than they are read. A body counts as it comes, until its turn may run. Past what all may
-keep a request gets 503; past what one key or its tenant may, 429, because it is theirs to send less. A tenant is what
-the names of keys begin with, up to a slash.
+A held turn keeps its body in memory until it has run, so anybody who may hold turns without limit may take all memory;
+so may anybody who sends bodies faster than they are read. A body counts as it arrives, until its turn may run. Beyond
+the total limit a request gets 503; beyond that of its key or tenant 429, because sending less helps. A tenant is the
+part of a key's name before a slash.
 
-A turn that runs keeps its body, too, until it ends: for another try, and to know the same turn if it comes again. So
-turns that are never held, as those of nobody, might take all memory. All bodies of turns, held and running, have a
-bound of their own, for all and for each key, which is checked before a turn asks for a lease. So have websockets, each
-of which may keep its lease for an hour.
+A running turn keeps its body, too, until it ends: for retries, and to recognise the same turn if it comes again. So
+turns that are never held, such as anonymous ones, might take all memory. All bodies of turns, held and running, have a
+limit of their own, for all and for each key, which is checked before a turn asks for a lease. So do websockets, each of
+which may keep its lease for an hour.
 """
 
 # compiled: each turn is counted
@@ -46,7 +46,7 @@ Bound = Literal[
 
 @dataclass(frozen=True, slots=True)
 class HeldLimits:
-    """What may be held. None of a key is half of that of all, None of a tenant as much as of all."""
+    """What may be held. None for a key is half of the total, None for a tenant all of it."""
 
     turns_count: int = 20_000
     body_bytes: int = 2**30
@@ -55,7 +55,7 @@ class HeldLimits:
     tenant_turns_count: int | None = None
     tenant_body_bytes: int | None = None
     running_bytes: int = 2**32
-    """Of bodies of turns, held or running, until they end; a key may have half of it."""
+    """Bodies of turns, held or running, until they end; a key may have half of it."""
     websockets_count: int = 1000
     key_websockets_count: int | None = None
 
@@ -70,13 +70,13 @@ class _Sums:
 
 
 class HeldTurns:
-    """Counts what is held, and refuses what would be too much."""
+    """Counts what is held, and refuses what would exceed a limit."""
 
     def __init__(self, limits: HeldLimits, registry: CollectorRegistry) -> None:
-        """Begin with nothing held."""
+        """Start with nothing held."""
         self._all = _Sums()
         self._of_owners: dict[tuple[str, str], _Sums] = {}
-        """Of keys and of tenants, by what they are and their names."""
+        """By kind (key or tenant) and name."""
         self._running_bytes = 0
         self._running_by_key: dict[str, int] = {}
         self._websockets_by_key: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class HeldTurns:
         return f"<HeldTurns: {self._all.turns_count} turns, {self._all.body_bytes} bytes>"
 
     def set(self, limits: HeldLimits) -> None:
-        """Go by these limits from now on; what is held already stays."""
+        """Use these limits from now on; what is already held stays."""
         self._limits = limits
 
     def max_turns_count(self, key: Key) -> int:
@@ -103,11 +103,11 @@ class HeldTurns:
         return self._limits_of("key", key)[0]
 
     def turn(self, kept: Kept | None, body_bytes: int) -> HeldTurn:
-        """Return the block that a turn with a body of this size is held in; until now `kept` counted it, if anybody."""
+        """Return the block in which a turn with a body of this size is held; until now `kept` counted it, if anybody."""
         return HeldTurn(self, kept, body_bytes)
 
     def runs(self, body_bytes: int) -> str:
-        """Count the body of a turn until it `ran`; return whose it is. Raises `TooManyHeldError`."""
+        """Count the body of a turn until it `ran`; return its owner. Raises `TooManyHeldError`."""
         key, max_bytes = caller_key(), self._limits.running_bytes
         name = key.name if key is not None else ""
         own_bytes = self._running_by_key.get(name, 0)
@@ -120,7 +120,7 @@ class HeldTurns:
         return name
 
     def ran(self, name: str, body_bytes: int) -> None:
-        """Count the body of a turn that has ended no longer."""
+        """Stop counting the body of an ended turn."""
         self._running_bytes -= body_bytes
         own_bytes = self._running_by_key[name] - body_bytes
         if own_bytes:
@@ -148,7 +148,7 @@ class HeldTurns:
                 del counts[name]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is kept now; turns are counted by the scheduler."""
+        """Yield what is kept now; the scheduler counts turns."""
         yield GaugeMetricFamily(
             "thunderagent_held_body_bytes",
             "Bytes of bodies of held turns, and of bodies that are being received.",
@@ -179,7 +179,7 @@ class HeldTurns:
             sums.body_bytes += body_bytes
 
     def give_back(self, key: Key | None, turns_count: int, body_bytes: int) -> None:
-        """Count what is kept no longer."""
+        """Stop counting what is no longer kept."""
         for sums in (self._all, *(self._of_owners[owner] for owner in _owners(key))):
             sums.turns_count -= turns_count
             sums.body_bytes -= body_bytes
@@ -214,7 +214,7 @@ class HeldTurns:
 
 
 def _owners(key: Key | None) -> tuple[tuple[str, str], ...]:
-    """Return who keeps what a request of this key keeps, besides all together."""
+    """Return the owners of what a request of this key keeps, besides the total."""
     return () if key is None else (("key", key.name), ("tenant", key.tenant))
 
 
@@ -224,23 +224,23 @@ class KeptBody:
     __slots__ = ("_bytes", "_held", "_key")
 
     def __init__(self, held: HeldTurns) -> None:
-        """Keep nothing yet."""
+        """Start with nothing kept."""
         self._held = held
         self._key = caller_key()
         self._bytes = 0
 
     def check(self, body_bytes: int) -> None:
-        """Check that there is room for so much now; it is not counted before it comes. Raises as `take` does."""
+        """Check that there is room for `body_bytes` now; they are counted as they arrive. Raises as `take` does."""
         self._held.take(self._key, 0, body_bytes)
         self._held.give_back(self._key, 0, body_bytes)
 
     def grow(self, body_bytes: int) -> None:
-        """Count so much more. Raises as `HeldTurns.take` does."""
+        """Count more bytes. Raises as `HeldTurns.take` does."""
         self._held.take(self._key, 0, body_bytes)
         self._bytes += body_bytes
 
     def release(self) -> None:
-        """Count it no longer; idempotent."""
+        """Stop counting it; idempotent."""
         if self._bytes:
             self._held.give_back(self._key, 0, self._bytes)
             self._bytes = 0

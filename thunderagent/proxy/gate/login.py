@@ -1,7 +1,7 @@
-"""The way in for a browser: an admin key is traded for a token in a cookie, which no script and no other site can use.
+"""Login for browsers: an admin key is exchanged for a token in a cookie that no script and no other site can use.
 
-The token is not the key: a browser sends its cookies to every port of a host, so whoever listens there may see it. It
-ends with this process, or after `LIFETIME_S`, and it opens nothing else.
+The token is not the key: a browser sends its cookies to every port of a host, so any listener there may see it. It
+expires with this process, or after `LIFETIME_S`, and opens nothing else.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class LoginRequest(BaseModel):
 
 
 class Logins:
-    """The browsers that are logged in: for each the hash of its token, with which key, and until when."""
+    """The logged-in browsers: for each the hash of its token, its key, and its expiry."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """Begin with none; `clock` tells seconds."""
+        """Start without logins; `clock` returns seconds."""
         self._clock = clock
         self._logins: OrderedDict[bytes, tuple[Key, float]] = OrderedDict()
 
@@ -54,7 +54,7 @@ class Logins:
         return token
 
     def key_of(self, headers: CIMultiDictProxy[str]) -> Key | None:
-        """Return the key that a request's cookie stands for; a key in our own header goes before it."""
+        """Return the key for a request's login cookie; a key in our own header takes precedence."""
         if KEY_HEADER in headers:
             return None
         for name, token in cookies_of(headers):
@@ -65,7 +65,7 @@ class Logins:
 
 
 def has_login(headers: CIMultiDictProxy[str]) -> bool:
-    """Say whether a request has the cookie of a login, of whatever process, and no key of its own."""
+    """Return whether a request has a login cookie, of any process, and no key of its own."""
     return KEY_HEADER not in headers and any(name == COOKIE for name, _ in cookies_of(headers))
 
 
@@ -74,7 +74,7 @@ def _digest(token: str) -> bytes:
 
 
 class LoginReport(Report):
-    """The answer bears the cookie."""
+    """The answer carries the cookie."""
 
     logged_in: Literal[True]
 
@@ -83,7 +83,7 @@ class Login:
     """Handler of the login."""
 
     def __init__(self, keyring: Keyring, logins: Logins) -> None:
-        """Let in who has an admin key of `keyring`, and remember it in `logins`."""
+        """Accept admin keys of `keyring`, and remember the logins in `logins`."""
         self._keyring = keyring
         self._logins = logins
 

@@ -1,4 +1,4 @@
-"""What is done to the headers of every request that goes to an engine: ids on, our keys out, the engine's key in."""
+"""Headers of every request to an engine: ids are added, our keys removed, the engine's key added."""
 
 # compiled: each turn passes here
 
@@ -15,17 +15,17 @@ _KEY_HEADER: Final = istr(KEY_HEADER)
 
 
 class TraceContext(Protocol):
-    """What tells engines which trace a request belongs to."""
+    """Tells engines which trace a request belongs to."""
 
     def inject(self, headers: CIMultiDict[str]) -> None:
-        """Write the W3C trace context of the request that is being handled."""
+        """Write the W3C trace context of the current request."""
 
     def answered(self, status: int) -> None:
-        """Note that the head of an engine's answer came."""
+        """Note that the head of an engine's answer arrived."""
 
 
 class Outgoing:
-    """Mend headers in place; doing so twice is doing so once, as a turn that is tried again does."""
+    """Changes headers in place; idempotent, because retries repeat it."""
 
     def __init__(
         self,
@@ -35,18 +35,18 @@ class Outgoing:
         *,
         forwards_authorization: bool = True,
     ) -> None:
-        """Take out the keys of `keyring`; send `backend_api_key`, if any, to the engines.
+        """Remove the keys of `keyring`; send `backend_api_key`, if any, to the engines.
 
-        Without `forwards_authorization` what clients send there is for us alone, as it names programs.
+        Without `forwards_authorization` the clients' header is for us alone, because it names programs.
         """
         self._keyring = keyring or None
-        """Built in, as whether keys are asked for is."""
+        """Fixed at construction, as is whether keys are required."""
         self._forwards_authorization = forwards_authorization
         self._authorization = f"Bearer {backend_api_key}" if backend_api_key else ""
         self._tracing = tracing
 
     def mend(self, headers: CIMultiDict[str]) -> None:
-        """Mend the headers of a request."""
+        """Change the headers of a request."""
         request_id = REQUEST_ID.get()
         if request_id and headers.get(REQUEST_ID_HEADER) != request_id:
             headers[REQUEST_ID_HEADER] = request_id
@@ -56,8 +56,8 @@ class Outgoing:
             headers.popall(_KEY_HEADER)
         if not self._forwards_authorization and headers.get("Authorization") != self._authorization:
             headers.popall("Authorization", None)
-        # Where data needs a key of ours, what is left in Authorization is meant for the engine. Where it does not,
-        # there is no telling, as most clients must send some text there: the engine gets the one that is configured.
+        # If data needs a key of ours, what is left in Authorization is meant for the engine. If not, we cannot tell,
+        # because most clients must send some text there: the engine gets the configured one.
         if self._authorization:
             asks = self._keyring is not None and self._keyring.has_data_keys
             if not (asks and "Authorization" in headers):
@@ -66,6 +66,6 @@ class Outgoing:
             self._tracing.inject(headers)
 
     def answered(self, status: int) -> None:
-        """Note that the head of an engine's answer came."""
+        """Note that the head of an engine's answer arrived."""
         if self._tracing is not None:
             self._tracing.answered(status)

@@ -1,7 +1,7 @@
-"""Limits on how often a caller may ask: data requests wait for their turn, requests to the admin API get 429.
+"""Limits on request rates: data requests wait in line, requests to the admin API get 429.
 
-Each caller has a bucket that holds `burst_count` requests and fills by `per_s` a second. A data request that finds it
-empty waits in line, because clients such as Codex give up at a 429; one that leaves the line leaves no debt behind.
+Each caller has a bucket that holds `burst_count` requests and fills by `per_s` per second. A data request that finds it
+empty waits in line, because clients such as Codex give up at a 429; one that leaves the line leaves no debt.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from prometheus_client import CollectorRegistry, Counter
 from thunderagent.errors import RateLimitedError
 
 MAX_CALLERS = 10_000
-"""So many callers are remembered; the one that asked least recently is forgotten, which fills its bucket."""
+"""How many callers are remembered; the least recent one is forgotten, which fills its bucket."""
 
 
 class Bucket:
-    """Fills by `rate_per_s` up to `capacity_count`; may be overdrawn."""
+    """A token bucket that fills by `rate_per_s` up to `capacity_count`; it may be overdrawn."""
 
     __slots__ = ("_capacity_count", "_filled_s", "_left_count", "_rate_per_s")
 
     def __init__(self, rate_per_s: float, capacity_count: float, now_s: float) -> None:
-        """Begin full."""
+        """Start full."""
         self._rate_per_s = rate_per_s
         self._capacity_count = capacity_count
         self._left_count = capacity_count
         self._filled_s = now_s
 
     def missing_s(self, now_s: float) -> float:
-        """Return how long it takes until it holds one, in seconds."""
+        """Return the seconds until it holds one."""
         self._fill(now_s)
         return max(0.0, (1 - self._left_count) / self._rate_per_s) if self._left_count < 1 - 1e-9 else 0.0
 
     def take(self, count: float, now_s: float) -> None:
-        """Take so many, whether they are there or not."""
+        """Take this many, available or not."""
         self._fill(now_s)
         self._left_count -= count
 
@@ -59,7 +59,7 @@ class RateLimits:
     def __init__(
         self, per_s: float, burst_count: int, registry: CollectorRegistry, clock: Callable[[], float] | None = None
     ) -> None:
-        """Let each caller ask `burst_count` times at once, and `per_s` times a second in the long run."""
+        """Allow each caller `burst_count` requests at once, and `per_s` per second in the long run."""
         self._rate_per_s = per_s
         self._burst_count = burst_count
         self._clock = clock
@@ -72,12 +72,12 @@ class RateLimits:
         )
 
     def set(self, per_s: float, burst_count: int) -> None:
-        """Let callers ask so often from now on; those that wait go on as they were told."""
+        """Set the rate from now on; waiting requests keep their times."""
         self._rate_per_s, self._burst_count = per_s, burst_count
         self._lines.clear()
 
     async def wait(self, caller: str) -> None:
-        """Wait until a caller may ask once more, behind those of its requests that wait already."""
+        """Wait until a caller may send one more request, behind its waiting ones."""
         line = self._line(caller)
         if not line.lock.locked() and not line.bucket.missing_s(self._now_s()):
             line.bucket.take(1, self._now_s())
@@ -89,8 +89,8 @@ class RateLimits:
             line.bucket.take(1, self._now_s())
 
     def check(self, caller: str) -> None:
-        """Take a request of a caller's, or raise `RateLimitedError`."""
-        bucket = self._line(f"admin {caller}").bucket  # apart from its data requests
+        """Take one request of a caller, or raise `RateLimitedError`."""
+        bucket = self._line(f"admin {caller}").bucket  # separate from its data requests
         if missing_s := bucket.missing_s(self._now_s()):
             self._limited.labels("refused").inc()
             error = RateLimitedError(f"more than {self._rate_per_s:g} requests a second")

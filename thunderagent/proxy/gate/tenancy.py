@@ -1,9 +1,9 @@
-"""What of others' a request may touch: where data keys name tenants, its own tenant's programs, and nobody's turn.
+"""What a request may touch: if data keys name tenants, only its own tenant's programs, and no other's turn.
 
-A program id is a word that any client may say. So whoever has a data key is told of another tenant's program that there
-is none, and a turn of such a program is refused.
+Any client may name any program id. So a data key is told that another tenant's program does not exist, and a turn of
+such a program is refused.
 
-An engine has one order for all, so a `priority` that a stranger gives takes from whoever gave less or none.
+An engine has one order for all, so a stranger's `priority` takes from everybody with a lower one or none.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PRIORITY_HEADER = istr(PRIORITY_HEADER)
 
 
 class Tenants(Protocol):
-    """Who knows whose programs are."""
+    """Knows whose programs are."""
 
     def tenant_of(self, program_id: str) -> str | None:
-        """Return whose a live program is; None if there is none."""
+        """Return a live program's tenant; None if there is no such program."""
 
 
 class Tenancy:
-    """Knows whose a request is, and whose a program."""
+    """Knows a request's tenant, and a program's."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Tenancy:
         quotas: Quotas | None = None,
         client_priority: ClientPriority | None = None,
     ) -> None:
-        """Ask `tenants`; where not `from_key`, clients say their tenant themselves.
+        """Ask `tenants`; without `from_key`, clients name their tenant themselves.
 
-        `quotas` says how many programs a key may have; `client_priority`, what becomes of priorities that clients give
-        engines, but for admin keys, which keep them. None drops those that come with data keys.
+        `quotas` limits the programs of a key. `client_priority` decides on the priorities that clients give engines,
+        except with admin keys, which keep them. None drops those that come with data keys.
         """
         self._client_priority = client_priority
         self._tenants = tenants
@@ -54,29 +54,29 @@ class Tenancy:
 
     @property
     def applies(self) -> bool:
-        """Whether anything here may matter to this request; if not, nothing of it need be asked."""
+        """Whether anything here may matter to this request; if not, no method need be called."""
         return self._judges_all or caller_key() is not None
 
     @property
     def own(self) -> str | None:
-        """The only tenant whose programs this request may touch; None if it may touch all."""
+        """The only tenant whose programs this request may touch; None means all."""
         key = caller_key() if self._from_key else None
         return key.tenant if key is not None and not key.is_admin else None
 
     @property
     def drops_priority(self) -> bool:
-        """Whether engines are not told which priority this request's client gave it."""
+        """Whether engines do not get the priority that this request's client gave."""
         key = caller_key()
         if self._client_priority == "keep" or (key is not None and key.is_admin):
             return False
         return key is not None or self._client_priority == "drop"
 
     def rules(self, rules: IdentityRules) -> IdentityRules:
-        """Return by which rules the body of this request is read."""
+        """Return the rules for reading this request's body."""
         return rules._replace(drops_priority=True) if self.drops_priority else rules
 
     def mend(self, headers: CIMultiDict[str]) -> None:
-        """Take out of the headers that go to an engine what this request's client has no say in."""
+        """Remove from the headers to an engine what this request's client may not set."""
         if _PRIORITY_HEADER in headers and self.drops_priority:
             headers.popall(_PRIORITY_HEADER)
 
@@ -86,20 +86,20 @@ class Tenancy:
         return said if own is None else own
 
     def may_touch(self, program_id: str | None) -> bool:
-        """Say whether there is no such program, or one that this request may touch."""
+        """Return whether there is no such program, or this request may touch it."""
         own = self.own
         if own is None or program_id is None:
             return True
         return self._tenants.tenant_of(program_id) in (None, own)
 
     def has(self, program_id: str) -> bool:
-        """Say whether this request may be told of a program; with a data key that must live."""
+        """Return whether this request may see a program; with a data key it must be live."""
         if self.own is None:
             return True
         return self._tenants.tenant_of(program_id) is not None and self.may_touch(program_id)
 
     def check(self, program_id: str | None) -> None:
-        """Check that a request may begin a program, or go on with it.
+        """Check that a request may begin or continue a program.
 
         Raises `OtherTenantError` if it is another tenant's, `KeyProgramsLimitError` if its key has too many.
         """

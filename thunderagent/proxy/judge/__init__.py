@@ -1,4 +1,4 @@
-"""A judge model that reads what programs did so far and says whether they will succeed."""
+"""A judge model that reads what programs did so far and predicts whether they will succeed."""
 
 from thunderagent.proxy.judge.asking import Asker, ReplicaAsker, open_url
 from thunderagent.proxy.judge.judge import Judge, JudgeSettings

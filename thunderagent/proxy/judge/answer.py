@@ -1,4 +1,4 @@
-"""What a judge answered, or why that is of no use."""
+"""A judge's answer, or why it is unusable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 from thunderagent.proxy.reading.sse import UNREADABLE
 
 MAX_ANSWER_BYTES = 256 * 1024
-"""No more than that of an answer is read."""
+"""At most this much of an answer is read."""
 
 READ_CHARS = 16_384
-"""A judge that thinks aloud comes to its verdict at the end: what is before that is not looked at."""
+"""A judge that reasons aloud gives its verdict at the end: earlier text is not read."""
 
 MAX_OBJECTS_COUNT = 64
-"""Beginnings of objects in an answer that are tried, the last ones."""
+"""How many object starts in an answer are tried, the last ones."""
 
 _OBJECT = re.compile(r'\{\s*"')
 _decoder = json.JSONDecoder()
@@ -29,23 +29,23 @@ class Failure(StrEnum):
     """Why there is no verdict."""
 
     TIMEOUT = "timeout"
-    """It took longer than it may."""
+    """It took too long."""
     CONNECTION = "connection"
     """It could not be asked, or broke off."""
     STATUS = "status"
     """It answered with an error."""
     TOO_LARGE = "too_large"
-    """Its answer, or the body that it was to read, is larger than what is read."""
+    """Its answer, or the body that it was to read, is too large."""
     NO_JSON = "no_json"
-    """There is no such object in its answer."""
+    """Its answer has no such object."""
     WRONG_SHAPE = "wrong_shape"
-    """Its object lacks a field, or has another type or value there."""
+    """Its object lacks a field, or has a wrong type or value."""
     NO_TASK = "no_task"
-    """The program's turn holds no messages that tell of a task."""
+    """The program's turn has no messages that state a task."""
 
 
 class Opinion(NamedTuple):
-    """A verdict as it was said."""
+    """A verdict as the judge gave it."""
 
     will_succeed: bool
     confidence_ratio: float
@@ -53,7 +53,7 @@ class Opinion(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What came of asking, and what it took as far as it was said."""
+    """The result of asking, and its cost as far as reported."""
 
     opinion: Opinion | Failure
     prompt_tokens: int = 0
@@ -83,7 +83,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def read_answer(body: bytes) -> Answered:
-    """Read a chat completion. Cost: some milliseconds for the largest and worst; so not on the loop."""
+    """Read a chat completion. Costs some milliseconds at worst, so it does not run on the event loop."""
     try:
         answer = _decode(body)
     except UNREADABLE:
@@ -96,7 +96,7 @@ def read_answer(body: bytes) -> Answered:
 
 
 def opinion_of(text: str) -> Opinion | Failure:
-    """Return the last verdict in a text, whatever stands around it."""
+    """Return the last verdict in a text, whatever surrounds it."""
     found: Opinion | Failure = Failure.NO_JSON
     for value in _objects_in(text[-READ_CHARS:]):
         if "prediction" in value:

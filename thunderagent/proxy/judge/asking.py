@@ -1,4 +1,4 @@
-"""Two ways to ask a judge: at a URL that speaks OpenAI's API, or on the replicas, as a turn that names no program."""
+"""Two ways to ask a judge: at a URL that speaks OpenAI's API, or on the replicas, as an anonymous turn."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ JSON_TYPE = "application/json"
 
 
 class Asker(Protocol):
-    """Who carries a question to a judge."""
+    """Sends a question to a judge."""
 
     async def ask(self, body: bytes) -> bytes | Failure:
-        """Return the whole answer to a chat completion; it may be cancelled at any time."""
+        """Return the whole answer to a chat completion; may be cancelled at any time."""
 
 
 class UrlAsker:
-    """Ask at a base URL as clients of OpenAI's API have it, which mostly ends with `/v1`. Make it with `open_url`."""
+    """Asks at an OpenAI-style base URL, which mostly ends with `/v1`. Create it with `open_url`."""
 
     def __init__(self, connections: aiohttp.ClientSession, base_url: str, api_key: str) -> None:
         """Ask over `connections`."""
@@ -45,13 +45,13 @@ class UrlAsker:
                 self._url, data=body, headers=self._headers, allow_redirects=False
             ) as response:
                 return await _whole(response.status, response.content.readany)
-        except (aiohttp.ClientError, OSError, ValueError):  # OSError: its timeouts, too; ValueError: an odd answer
+        except (aiohttp.ClientError, OSError, ValueError):  # OSError: its timeouts, too; ValueError: an invalid answer
             return Failure.CONNECTION
 
 
 @asynccontextmanager
 async def open_url(base_url: str, api_key: str) -> AsyncIterator[UrlAsker]:
-    """Open what asks at a URL for the length of the block. Its caller sets the deadlines."""
+    """Open an asker at a URL for the length of the block. Its caller sets the deadlines."""
     async with aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar()
     ) as connections:
@@ -63,7 +63,7 @@ class _Asked(msgspec.Struct):
 
 
 class ReplicaAsker:
-    """Ask on the replica that is least busy: an anonymous turn, which is counted as load and held for nothing."""
+    """Asks the least busy replica: an anonymous turn, which counts as load and is never held for memory."""
 
     def __init__(self, leases: LeaseSource, client: ReplicaClient) -> None:
         """Ask with `client`, under `leases`."""
@@ -98,7 +98,7 @@ class ReplicaAsker:
 
 
 async def _whole(status: int, next_piece: Callable[[], Awaitable[bytes]]) -> bytes | Failure:
-    """Read an answer to its end, or as far as it may be long."""
+    """Read an answer to its end, or to the size limit."""
     if status != 200:
         return Failure.STATUS
     pieces, size_bytes = [], 0

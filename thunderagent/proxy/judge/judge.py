@@ -1,17 +1,18 @@
-"""Ask a judge about programs that run, beside their turns.
+"""Asks a judge about running programs, beside their turns.
 
 Theory of operation
 ===================
-When a turn is through, the hot path hands over a reference to its body (`turn_seen`): two look-ups and an assignment.
-Every `every_turns_count` turns of a program that makes a *case*. Of one program only the newest case waits, and of all
-together so many and so many bytes: beyond that the oldest is dropped, and counted. Nobody ever waits for a case.
+When a turn has ended, the hot path hands over a reference to its body (`turn_seen`): two lookups and an assignment.
+Every `every_turns_count` turns of a program that makes a *case*. Only the newest case of a program waits, and the cases
+of all programs have a limit of count and bytes: beyond it the oldest is dropped, and counted. Nothing ever waits for a
+case.
 
-`run` takes cases one after the other, `rate_per_s` of them at most, and asks a few at a time, each with a deadline. The
-body is read, and the answer too, on a thread: neither holds up the loop. Whatever goes wrong - no answer, an error, no
-JSON, a wrong type, a flood - is one more of that failure (`answer.Failure`), and nothing else happens.
+`run` takes cases one after the other, at most `rate_per_s`, and asks a few at a time, each with a deadline. Body and
+answer are read on a thread, so neither blocks the loop. Any failure - no answer, an error, no JSON, a wrong type, a
+flood - is only counted (`answer.Failure`).
 
-What a judge says goes to the scheduler as an event (`Runtime.program_judged`), unless its program ended meanwhile. What
-it says in words is logged, and goes nowhere else: it may quote the program's prompts.
+A verdict goes to the scheduler as an event (`Runtime.program_judged`), unless its program ended meanwhile. Its words
+are only logged: they may quote the program's prompts.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ log = structlog.get_logger("thunderagent.judge")
 
 MAX_WAITING_COUNT = 256
 MAX_WAITING_BYTES = 64 * 2**20
-"""What waits for the judge, at most; of one program only the newest."""
+"""Limit of what waits for the judge; of one program only the newest waits."""
 
 MAX_BODY_BYTES = 2 * 2**20
-"""A larger body is not read: to go over it would keep the interpreter for longer than turns should wait."""
+"""A larger body is not read: scanning it would hold the interpreter for longer than turns should wait."""
 
 CHARS_PER_TOKEN = 4
 """English text in a common tokenizer."""
@@ -50,20 +51,20 @@ CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class JudgeSettings:
-    """When a judge is asked, and what it gets to read."""
+    """When a judge is asked, and what it may read."""
 
     model: str = ""
-    """Empty asks for the model of the program's own turns."""
+    """Empty means the model of the program's own turns."""
     prompt: str = DEFAULT_PROMPT
-    """With places as `prompt.py` has them."""
+    """With the placeholders of `prompt.py`."""
     every_turns_count: int = 5
-    """Turns of a program between two questions about it."""
+    """Turns of a program between two questions."""
     rate_per_s: float = 1.0
-    """Questions about all programs together, at most; `inf` for no bound."""
+    """Limit of questions about all programs together; `inf` is unlimited."""
     asked_count: int = 16
-    """Questions that are open at a time, at most."""
+    """Limit of open questions."""
     max_prompt_tokens: int = 8000
-    """Of a question, at four characters a token; what is longer is cut in the middle."""
+    """Of a question, at four characters a token; a longer text is cut in the middle."""
     max_output_tokens: int = 512
     """Of an answer."""
     timeout_s: float = 30.0
@@ -78,7 +79,7 @@ class _Case(NamedTuple):
 
 
 class Judge:
-    """Collect cases, and ask about them while `run` runs."""
+    """Collects cases, and asks about them while `run` runs."""
 
     def __init__(
         self,
@@ -86,20 +87,20 @@ class Judge:
         open_asker: Callable[[], AbstractAsyncContextManager[Asker]],
         settings: JudgeSettings | None = None,
     ) -> None:
-        """Ask by what `open_asker` opens."""
+        """Ask with what `open_asker` opens."""
         self._runtime = runtime
         self._open_asker = open_asker
         self._settings = settings or JudgeSettings()
         self._waiting: OrderedDict[str, _Case] = OrderedDict()
         self._waiting_bytes = 0
         self._seen_turn_counts: dict[str, int] = {}
-        """After which of its turns a program's last case was made."""
+        """Turn number of each program's last case."""
         self._news = asyncio.Event()
         self.asking_count = 0
         self.verdict_counts: Counter[str] = Counter()
         self.failure_counts: Counter[Failure] = Counter()
         self.dropped_counts: Counter[str] = Counter()
-        """Cases about which nobody was asked: `full`, `newer`, `ended`."""
+        """Cases that were never asked: `full`, `newer`, `ended`."""
         self.prompt_tokens_total = 0
         self.output_tokens_total = 0
         self.asked_s_total = 0.0
@@ -110,11 +111,11 @@ class Judge:
 
     @property
     def waiting_count(self) -> int:
-        """Cases that wait."""
+        """Number of waiting cases."""
         return len(self._waiting)
 
     def turn_seen(self, program_id: str, body: bytes) -> None:
-        """Take note that a turn with this body is through. Never blocks, and reads nothing. Cost: O(1)."""
+        """Note that a turn with this body has ended. Never blocks, and reads nothing. Cost: O(1)."""
         program = self._runtime.programs.get(program_id)
         if program is None:
             return
@@ -136,7 +137,7 @@ class Judge:
         self._news.set()
 
     async def run(self) -> None:
-        """Ask about what waits until cancelled."""
+        """Ask about waiting cases until cancelled."""
         places, next_at_s = asyncio.Semaphore(self._settings.asked_count), 0.0
         async with self._open_asker() as asker, asyncio.TaskGroup() as group:
             while True:
@@ -159,7 +160,7 @@ class Judge:
         return case
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        """Forget programs that ended."""
+        """Forget ended programs."""
         for decision in decisions:
             if type(decision) is Release:
                 self._seen_turn_counts.pop(decision.program_id, None)
@@ -168,7 +169,7 @@ class Judge:
                     self.dropped_counts["ended"] += 1
 
     async def _judge(self, asker: Asker, case: _Case) -> None:
-        """Ask about one program, and pass on what is said."""
+        """Ask about one program, and pass the verdict on."""
         self.asking_count += 1
         began_s = monotonic()
         try:
@@ -198,7 +199,7 @@ class Judge:
         return await asyncio.to_thread(read_answer, answer)
 
     def _question(self, case: _Case) -> bytes | Failure:
-        """Return the body of a chat completion that asks about a program."""
+        """Return the body of a chat completion with the question about a program."""
         settings = self._settings
         room_chars = settings.max_prompt_tokens * CHARS_PER_TOKEN - len(settings.prompt)
         transcript = transcript_of(case.body, max(CHARS_PER_TOKEN, room_chars))

@@ -1,4 +1,4 @@
-"""What `/metrics` says of the judge: what it was asked, what it said, what went wrong, and what it took."""
+"""The judge's part of `/metrics`: questions, verdicts, failures, and cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thunderagent.proxy.judge.judge import Judge
 
 
 class JudgeCollector:
-    """Read a judge's counts when somebody asks."""
+    """Reads a judge's counts on each scrape."""
 
     def __init__(self, judge: Judge) -> None:
         """Report on this one."""

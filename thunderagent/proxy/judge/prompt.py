@@ -1,4 +1,4 @@
-"""The prompt of the judge: a file with places for the task, for what was done, and for how far the program is."""
+"""The judge's prompt: a file with placeholders for the task, the transcript, and the program's progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_PROMPT = resources.files(__package__).joinpath("prompt.txt").read_text(e
 
 
 def read_prompt(path: Path | None) -> str:
-    """Return the prompt in a file, or the default one. Raises `ConfigurationError` if it lacks one of its places."""
+    """Return the prompt in a file, or the default one. Raises `ConfigurationError` if a placeholder is missing."""
     if path is None:
         return DEFAULT_PROMPT
     try:
@@ -32,6 +32,6 @@ def read_prompt(path: Path | None) -> str:
 
 
 def filled(prompt: str, task: str, transcript: str, step_count: int, round_count: int) -> str:
-    """Put a task, a transcript and where the program is into their places; what they hold is taken as it is."""
+    """Fill in a task, a transcript and the program's progress, all verbatim."""
     values = dict(zip((*NEEDED, *OPTIONAL), (task, transcript, str(step_count), str(round_count)), strict=True))
     return _PLACES.sub(lambda place: values[place[0]], prompt)

@@ -1,7 +1,7 @@
-"""What a program was asked and what it did, read out of the body of its last turn, in the APIs that have messages.
+"""A program's task and its steps, read from the body of its last turn, for APIs with messages.
 
-A body is megabytes, a judge reads a few pages: the messages are found without being built, and only those at the
-beginning and at the end are read, until there is enough of each. What lies between is left out, and marked.
+A body is megabytes, a judge reads a few pages. The messages are located without being built, and only those at the
+beginning and at the end are read, until there is enough of each. Whatever lies between is left out, and marked.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from msgspec import Raw
 from thunderagent.proxy.reading.sse import UNREADABLE
 
 HEAD_RATIO = 0.25
-"""Of the room for what was done, the part for its beginning: the end tells more."""
+"""Part of the room for steps that is given to the beginning: the end tells more."""
 
 TASK_RATIO = 0.25
-"""The task may take so much of all the room."""
+"""Part of all room that the task may take."""
 
 MESSAGE_RATIO = 0.25
-"""Of that room, what one message may take at most."""
+"""Part of that room that one message may take."""
 
 FIRST_MESSAGES_COUNT = 32
-"""The task is among so many, or nowhere: what is before it are instructions."""
+"""The task is among this many messages, or nowhere: earlier ones are instructions."""
 
 LEAST_CHARS = 64
-"""Room for less than that holds nothing worth reading: the mark for what was left out, at most."""
+"""Less room holds nothing worth reading: at most the mark for what was left out."""
 
 GAP = " [...] "
 
 OWN_ITEMS = ("function_call", "reasoning")
-"""Items of a responses API without a role that are the agent's own."""
+"""Items of the Responses API without a role that are the agent's own."""
 
 
 class Transcript(NamedTuple):
-    """The first message of the user, and what followed it; `model` is what the program's own turns ask for."""
+    """The first message of the user, and what followed it; `model` is the one of the program's own turns."""
 
     task: str
     steps: str
     model: str
     round_count: int
-    """Answers of the agent, with the one to this body."""
+    """The agent's answers, including the one to this body."""
 
 
 class _Body(msgspec.Struct):
@@ -61,9 +61,9 @@ _decode = msgspec.json.decode
 
 
 def transcript_of(body: bytes, limit_chars: int) -> Transcript | None:
-    """Return what a judge gets to read, at most `limit_chars`; None if there is no task in the body.
+    """Return what a judge gets to read, at most `limit_chars`; None if the body has no task.
 
-    Cost: one pass over the body that builds nothing, about 1 ms for each MB, and the reading of what is kept.
+    Cost: one pass over the body that builds nothing, about 1 ms per MB, plus reading what is kept.
     """
     try:
         fields = _decode_body(body)
@@ -83,7 +83,7 @@ def transcript_of(body: bytes, limit_chars: int) -> Transcript | None:
 
 
 def cut(text: str, limit_chars: int) -> str:
-    """Return a text without its middle, if it is longer."""
+    """Cut the middle out of a text that is too long."""
     if len(text) <= limit_chars:
         return text
     half_chars = max(0, limit_chars - len(GAP)) // 2
@@ -91,7 +91,7 @@ def cut(text: str, limit_chars: int) -> str:
 
 
 def _task_of(messages: list[Raw]) -> tuple[str, int]:
-    """Return the text of the first message of a user, and its place; empty if there is none."""
+    """Return the text of a user's first message, and its position; empty if there is none."""
     for place, raw in enumerate(messages[:FIRST_MESSAGES_COUNT]):
         message = _decode(raw)
         if isinstance(message, dict) and message.get("role") == "user":
@@ -100,12 +100,12 @@ def _task_of(messages: list[Raw]) -> tuple[str, int]:
 
 
 def _rounds_count(messages: list[Raw]) -> int:
-    """Return how often the agent spoke, its answer to these messages with it; what it says in one go counts once."""
+    """Return how often the agent spoke, including its answer to these messages; consecutive messages count once."""
     round_count, spoke_last = 1, False
     for raw in messages:
         try:
             author = _decode_author(raw)
-        except msgspec.ValidationError:  # no object: nobody said it
+        except msgspec.ValidationError:  # not an object: nobody said it
             continue
         speaks = author.role == "assistant" or author.type in OWN_ITEMS
         round_count += speaks and not spoke_last
@@ -114,7 +114,7 @@ def _rounds_count(messages: list[Raw]) -> int:
 
 
 def _steps(messages: list[Raw], limit_chars: int) -> str:
-    """Return the first and the last of these messages, one to a line, in at most so many characters."""
+    """Return the first and the last of these messages, one per line, in at most `limit_chars`."""
     of_message_chars = int(MESSAGE_RATIO * limit_chars)
     head: list[str] = []
     tail: list[str] = []
@@ -135,7 +135,7 @@ def _steps(messages: list[Raw], limit_chars: int) -> str:
 
 
 def _said(number: int, raw: Raw) -> str:
-    """Return one message as a line: who says it, what, and what it calls or what came of a call."""
+    """Return one message as a line: the speaker, the text, and a call or its result."""
     message = _decode(raw)
     if not isinstance(message, dict):
         return f"{number + 1}. ?"
@@ -149,7 +149,7 @@ def _said(number: int, raw: Raw) -> str:
 
 
 def _text_of(content: object) -> str:
-    """Return the text of a content: one text, or parts, in any of the APIs; what is no text is left out."""
+    """Return the text of a content: one text, or parts, in any of the APIs; other parts are left out."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -171,7 +171,7 @@ def _part_of(part: object) -> str:
 
 
 def _call_of(call: object) -> str:
-    """Return a call of a tool, whose name and arguments stand in the call or in its function."""
+    """Return a tool call, whose name and arguments are in the call or in its function."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return ""

@@ -1,1 +1,1 @@
-"""What a turn says, read from its bytes: its target, whose it is, its prompt, its answer. Pure."""
+"""What a turn says, read from its bytes: its target, its program, its prompt, its answer. Pure."""

@@ -1,8 +1,8 @@
-"""What an engine answered: its usage, the tool that it calls, and what it said.
+"""An engine's answer: its usage, the tool that it calls, and its text.
 
 A whole answer is decoded once for usage and tool, if it may call one at all. A stream is followed for its usage, and
-the event of that is taken out where only we asked for it. What was said is only read where a program may be found again
-by it, at the beginning of its next prompt.
+the usage event is removed if only we asked for it. The text is only read if a program may be recognised by it, at the
+beginning of its next prompt.
 """
 
 # compiled: each turn passes here
@@ -21,15 +21,15 @@ from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_even
 from thunderagent.proxy.reading.tool_calls import Calls, may_call
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
-"""A stream that shows no end of an event for so long is relayed without looking for one any more."""
+"""A stream with a longer event is relayed without looking for events any more."""
 
 MAX_PLAIN_BYTES: Final = 64 * 2**20
-"""A packed answer that holds more is not read."""
+"""A compressed answer that expands beyond this is not read."""
 
 _decode_calls = msgspec.json.Decoder(Calls).decode
 
 MAX_KEPT_CHARS: Final = 4 * 2**20
-"""A streamed answer that says more is not kept."""
+"""A longer streamed answer is not kept."""
 
 
 _Chunk = msgspec.defstruct(
@@ -49,9 +49,9 @@ _decode_chunk: Callable[[bytes], Any] = msgspec.json.Decoder(_Chunk).decode
 
 
 def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, keep_id: KeepId) -> tuple[Usage, str]:
-    """Return the usage of a whole answer, and the key of what it calls. What cannot be read says nothing.
+    """Return the usage of a whole answer, and the key of what it calls; unreadable parts count as missing.
 
-    Cost: one decoding that builds only these, after a few searches for what may be a call.
+    Cost: one decoding that builds only these, after a few searches for a possible call.
     """
     plain = decoded(body, content_encoding)
     if not plain:
@@ -60,7 +60,7 @@ def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, kee
         return _usage_of(dialect, plain, keep_id), ""
     try:
         return dialect.read_calling(plain, keep_id)
-    except UNREADABLE:  # one of them is odd; the other may be read by itself
+    except UNREADABLE:  # one of them is invalid; the other may be readable by itself
         return _usage_of(dialect, plain, keep_id), _tool_of(plain)
 
 
@@ -79,7 +79,7 @@ def _tool_of(plain: bytes) -> str:
 
 
 def decoded(body: bytes, content_encoding: str | None) -> bytes | None:
-    """Return a body without its content encoding; None if that is another than gzip and deflate, or cannot be read."""
+    """Return a body without its content encoding; None if that is neither gzip nor deflate, or is broken."""
     if content_encoding is None:
         return body
     decompress = decompressor(content_encoding, MAX_PLAIN_BYTES)
@@ -92,10 +92,10 @@ def decoded(body: bytes, content_encoding: str | None) -> bytes | None:
 
 
 def decompressor(content_encoding: str | None, max_bytes: int) -> Callable[[bytes], bytes] | None:
-    """Return a function that decodes a body piece by piece; None for an encoding that is not known.
+    """Return a function that decodes a body piece by piece; None for an unknown encoding.
 
-    It raises `zlib.error` for a piece that is broken, or of which more than `max_bytes` would come: a megabyte of zeros
-    is a kilobyte.
+    It raises `zlib.error` for a broken piece, or one that would expand to more than `max_bytes`: a megabyte of zeros is
+    a kilobyte.
     """
     encoding = (content_encoding or "identity").strip().lower()
     if encoding == "identity":
@@ -117,14 +117,14 @@ def decompressor(content_encoding: str | None, max_bytes: int) -> Callable[[byte
 
 
 class StreamUsage:
-    """Follow a stream of server-sent events for its usage.
+    """Follows a stream of server-sent events for its usage.
 
     `feed` takes the bytes as they come, split anywhere, and returns the bytes to relay. With `take_out`, usage was
-    asked for on the client's behalf: whole events are relayed as soon as they are complete, and the one event that
-    has usage and no choices is left out. Without it, every byte is relayed at once.
+    requested on the client's behalf: whole events are relayed as soon as they are complete, and the one event that has
+    usage and no choices is left out. Without it, every byte is relayed at once.
 
-    vLLM (seen in 0.32) writes `system_fingerprint` into the last event that has choices, or, if usage is asked for,
-    into the usage event instead. To give back exactly what the client asked for, an event with a `finish_reason` is
+    vLLM (seen in 0.32) writes `system_fingerprint` into the last event that has choices, or, if usage is requested,
+    into the usage event instead. To return exactly what the client asked for, an event with a `finish_reason` is
     relayed together with what follows it, and gets the fingerprint of a usage event that is left out.
     """
 
@@ -147,9 +147,9 @@ class StreamUsage:
         listener: Callable[[bytes], None] | None = None,
         reader: UsageReader | None = None,
     ) -> None:
-        """Begin before the first byte. An encoded stream cannot be cut, so there `take_out` has no effect.
+        """Start before the first byte. An encoded stream cannot be cut, so there `take_out` has no effect.
 
-        `listener` is called with whole events, one or several at a time, decoded. `reader` knows the API; by default
+        `listener` is called with whole decoded events, one or several at a time. `reader` knows the API; the default is
         that of the chat completions.
         """
         self._listener = listener
@@ -163,16 +163,16 @@ class StreamUsage:
 
     @property
     def usage(self) -> Usage:
-        """The usage as far as the stream said it."""
+        """The usage as far as the stream reported it."""
         return self._reader.usage
 
     @property
     def pending_bytes(self) -> int:
-        """How much of an event is there that is not whole yet."""
+        """Size of the incomplete event."""
         return len(self._carry)
 
     def feed(self, piece: bytes) -> bytes:
-        """Take in the next bytes of the stream, return what the client gets now."""
+        """Take the next bytes of the stream, and return what the client gets now."""
         if self._decompress is None:
             return piece
         try:
@@ -189,18 +189,18 @@ class StreamUsage:
         return relayed if self._take_out else piece
 
     def rest(self) -> bytes:
-        """Return what is left to relay when the stream has ended: an event that never became whole."""
+        """Return what is left to relay when the stream has ended: an incomplete event."""
         rest, self._last_choice, self._carry = self._last_choice + self._carry, b"", b""
         return rest if self._take_out else b""
 
     def broken_off(self) -> bytes:
-        """Return what is left to relay when the stream broke off, so that an event of ours can follow."""
+        """Return what is left to relay when the stream broke off, so that our own event can follow."""
         if self._take_out:
             return self._last_choice
         return b"\n\n" if self._carry else b""
 
     def _read_events(self, whole: bytes) -> bytes:
-        """Read whole events, return those that the client gets now."""
+        """Read whole events, and return those that the client gets now."""
         self.events_count += whole.count(b"data:")
         self.last_events = whole
         self._reader.read(whole)
@@ -209,7 +209,7 @@ class StreamUsage:
         return self._without_usage(whole) if self._take_out else whole
 
     def _without_usage(self, whole: bytes) -> bytes:
-        """Return the events without that which was only asked for by us."""
+        """Return the events without the one that only we asked for."""
         if not self._last_choice and b'"usage"' not in whole and b'"finish_reason":"' not in whole:
             return whole
         relayed = []
@@ -224,7 +224,7 @@ class StreamUsage:
         return b"".join(relayed)
 
     def _is_added_usage(self, event: bytes) -> bool:
-        """Say whether it is the event that was only asked for by us; note what else it has."""
+        """Return whether it is the event that only we asked for; note what else it has."""
         if b'"usage"' not in event:
             return False
         try:
@@ -238,7 +238,7 @@ class StreamUsage:
 
 
 def _with_fingerprint(event: bytes, fingerprint: msgspec.Raw) -> bytes:
-    """Return the last event with choices as it is if nobody asks for usage."""
+    """Return the last event with choices as if nobody had asked for usage."""
     closing = event.rfind(b"}")
     if not bytes(fingerprint) or closing < 0 or b'"system_fingerprint"' in event:
         return event
@@ -249,19 +249,19 @@ def _with_fingerprint(event: bytes, fingerprint: msgspec.Raw) -> bytes:
 
 
 class Completions:
-    """Follow a whole answer or a stream of events for what it says. What cannot be read says nothing."""
+    """Follows a whole answer or a stream of events for its text; unreadable parts count as missing."""
 
     __slots__ = ("_over_limit", "_reader", "ended")
 
     def __init__(self, dialect: Dialect) -> None:
-        """Begin before the first byte of an answer in this API."""
+        """Start before the first byte of an answer in this API."""
         self._reader = dialect.completions()
         self._over_limit = False
         self.ended = False
-        """Whether a stream said its last event."""
+        """Whether a stream sent its last event."""
 
     def read_answer(self, body: bytes, content_encoding: str | None) -> None:
-        """Take in a whole answer."""
+        """Read a whole answer."""
         plain = decoded(body, content_encoding)
         if not plain:
             return
@@ -271,7 +271,7 @@ class Completions:
             return
 
     def read_events(self, whole: bytes) -> None:
-        """Take in whole events of a stream, as `StreamUsage` finds them."""
+        """Read whole events of a stream, as `StreamUsage` finds them."""
         for event in events_in(whole):
             if self._over_limit:
                 return
@@ -286,5 +286,5 @@ class Completions:
             self._over_limit = self._reader.kept_chars > MAX_KEPT_CHARS
 
     def choices(self) -> list[Completion]:
-        """Return the choices in their order."""
+        """Return the choices in order."""
         return [] if self._over_limit else self._reader.choices()

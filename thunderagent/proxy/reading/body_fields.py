@@ -1,4 +1,4 @@
-"""The few fields of a request's body that are looked at: read in one pass, whatever else the body holds."""
+"""The few fields of a request's body that matter: read in one pass, whatever else the body holds."""
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
 
@@ -18,10 +18,10 @@ from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
 
 
 class PromptFields(msgspec.Struct):
-    """The top-level fields of a body that its prompt is made of, as they were sent; empty if they are not there.
+    """The top-level fields of a body's prompt, as sent; empty if missing.
 
-    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of what takes a text or token ids. Messages are
-    told apart in the pass that finds them.
+    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of APIs that take a text or token ids. Messages
+    are separated in the pass that finds them.
     """
 
     model: Raw = Raw()
@@ -39,7 +39,7 @@ class PromptFields(msgspec.Struct):
 
 
 class BodyFields(PromptFields):
-    """The few top-level fields that are looked at; everything else is skipped, not built."""
+    """The few top-level fields that matter; everything else is skipped, not built."""
 
     program_id: Any = UNSET
     extra_body: Any = None
@@ -69,7 +69,7 @@ OTHERS_FIELDS = (
     ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
     ("prompt_cache_key",),
 )
-"""Where else a body may name its program, by the ways to the value."""
+"""Where else a body may name its program, as paths to the value."""
 
 SIDE_CALL_TOKEN_FIELDS = ("tokens", "input", "prompt", "input_ids", "token_ids")
 """Fields of side calls that may hold many token ids: of detokenize, of embeddings, and as in turns."""
@@ -86,7 +86,7 @@ _BUILT_FIELDS = (
     *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
 )
 UNREAD = BodyFields()
-"""Of an object that is too large to be read slowly."""
+"""For an object that is too large for the slow parser."""
 _decode_fields = msgspec.json.Decoder(BodyFields).decode
 _check_json = msgspec.json.Decoder(msgspec.Raw).decode
 _RawFields = msgspec.defstruct(
@@ -94,24 +94,24 @@ _RawFields = msgspec.defstruct(
 )
 _decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
 LARGE_FIELD_BYTES = 64 * 1024
-"""A value that is larger, and no text, is not built."""
+"""A larger value that is not a text is not built."""
 
 _TEXT_MESSAGE = re.compile(
     rb'\s*\{(?:\s*"(?:role|name|tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,)*\s*"content"\s*:\s*["n]'
 )
-"""How a message begins whose content is a text, or null. Quotes in a text are escaped, so it holds no mark of media."""
+"""Beginning of a message whose content is a text, or null. Quotes in a text are escaped, so it holds no media mark."""
 
 MAX_UNREAD_BYTES = 4096
 """A body with no more than this beside its prompt and its tools has no media there."""
 
 SLOWLY_READ_BYTES = 2**20
-"""What only Python's own module reads is read up to this size: 1 ms for a text, 0.1 s for a million empty lists."""
+"""Size limit for Python's own parser: 1 ms for a text, 0.1 s for a million empty lists."""
 
 
 def in_utf8(body: bytes) -> bytes:
-    """Return a body that is JSON in UTF-16 or UTF-32, or has a byte order mark, in plain UTF-8, as engines read it.
+    """Return a JSON body in UTF-16 or UTF-32, or with a byte order mark, as plain UTF-8, as engines read it.
 
-    Any other is returned as it is. Cost: a look at two bytes, as a rule.
+    Any other is returned unchanged. Cost: usually a look at two bytes.
     """
     if body[:1] == b"{" and body[1:2] != b"\0":
         return body
@@ -129,10 +129,10 @@ def in_utf8(body: bytes) -> bytes:
 def read_fields(body: bytes) -> BodyFields | None:
     """Read the fields; None if the body is not a JSON object.
 
-    Engines read JSON with Python's own module or one like it, which takes `NaN` and halves of surrogate pairs
-    (cut-off tool output has them); msgspec refuses those, so what it refuses is read again, slowly, and without the
-    prompt's fields. That builds the whole body as objects and lets nothing else run meanwhile, on whatever thread; so
-    of an object of more than `SLOWLY_READ_BYTES` nothing is read: whose it is only its path and headers say.
+    Engines read JSON with Python's own module or a similar one, which accepts `NaN` and halves of surrogate pairs
+    (cut-off tool output has them). msgspec refuses those, so its refusals are read again, slowly, and without the
+    prompt's fields. That builds the whole body as objects and blocks everything else meanwhile, on any thread. So an
+    object of more than `SLOWLY_READ_BYTES` is not read: only its path and headers tell its program.
     """
     try:
         return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
@@ -154,11 +154,11 @@ def read_fields(body: bytes) -> BodyFields | None:
 _FORM_MODEL = b'name="model"'
 _FORM_VALUE = re.compile(rb"\r\n\r\n([^\r\n]{1,512})\r\n")
 FORM_ENDS_BYTES = 64 * 1024
-"""So much of a form is searched for the model's name, at its begin and at its end: between lies a file."""
+"""How much of a form is searched for the model's name, at its begin and at its end: a file is between."""
 
 
 def model_named(model: Raw, body: bytes) -> str:
-    """Return the model that a request names, by that field of its body, or by its form; empty if it names none."""
+    """Return the model that a request names, by that field of its body, or by its form; empty if none."""
     if model:
         name = msgspec.json.decode(model)
         return name if isinstance(name, str) else ""
@@ -172,14 +172,14 @@ def model_named(model: Raw, body: bytes) -> str:
 
 
 def _read_large(body: bytes) -> BodyFields:
-    """Read the fields of a large body without building what a value of megabytes would be as objects: many times that.
+    """Read the fields of a large body without building large values as objects, which take many times their size.
 
     Such a value names no program. A text is built whatever its size.
     """
     raw = _decode_raw_fields(body)
     fields = BodyFields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
     if priority := getattr(raw, "priority"):  # noqa: B009 - a struct that was made above
-        fields.priority = priority  # that it is there is all that counts
+        fields.priority = priority  # only its presence matters
     for name in _BUILT_FIELDS:
         value = getattr(raw, name)
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
@@ -188,14 +188,14 @@ def _read_large(body: bytes) -> BodyFields:
 
 
 def begins_with(value: bytes | memoryview, first: bytes) -> bool:
-    """Say whether a value, as it was sent, begins with this byte."""
+    """Return whether a raw value begins with this byte."""
     return bytes(memoryview(value)[:1]) == first
 
 
 def media_in(body: bytes, fields: PromptFields) -> MediaFound:
     """Return what in a body with these fields is neither text nor token ids, as `media_of` does.
 
-    Cost: a look at the beginning of each message where all of them are texts, however long these are.
+    Cost: a look at the beginning of each message if all of them are texts, however long they are.
     """
     unread_bytes, others = len(body), []
     for message in fields.messages or ():
@@ -216,20 +216,20 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 
 # None of these is settled: `agent_hint` is proposed for vLLM (RFC 52113: `cache_control` with a `ttl`, and
 # `context_management` with `edits`), `vllm_xargs.agentic_context` is where clients put the same for engines that refuse
-# unknown fields, as an object or as its text, and `nvext.agent_hints` is Dynamo's. So they are read for what can be
-# meant, what is something else is passed over and no error, and the body goes on as it is: an engine may know more.
+# unknown fields, as an object or as its text, and `nvext.agent_hints` is Dynamo's. So they are read for recognisable
+# hints, anything else is ignored without an error, and the body goes on unchanged: an engine may know more.
 
 MAX_TEXT_CHARS = 4096
 """A longer text is not a hint."""
 
 MAX_EDITS_COUNT = 16
-"""So many edits are looked at."""
+"""How many edits are read."""
 
 _GIVES_AWAY = frozenset({"offload", "evict"})
 
 
 def hint_in(agent_hint: object, vllm_xargs: object, nvext: object) -> TurnHint | None:
-    """Return what these fields of a body say of its program's next turn; the first that says something counts."""
+    """Return the hint in these fields on the program's next turn; the first one with content counts."""
     for said in _said(agent_hint, vllm_xargs, nvext):
         hint = _of_next_turn(said) or _of_memory(said)
         if hint is not None:
@@ -260,7 +260,7 @@ def _of_next_turn(said: dict[Any, Any]) -> TurnHint | None:
 
 
 def _of_memory(said: dict[Any, Any]) -> TurnHint | None:
-    """Read what is wanted of the memory until then: of the whole context, for parts of one we do not know."""
+    """Read what is wanted of the memory until then: of the whole context; edits of unknown parts count for it."""
     management = said.get("context_management")
     edits = management.get("edits") if isinstance(management, dict) else None
     for edit in edits[:MAX_EDITS_COUNT] if isinstance(edits, list) else ():

@@ -1,6 +1,6 @@
-"""What the headers of a request say of its turn: found in one pass over them, whatever else they hold.
+"""What a request's headers say of its turn: found in one pass over them, whatever else they hold.
 
-Which header names the program is looked at first; beside it most requests say nothing more, and then no more is asked.
+The header that names the program is found first; most requests have no other of these, and then nothing more is read.
 """
 
 # compiled: it is asked of each turn
@@ -36,27 +36,27 @@ FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
 """Say that a turn is the program's last."""
 
 OUR_HEADERS: Final = "X-Program-"
-"""What is there and empty is an error in ours; in other people's it is left out."""
+"""Prefix of our headers: an empty one is an error; other people's are ignored if empty."""
 
 PARENT_BRANCH_HEADERS: Final = {
     "X-Claude-Code-Agent-Id": "X-Claude-Code-Parent-Agent-Id",
     "Thread-Id": "X-Codex-Parent-Thread-Id",
 }
-"""Headers that name a branch, and those that name the branch which waits for it; without one it is the main branch."""
+"""Headers that name a branch, and those of the branch that waits for it; without one it is the main branch."""
 
 PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
-"""Name a program that waits for this one. A thread of Codex is one where it is no branch: where each has a session."""
+"""Name a program that waits for this one. A thread of Codex counts if it is no branch: if each has a session."""
 
 TENANT_HEADER: Final = "X-Program-Tenant"
 GROUP_HEADER: Final = "X-Program-Group"
 ROLE_HEADER: Final = "X-Program-Role"
-"""Which of a program's agents speaks: what turns of that role generate is learned."""
+"""The agent of a program that sends the turn: what turns of that role generate is learned."""
 
 OUTCOME_HEADER: Final = istr("X-Program-Outcome")
-"""What became of a program, with its last turn or its release."""
+"""The outcome of a program, with its last turn or its release."""
 
 CLASS_HEADER: Final = istr("X-Program-Class")
-"""What sort of program it is: says which sandboxes it gets."""
+"""The program's class: decides which sandboxes it gets."""
 
 _SPELT: Final = {
     name.lower(): name
@@ -69,17 +69,17 @@ _SPELT: Final = {
         *(TENANT_HEADER, GROUP_HEADER, ROLE_HEADER, CLASS_HEADER),
     )
 }
-"""The headers that are looked for, as they are spelt above, by their names in small letters."""
+"""The headers to look for, spelt as above, by lower-case name."""
 
 _OURS, *_OTHERS = PROGRAM_HEADERS
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 Said = Mapping[str, Sequence[str]]
-"""Headers that say something of a turn: their values, by their names as they are spelt above."""
+"""Headers of a turn that matter: their values, by name as spelt above."""
 
 
 class Words(NamedTuple):
-    """What headers say of a turn beside its program; empty is nothing."""
+    """What headers say of a turn beside its program; empty if nothing."""
 
     branch_id: str = ""
     parent_branch_id: str = ""
@@ -97,9 +97,9 @@ NO_WORDS: Final = Words()
 def heard_in(
     headers: CIMultiDictProxy[str], more_headers: Sequence[str] = (), notes: dict[str, Any] | None = None
 ) -> tuple[Said, str]:
-    """Return the headers that say something of a turn, and which of them names the program; see the next two.
+    """Return the headers that matter, and which of them names the program; see the next two.
 
-    `notes` are those of the head, where it was read before, always with the same `more_headers`.
+    `notes` are those of the head, if it was read before, always with the same `more_headers`.
     """
     known: tuple[Said, str] | None = None if notes is None else notes.get("heard")
     if known is None:
@@ -111,7 +111,7 @@ def heard_in(
 
 
 def said_in(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> Said:
-    """Return the headers that say something of a turn, and `more_headers` if they are there. Cost: one pass."""
+    """Return the headers that matter, and `more_headers` if present. Cost: one pass."""
     spelt = _SPELT if not more_headers else {name.lower(): name for name in more_headers} | _SPELT
     said: dict[str, Sequence[str]] = {}
     for name in headers:
@@ -121,7 +121,7 @@ def said_in(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) ->
 
 
 def program_header_of(said: Said, more_headers: Sequence[str] = ()) -> str:
-    """Return the header that names the program; empty if none does. One that is not ours, and is empty, does not."""
+    """Return the header that names the program; empty if none does. An empty header of others does not count."""
     if _OURS in said or not said:
         return _OURS if said else ""
     more = (_SPELT.get(name.lower(), name) for name in more_headers)
@@ -134,7 +134,7 @@ def program_in(said: Said, header: str) -> str:
 
 
 def words_in(said: Said, header: str, program_id: str | None) -> Words:
-    """Return what is said beside the program, which this header names if any does. Raises `InvalidProgramIdError`."""
+    """Return what is said beside the program named by this header, if any. Raises `InvalidProgramIdError`."""
     if len(said) == (header in said):
         return NO_WORDS
     branch_header = PROGRAM_HEADERS.get(header, BRANCH_HEADER)
@@ -156,7 +156,7 @@ def words_in(said: Said, header: str, program_id: str | None) -> Words:
 
 
 def outcome_of(headers: Mapping[str, str]) -> str:
-    """Return what became of a program by its header; empty if nobody says. Raises `RequestError` for other words."""
+    """Return a program's outcome from its header; empty if missing. Raises `RequestError` for other words."""
     outcome = headers.get(OUTCOME_HEADER, "").strip().lower()
     if outcome and outcome not in OUTCOMES:
         raise RequestError(f"{OUTCOME_HEADER} is one of {', '.join(OUTCOMES)}, not {outcome!r}")
@@ -164,7 +164,7 @@ def outcome_of(headers: Mapping[str, str]) -> str:
 
 
 def check_program_id(value: object) -> str:
-    """Return a program id as text. Raises `InvalidProgramIdError` if it is none."""
+    """Return a program id as text. Raises `InvalidProgramIdError` if it is invalid."""
     return _check_id(value, "program id")
 
 
@@ -187,7 +187,7 @@ def _check_id(value: object, what: str) -> str:
 
 
 def _id_in(said: Said, names: Sequence[str], what: str) -> str:
-    """Return the id that the first of these headers holds which is there; empty if none is."""
+    """Return the id in the first of these headers that is present; empty if none is."""
     for name in names:
         if name in said and (name.startswith(OUR_HEADERS) or said[name][0]):
             return _check_id(_only_value(said[name], name), what)
@@ -195,7 +195,7 @@ def _id_in(said: Said, names: Sequence[str], what: str) -> str:
 
 
 def _only_value(values: Sequence[str], name: str) -> str:
-    """Return a header's value. Which of two would be meant nobody knows."""
+    """Return a header's only value; with two, it would be unclear which one is meant."""
     if len(values) > 1:
         raise InvalidProgramIdError(f"the header {name} stands there {len(values)} times")
     if not values[0]:

@@ -1,9 +1,9 @@
-"""Whose turn is it, and what of the request is ours: found without parsing the messages, mended by splicing bytes.
+"""Whose turn a request is, and which parts are ours: found without parsing messages, edited by splicing bytes.
 
 The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then fields of the body: ours, and those in which
-agent frameworks, coding agents and trainers say which conversation a request belongs to. Only the field that we
-defined, `program_id`, is taken out of the body, and only its bytes: whatever else the client sent reaches the engine as
-it was. What others call a request, a trace or a correlation never names a program: it changes with each turn.
+agent frameworks, coding agents and trainers name a request's conversation. Only the field that we defined,
+`program_id`, is removed from the body, and only its bytes: whatever else the client sent reaches the engine unchanged.
+Others' ids of requests, traces or correlations never name a program: they change with each turn.
 """
 
 # compiled: it is asked of each turn
@@ -53,9 +53,9 @@ _OPENAI: Final = OpenAI()
 class TurnRequest(NamedTuple):
     """What a request on a turn's endpoint asks for, and the bytes to forward.
 
-    `usage_added` says that usage was asked for on the client's behalf, so its event must be taken out again. `prefix`
-    are the places up to which other prompts may be the same; an anonymous turn has none. A body that goes on from an
-    earlier response holds only the end of its prompt, so its size says nothing, and it has no such places.
+    `usage_added` says that usage was requested on the client's behalf, so its event must be removed again. `prefix` are
+    the places up to which other prompts may be the same; an anonymous turn has none. A body that continues an earlier
+    response holds only the end of its prompt, so its size says nothing, and it has no such places.
     """
 
     program_id: str | None
@@ -79,19 +79,19 @@ class TurnRequest(NamedTuple):
     parent_branch_id: str = ""
     """The branch that waits for this one; empty is the main branch."""
     told_id: str = ""
-    """The program that a turn of nobody says it is of."""
+    """The program named by an anonymous turn."""
     is_unknown: bool = False
-    """Whether it is on an API that we do not speak: then it may do more than generate."""
+    """Whether its API is unknown to us: then it may do more than generate."""
     media: MediaFound = NO_MEDIA
-    """What of the body is no text."""
+    """The parts of the body that are not text."""
     model: Raw = Raw()
-    """The body's field of that name, as it stands there; see `model_named`."""
+    """The body's field of that name, as sent; see `model_named`."""
     hint: TurnHint | None = None
-    """What the body says of the program's next turn."""
+    """The body's hint on the program's next turn."""
 
 
 class SideCallRequest(NamedTuple):
-    """Whose a request is that is not a turn, and the bytes to forward."""
+    """Whose request it is that is not a turn, and the bytes to forward."""
 
     program_id: str | None
     source: str
@@ -110,7 +110,7 @@ class Tokens(Protocol):
 
 
 class IdentityRules(NamedTuple):
-    """What else may name a program, as far as the operator wants it.
+    """What else may name a program, if the operator wants that.
 
     `program_headers` do, after ours and before all others; then the body's `user`, if `user_names_program`; then a
     bearer token of `tokens`. With `infers_programs` a turn that none of them names may still belong to a program. With
@@ -123,9 +123,9 @@ class IdentityRules(NamedTuple):
     infers_programs: bool = False
     drops_priority: bool = False
     reads_prefixes: bool = True
-    """Whether anybody wants to know where a prompt may begin like others."""
+    """Whether anybody wants to know where a prompt may share a prefix."""
     model_aliases: Mapping[str, str] = MappingProxyType({})
-    """Names of models that clients may use, and those that engines serve: bodies go on with the latter."""
+    """Model names for clients, and those that engines serve: bodies are forwarded with the latter."""
 
 
 NO_RULES: Final = IdentityRules()
@@ -139,12 +139,12 @@ def identify(
     dialect: Dialect = _OPENAI,
     notes: dict[str, Any] | None = None,
 ) -> TurnRequest | None:
-    """Find whose turn a request is; None if its body is not a JSON object, which the engine shall judge.
+    """Find whose turn a request is; None if its body is not a JSON object, which the engine judges.
 
-    `notes` are those of its head, where headers were read before.
+    `notes` are those of its head, if headers were read before.
 
-    Cost: one pass over the body that builds only the fields above and goes around large lists of token ids, one that
-    hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or stands there twice.
+    Cost: one pass over the body that builds only the fields above and skips large lists of token ids, and one that
+    hashes the prompt. Raises `InvalidProgramIdError`, also for a header that is empty or repeated.
     """
     outline = None if len(body) < MIN_BODY_BYTES else Outline.of(body, dialect.token_id_fields)
     text = body if outline is None else outline.text
@@ -197,9 +197,9 @@ def identify(
 def identify_side_call(
     path_id: str | None, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules = NO_RULES
 ) -> SideCallRequest:
-    """Find whose side call a request is; a body that is not a JSON object says nothing, and stays as it is.
+    """Find whose side call a request is; a body that is not a JSON object is ignored, and unchanged.
 
-    Cost: one pass over the body, which goes around a large list of token ids. Raises `InvalidProgramIdError`.
+    Cost: one pass over the body, which skips a large list of token ids. Raises `InvalidProgramIdError`.
     """
     outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
     fields = read_fields(outline.text) if body else None
@@ -215,7 +215,7 @@ def identify_side_call(
 
 
 def _without_priority_unread(body: bytes) -> bytes:
-    """Return a body that was not read without its `priority`: an engine's parser may take more than ours."""
+    """Return an unread body without its `priority`: an engine's parser may accept more than ours."""
     try:
         plain = body.decode(json.detect_encoding(body)).encode("utf-8", "surrogatepass")
         if plain[:64].lstrip()[:1] == b"{" and has_member(plain, "priority"):
@@ -226,7 +226,7 @@ def _without_priority_unread(body: bytes) -> bytes:
 
 
 def _without_ours(text: bytes, fields: BodyFields, rules: IdentityRules) -> bytes:
-    """Return a body without the fields that we defined, and as `rules` say; the same object if nothing is changed.
+    """Return a body without the fields that we defined, and edited by `rules`; the same object if unchanged.
 
     An alias of a model is changed in `fields`, too.
     """
@@ -271,7 +271,7 @@ def _program_of(
 
 
 def _id_at(fields: BodyFields, way: tuple[str, ...]) -> str | None:
-    """Return the id that somebody else's field holds; what is none there is that field's business, and no error."""
+    """Return the id in somebody else's field; an invalid value there is ignored, not an error."""
     value = getattr(fields, way[0])
     for name in way[1:]:
         value = value.get(name) if isinstance(value, dict) else None
@@ -282,9 +282,10 @@ def _id_at(fields: BodyFields, way: tuple[str, ...]) -> str | None:
 
 
 def _leaves_usage_out(stream_options: object) -> bool:
-    """Say whether a stream has no usage as it was asked for; odd values are the engine's to judge.
+    """Return whether a stream as requested has no usage; odd values are the engine's to judge.
 
-    Options that do not mention usage are left alone: some versions of vLLM take that for a wish, others (0.32) do not.
+    Options that do not mention usage are left alone: some versions of vLLM take them as a request for it, others (0.32)
+    do not.
     """
     if isinstance(stream_options, dict):
         wish = stream_options.get("include_usage", True)

@@ -1,21 +1,20 @@
-"""Whose turn it is when nobody says so: a prompt that begins with a program's last prompt and its answer is its next.
+"""Infers the program of a turn that names none: its prompt begins with the program's last prompt and answer.
 
 Theory of operation
 ===================
-A prompt is put into a canonical row of bytes: messages one after the other, each without what clients change when they
-send an answer back; or a text; or token ids. A turn that names no program opens a new one, and when its answer is
-whole, the row of its prompt *and that answer* is remembered as the program's. The next turn whose row begins with a
-remembered one belongs to that program, the longest one counts. First prompts hold no answer of anybody's, so the
-samples of one RL prompt are as many programs, and the answers tell them apart. Where even those are the same, each next
-turn gets one of the programs that wait for it.
+A prompt is converted to a canonical row of bytes: messages one after the other, each without what clients change when
+they send an answer back; or a text; or token ids. A turn that names no program opens a new one. When its answer is
+complete, the row of its prompt *and that answer* is remembered as the program's. The next turn whose row begins with a
+remembered one belongs to that program; the longest one counts. First prompts contain no answer, so the samples of one
+RL prompt are separate programs, and the answers tell them apart. If even those are the same, each next turn gets one of
+the programs that wait for it.
 
 How is the longest beginning found in one pass? A digest is taken every `STRIDE_BYTES`. A remembered row is filed under
-its last such digest, so a prompt looks there at each of its own, and what follows up to the row's end is compared by
-digest.
+its last such digest, so a prompt looks there at each of its own, and the rest of the row is compared by digest.
 
-`prompt_of` does the reading and the hashing, and knows nothing of programs, so it may run on a thread. What is
-remembered is looked at and changed on the event loop alone, by `named` when a turn has been read and by `answered`
-before the end of its answer is handed on: nobody can send the next turn before that.
+`prompt_of` does the reading and the hashing, and knows nothing of programs, so it may run on a thread. The memory is
+read and changed only on the event loop, by `named` when a turn has been read and by `answered` before the end of its
+answer is relayed: nobody can send the next turn before that.
 """
 
 # interpreted: it is off unless an operator wants it, and the time is that of digests
@@ -42,7 +41,7 @@ from thunderagent.proxy.reading.sse import UNREADABLE
 STRIDE_BYTES = 1024
 DIGEST_BYTES = 16
 MAX_ROWS = 100_000
-"""Rows that are remembered; the one longest not used goes first. About 600 bytes each."""
+"""How many rows are remembered; the least recently used goes first. About 600 bytes each."""
 
 SOURCE = "inferred"
 
@@ -54,22 +53,22 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 MAX_WAITING_IDS = 1024
-"""A client that repeats itself, and gets the same answer, opens program after program whose next turn never comes."""
+"""A client that repeats itself, and gets the same answer, opens many programs whose next turn never comes."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A remembered row: where it is filed, and whose it is."""
+    """A remembered row: where it is filed, and its programs."""
 
     stride_digest: bytes
     size_bytes: int
     waiting_ids: deque[str] = field(default_factory=partial(deque, maxlen=MAX_WAITING_IDS))
-    """Programs whose next turn may begin so, and did not come yet; the oldest are given up."""
+    """Programs whose next turn may begin this way, and has not come yet; the oldest are dropped."""
     last_id: str = ""
 
 
 class Chain(NamedTuple):
-    """A row of bytes that may grow at its end: the digest of its whole strides, and what follows them."""
+    """A row of bytes that may grow at its end: the digest of its whole strides, and the rest."""
 
     kind: str
     size_bytes: int
@@ -77,25 +76,25 @@ class Chain(NamedTuple):
     tail: bytes
 
     def extended(self, data: bytes) -> Chain:
-        """Return the row with more bytes at its end."""
+        """Return the row with more bytes appended."""
         rest = self.tail + data
         digests = _stride_digests(self.stride_digest, rest)
         return Chain(self.kind, self.size_bytes + len(data), digests[-1], rest[(len(digests) - 1) * STRIDE_BYTES :])
 
     def key(self) -> tuple[int, bytes]:
-        """Return what tells the row from all others."""
+        """Return the row's unique key."""
         return self.size_bytes, _digest(self.stride_digest, self.tail)
 
 
 class Prompt(NamedTuple):
-    """The row of a prompt, with its digests at each stride from the beginning on."""
+    """The row of a prompt, with its digests at each stride from the beginning."""
 
     kind: str
     row: bytes
     stride_digests: Sequence[bytes]
 
     def chain(self) -> Chain:
-        """Return the row without the bytes that its digests stand for."""
+        """Return the row, with whole strides as digest."""
         tail = self.row[(len(self.stride_digests) - 1) * STRIDE_BYTES :]
         return Chain(self.kind, len(self.row), self.stride_digests[-1], tail)
 
@@ -105,7 +104,7 @@ def _digest(stride_digest: bytes, data: bytes | memoryview) -> bytes:
 
 
 def _stride_digests(first: bytes, data: bytes) -> list[bytes]:
-    """Return the digest that data begins at, and that after each whole stride of it."""
+    """Return the digest at the start of `data`, and after each whole stride of it."""
     view, digests = memoryview(data), [first]
     for start in range(0, len(data) - STRIDE_BYTES + 1, STRIDE_BYTES):
         digests.append(_digest(digests[-1], view[start : start + STRIDE_BYTES]))
@@ -113,9 +112,9 @@ def _stride_digests(first: bytes, data: bytes) -> list[bytes]:
 
 
 def prompt_of(body: bytes, dialect: Dialect, tenant: str = "") -> Prompt | None:
-    """Return the prompt of a turn, which is like no prompt of another tenant; None if it has no known shape.
+    """Return the prompt of a turn, distinct from prompts of other tenants; None if its shape is unknown.
 
-    Cost: about 10 ms for 2 MB, in pieces, so that other threads have their turn.
+    Cost: about 10 ms for 2 MB, in pieces, so that other threads can run.
     """
     try:
         outline = Outline.of(body, dialect.token_id_fields)
@@ -132,20 +131,20 @@ def prompt_of(body: bytes, dialect: Dialect, tenant: str = "") -> Prompt | None:
 
 
 class Inference:
-    """Remembers how the next prompt of each program that nobody named begins."""
+    """Remembers how the next prompt of each unnamed program begins."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
-        """Begin with nothing remembered."""
+        """Start empty."""
         self._max_rows = max_rows
         self._rows: OrderedDict[tuple[int, bytes], _Row] = OrderedDict()
         self._by_stride: dict[bytes, dict[int, int]] = {}
-        """Under each digest of a stride, how many rows end how many bytes from the beginning."""
+        """For each digest of a stride, how many rows end how many bytes from the beginning."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def named(self, turn: TurnRequest, prompt: Prompt) -> TurnRequest:
-        """Return a turn that names no program with the one it belongs to. Cost: a lookup for each stride."""
+        """Return an unnamed turn with its program. Cost: a lookup for each stride."""
         row = self._longest_beginning(prompt)
         if row is None:
             program_id = f"{SOURCE}-{uuid4().hex}"
@@ -156,7 +155,7 @@ class Inference:
         return turn._replace(program_id=program_id, source=SOURCE)
 
     def answered(self, program_id: str, chain: Chain, choices: Sequence[Completion]) -> None:
-        """Remember a program's prompt with each of the answers to it."""
+        """Remember a program's prompt with each of its answers."""
         for choice in choices:
             answer = _row_of_answer(choice, chain.kind)
             if answer:
@@ -217,7 +216,7 @@ def _row_of(fields: PromptFields, outline: Outline) -> tuple[str, bytes]:
 
 
 def _row_of_messages(messages: Sequence[Raw]) -> bytes:
-    """Return messages as a row, one after the other: no step takes long."""
+    """Return messages as a row, one after the other, so that no step takes long."""
     return b"".join(_canonical(_decode_message(message)) for message in messages)
 
 
@@ -226,7 +225,7 @@ def _is_there(value: Raw) -> bool:
 
 
 def _row_of_answer(choice: Completion, kind: str) -> bytes:
-    """Return an answer as it stands in the row of the next prompt; empty if the engine did not say it in that form."""
+    """Return an answer as it appears in the next prompt's row; empty if the engine did not send that form."""
     try:
         if kind == "ids":
             return choice.token_ids
@@ -238,7 +237,7 @@ def _row_of_answer(choice: Completion, kind: str) -> bytes:
 
 
 _SERVERS_OWN = frozenset({"id", "status", "cache_control"})
-"""Fields of items that a client leaves out, or moves on with each turn."""
+"""Fields of items that a client omits, or moves with each turn."""
 
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
@@ -246,7 +245,7 @@ _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 
 
 def _canonical(message: dict[str, Any]) -> bytes:
-    """Return a message, or an item, without what clients add, leave out or write in another way when they send it."""
+    """Return a message, or an item, without what clients add, omit or reformat when they send it."""
     kind = message.get("type", "message")
     if kind == "reasoning":
         return b""
@@ -261,13 +260,13 @@ def _canonical(message: dict[str, Any]) -> bytes:
 
 
 def _content_of(content: object) -> tuple[object, list[object]]:
-    """Return a content as one text where it is made of texts, and the calls in it; nothing and no text are the same."""
+    """Return a content as one text if it consists of texts, and the calls in it; None and an empty text are the same."""
     if isinstance(content, str):
         return content.strip(), []
     if not isinstance(content, list):
         return content or "", []
     kept: list[object] = []
-    texts: list[str] = []  # joined in the end: to add to a text each time would copy it each time
+    texts: list[str] = []  # joined at the end: appending to a text would copy it each time
     calls: list[object] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -284,7 +283,7 @@ def _content_of(content: object) -> tuple[object, list[object]]:
 
 
 def _call(call: object) -> object:
-    """Return a tool's call: its id, its name, and its arguments, which are JSON as a rule, in one spelling."""
+    """Return a tool call: its id, its name, and its arguments, usually JSON, in one spelling."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         return call
@@ -292,7 +291,7 @@ def _call(call: object) -> object:
 
 
 def _arguments(arguments: object) -> object:
-    """Return the arguments of a call as what their JSON says; none at all are an object without members."""
+    """Return the arguments of a call as their JSON value; missing ones are an empty object."""
     if not isinstance(arguments, str):
         return arguments
     try:

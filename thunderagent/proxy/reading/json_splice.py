@@ -1,7 +1,7 @@
-"""Take a member out of a JSON object, or put one in, by splicing its bytes: nothing else is touched.
+"""Removes a member from a JSON object, or adds one, by splicing its bytes: nothing else is touched.
 
-The scanner jumps from one structural character or string to the next by a regular expression. It is only used on
-bodies that were checked to be JSON, and only when there is something to change.
+The scanner jumps from one structural character or string to the next by a regular expression. It is only used on bodies
+that were checked to be JSON, and only if there is something to change.
 """
 
 # interpreted: few bodies are changed, and the time is that of searches
@@ -22,7 +22,7 @@ _INCLUDE_USAGE = b'"stream_options":{"include_usage":true}'
 
 
 class Member(NamedTuple):
-    """Where a member of an object stands: offsets of its key's first byte and past its value's last byte."""
+    """The position of an object's member: offsets of its key's first byte and past its value's last byte."""
 
     key: str
     start: int
@@ -31,7 +31,7 @@ class Member(NamedTuple):
 
 
 def members(body: bytes, opening: int) -> Iterator[Member]:
-    """Yield the members of the object whose `{` stands at `opening`, skipping over nested values."""
+    """Yield the members of the object whose `{` is at `opening`, skipping nested values."""
     depth = 0
     key, key_start, value_start = "", -1, -1
     last_end = opening + 1
@@ -58,9 +58,9 @@ def members(body: bytes, opening: int) -> Iterator[Member]:
 
 
 def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
-    """Return `body` without the member at `path` (every occurrence of it), and without the comma it needed.
+    """Return `body` without the member at `path` (every occurrence of it), and without its comma.
 
-    The member must be there. Its key is searched for first: a body of megabytes is scanned only in odd cases.
+    The member must exist. Its key is searched for first: a body of megabytes is scanned only in odd cases.
     """
     key = b'"%s"' % path[-1].encode()
     at = body.find(key)
@@ -80,7 +80,7 @@ def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
 
 
 def set_value(body: bytes, key: str, value: bytes) -> bytes:
-    """Return `body` with another value for a member, which must be there; of two with that key the last counts."""
+    """Return `body` with another value for a member, which must exist; of two with that key the last counts."""
     name = b'"%s"' % key.encode()
     at = body.find(name)
     if at >= 0 and body.find(name, at + 1) < 0 and not _may_escape_keys(body):
@@ -93,16 +93,16 @@ def set_value(body: bytes, key: str, value: bytes) -> bytes:
 
 
 def has_member(body: bytes, key: str) -> bool:
-    """Say whether the object that `body` is has a member with this key. Raises `ValueError` where it has no end."""
+    """Return whether the object in `body` has a member with this key. Raises `ValueError` if it has no end."""
     if body.find(b'"%s"' % key.encode()) < 0 and not _may_escape_keys(body):
         return False
     return _last(body, body.index(b"{"), key) is not None
 
 
 def _without(body: bytes, found: Iterable[Member], key: str) -> bytes:
-    """Return `body` without those of an object's members that have a key. Cost: one pass, however many they are.
+    """Return `body` without an object's members with a certain key. Cost: one pass, however many there are.
 
-    With a member goes the comma behind it, or, where nothing is left behind it, the one before it.
+    A member goes with the comma after it, or, if it is the last, with the one before it.
     """
     pieces: list[bytes] = []
     begin = kept_end = left_out_from = None
@@ -125,7 +125,7 @@ def _without(body: bytes, found: Iterable[Member], key: str) -> bytes:
 
 
 def set_include_usage(body: bytes, stream_options: object) -> bytes:
-    """Return `body` with `stream_options.include_usage` true; `stream_options` is what the body has there, or None."""
+    """Return `body` with `stream_options.include_usage` true; `stream_options` is the current value, or None."""
     opening = body.index(b"{")
     if stream_options is None and body.find(b'"stream_options"') < 0 and not _may_escape_keys(body):
         return body[: opening + 1] + _INCLUDE_USAGE + b"," + body[opening + 1 :]
@@ -140,12 +140,12 @@ def set_include_usage(body: bytes, stream_options: object) -> bytes:
 
 
 def _may_escape_keys(body: bytes) -> bool:
-    """Say whether an ASCII letter may be written as an escape: then a key may be spelt in another way."""
+    """Return whether an ASCII letter may be escaped: then a key may be spelt differently."""
     return body.find(b"\\u00") >= 0 and _ESCAPED_LETTER.search(body) is not None
 
 
 def _key(token: bytes) -> str:
-    """Return a key as text; one that is no text is nobody's."""
+    """Return a key as text; an invalid one matches nothing."""
     try:
         key: str = msgspec.json.decode(token)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -154,7 +154,7 @@ def _key(token: bytes) -> str:
 
 
 def _last(body: bytes, opening: int, key: str) -> Member | None:
-    """Return the member with a key, if there is one: of two with the same key parsers take the last."""
+    """Return the member with a key, if there is one: of duplicates parsers take the last."""
     found = None
     for member in members(body, opening):
         if member.key == key:

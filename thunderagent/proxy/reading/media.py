@@ -1,11 +1,11 @@
 """Images, audio and files in a prompt: found by their marks and sized by their first bytes, never decoded.
 
-A screenshot is megabytes of base64 in a body and some thousand tokens to an engine. So what stands in a body as data,
-and is no text to the model, is set apart: its bytes are not counted as text, and each piece has a class and a first
-guess of its tokens. What an engine makes of a class its usage teaches (`programs/learned/media_sizes.py`).
+A screenshot is megabytes of base64 in a body and some thousand tokens to an engine. So data in a body that is not text
+to the model is separated: its bytes do not count as text, and each piece has a class and a first guess of its tokens.
+Usage teaches how many tokens an engine takes for a class (`programs/learned/media_sizes.py`).
 
-A mark is a member of an object, as `"url": "data:image/png;base64,`: inside a text its quotes would be escaped, so a
-text cannot hold one. After a mark the search goes on behind its data, so that it looks at each byte once.
+A mark is a member of an object, such as `"url": "data:image/png;base64,`: inside a text its quotes would be escaped, so
+a text cannot hold one. After a mark the search continues behind its data, so it looks at each byte once.
 """
 
 # compiled: it is asked of each turn
@@ -36,20 +36,20 @@ MAX_IMAGE_PIXELS: Final = 12_845_056
 (`smart_resize` and `preprocessor_config.json` of the models)."""
 
 UNKNOWN_IMAGE_TOKENS: Final = 1024
-"""Of an image that the engine is to fetch."""
+"""For an image that the engine must fetch."""
 
 BYTES_PER_TOKEN: Final = {"image": 768, "audio": 640, "video": 2048, "file": 32}
-"""A first guess where nothing better is known. Audio: 25 tokens a second (Qwen2-Audio), 16 kB a second."""
+"""A first guess if nothing better is known. Audio: 25 tokens per second (Qwen2-Audio), 16 kB per second."""
 
 LARGEST_IMAGE_TOKENS: Final = MAX_IMAGE_PIXELS // PATCH_PIXELS**2
 HEADER_CHARS: Final = 96 * 1024
-"""So much base64 is looked at for the size of a picture; a JPEG may begin with long remarks."""
+"""How much base64 is read for the size of a picture; a JPEG may begin with long comments."""
 
 MAX_MODEL_CHARS: Final = 64
 
 
 class MediaFound(NamedTuple):
-    """The bytes of a body that are not text, and of what kinds they are."""
+    """The bytes of a body that are not text, and their kinds."""
 
     size_bytes: int
     media: Media
@@ -59,9 +59,9 @@ NO_MEDIA: Final = MediaFound(0, ())
 
 
 def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:
-    """Return what in a body is neither text nor token ids, by classes: of a model, a kind and a size within a factor 2.
+    """Return what in a body is neither text nor token ids, by class: a model, a kind and a size within a factor 2.
 
-    Cost: a search for each of a few words where there is nothing; else one look at each byte.
+    Cost: a search for each of a few words if there is nothing; otherwise one look at each byte.
     """
     if b"base64" not in body and b"input_audio" not in body and b"image_url" not in body and b'"source"' not in body:
         return NO_MEDIA  # one of them is in every body with a mark
@@ -79,9 +79,9 @@ def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:
 
 
 def _piece_at(body: bytes, mark: re.Match[bytes], since: int) -> tuple[str, int, int, int]:
-    """Return the kind of a piece, where its data begins and ends, and where to go on; no kind if it is none.
+    """Return the kind of a piece, begin and end of its data, and where to continue; no kind if it is not one.
 
-    All before `since` was looked at.
+    Everything before `since` was already read.
     """
     if mark["remote"]:
         return "image", mark.end(), mark.end(), mark.end()
@@ -89,7 +89,7 @@ def _piece_at(body: bytes, mark: re.Match[bytes], since: int) -> tuple[str, int,
         end = body.find(b'"', mark.end())
         end = len(body) if end < 0 else end
         return _kind_of(mark["mime"]), mark.end(), end, end
-    # An object whose members may stand in any order: the data may be before the mark.
+    # An object's members may be in any order: the data may be before the mark.
     opening = mark.start() if mark["audio"] else max(since, body.rfind(b"{", since, mark.start()))
     closing = body.find(b"}", mark.end())
     closing = len(body) if closing < 0 else closing
@@ -109,7 +109,7 @@ def _kind_of(mime: bytes) -> str:
 
 
 def _guess_tokens(kind: str, body: bytes, start: int, end: int) -> int:
-    """Return a first guess of what a piece of base64 is to an engine; at least 1."""
+    """Return a first guess of the tokens of a piece of base64; at least 1."""
     if kind == "image":
         if start == end:
             return UNKNOWN_IMAGE_TOKENS
@@ -121,7 +121,7 @@ def _guess_tokens(kind: str, body: bytes, start: int, end: int) -> int:
 
 
 def _decoded(chars: bytes) -> bytes:
-    """Return what the whole quartets of base64 say; empty if they are none."""
+    """Decode the whole quartets of base64; empty if they are invalid."""
     try:
         return b64decode(chars[: len(chars) // 4 * 4])
     except ValueError:
@@ -129,7 +129,7 @@ def _decoded(chars: bytes) -> bytes:
 
 
 def qwen_tokens(width: int, height: int) -> int:
-    """Return how many patches of 28 x 28 an image is to Qwen2-VL and Qwen2.5-VL, after its resize."""
+    """Return how many patches of 28 x 28 an image has in Qwen2-VL and Qwen2.5-VL, after its resize."""
     columns, rows = max(1, round(width / PATCH_PIXELS)), max(1, round(height / PATCH_PIXELS))
     pixels = columns * rows * PATCH_PIXELS**2
     if pixels > MAX_IMAGE_PIXELS:
@@ -143,7 +143,7 @@ def qwen_tokens(width: int, height: int) -> int:
 
 
 def image_size(head: bytes) -> tuple[int, int] | None:
-    """Return width and height of a picture by its first bytes (PNG, GIF, WebP, JPEG); None if they do not say it."""
+    """Return width and height of a picture from its first bytes (PNG, GIF, WebP, JPEG); None if unknown."""
     size: tuple[int, int] | None = None
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         size = _big(head[16:20]), _big(head[20:24])
@@ -169,7 +169,7 @@ def _webp_size(head: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg_size(head: bytes) -> tuple[int, int] | None:
-    """Go from segment to segment until one that begins a frame."""
+    """Walk the segments until one that begins a frame."""
     at = 2
     while at + 9 <= len(head) and head[at] == 0xFF:
         marker = head[at + 1]

@@ -1,11 +1,11 @@
-"""A large body without its token ids: what is left is looked at and spliced in microseconds.
+"""A large body without its token ids: the rest is read and spliced in microseconds.
 
-A prompt of a hundred thousand token ids is megabytes of digits, and nothing of it says whose turn it is. So the digits
-of one list are set aside, the rest is read and mended as any other body, and then they are put back, byte for byte. A
-search finds the list; that it holds nothing but what stands in a list of numbers is checked by searches, too, so its
-end is where it seems to be. That its numbers are numbers the engine shall judge.
+A prompt of a hundred thousand token ids is megabytes of digits that do not tell whose turn it is. So the digits of one
+list are set aside, the rest is read and edited like any other body, and then they are put back, byte for byte. A search
+finds the list. Searches also check that it holds only characters of a list of numbers, so its end is certain. Whether
+its numbers are valid is the engine's to judge.
 
-What takes long to read all the same is read on a thread, so that other turns go on meanwhile.
+What still takes long to read is read on a thread, so that other turns go on meanwhile.
 """
 
 # compiled: it is asked of each turn
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
 
 MIN_BODY_BYTES: Final = 64 * 1024
-"""A smaller body is read as it is."""
+"""A smaller body is read directly."""
 
 _PLACEHOLDER: Final = b"[7046029254386353131]"
-"""Stands for the list; a body that holds it already is read as it is."""
+"""Replaces the list; a body that contains it already is read directly."""
 
 _OPENING: Final = re.compile(rb"\s*:\s*\[")
 
@@ -34,7 +34,7 @@ class Outline(NamedTuple):
 
     @classmethod
     def of(cls, body: bytes, fields: Sequence[str]) -> Self:
-        """Set the list in the first of `fields` that holds a large one aside."""
+        """Set aside the list in the first of `fields` that holds a large one."""
         if len(body) < MIN_BODY_BYTES:
             return cls(body)
         for field in fields:
@@ -55,14 +55,14 @@ class Outline(NamedTuple):
         return cls(body)
 
     def filled(self, text: bytes) -> bytes:
-        """Return `text`, the outline or what became of it, with the list where it was."""
+        """Return `text`, the outline or its edited form, with the list back in place."""
         if not self.token_ids:
             return text
         before, _, after = text.partition(_PLACEHOLDER)
         return b"".join((before, self.token_ids, after))
 
     def is_placeholder(self, value: bytes | memoryview) -> bool:
-        """Say whether a value of the outline, which may be a `Raw`, stands for the list."""
+        """Return whether a value of the outline, which may be a `Raw`, is the placeholder."""
         return bool(self.token_ids) and bytes(value) == _PLACEHOLDER
 
 
@@ -71,9 +71,9 @@ class Outline(NamedTuple):
 Read = TypeVar("Read")
 
 LARGE_BODY_BYTES: Final = 512 * 1024
-"""What is larger is read on a thread."""
+"""A larger body is read on a thread."""
 
 
 async def read_aside(read: Callable[[], Read], size_bytes: int) -> Read:
-    """Return what `read` makes of a body of this size. It must change nothing that others see."""
+    """Call `read`, on a thread if a body of this size needs one. It must change nothing that others see."""
     return await asyncio.to_thread(read) if size_bytes > LARGE_BODY_BYTES else read()

@@ -1,10 +1,9 @@
-"""Where a prompt may begin like others: digests of its first messages, or of its first bytes.
+"""Where a prompt may share a prefix with others: digests of its first messages, or of its first bytes.
 
-Programs that share a system prompt, tools or a task have the same bytes up to some place, and an engine keeps what
-they share only once. A chain of cuts tells the core about it without telling it the text: equal digests mean equal
-prompts up to there. Cuts lie at 1, 2, 3, 4, 6, 8, 12, ... steps, so that a chain stays short however long the prompt
-is, and what two prompts share is known to at least two thirds. What lies between is not parsed: messages are hashed as
-they were sent.
+Programs that share a system prompt, tools or a task have the same bytes up to some place, and an engine keeps shared
+parts only once. A chain of cuts tells the core about it without the text: equal digests mean equal prompts up to there.
+Cuts are at 1, 2, 3, 4, 6, 8, 12, ... steps, so a chain stays short however long the prompt is, and at least two thirds
+of what two prompts share is known. What lies between is not parsed: messages are hashed as sent.
 """
 
 # compiled: it is asked of each turn
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 STEPS: Final = (1, *chain.from_iterable((2**exponent, 3 * 2 ** (exponent - 1)) for exponent in range(1, 32)))
-"""1, 2, 3, 4, 6, 8, 12, 16, 24, ...: after so many messages, or half kibibytes of a text, a prompt is cut."""
+"""1, 2, 3, 4, 6, 8, 12, 16, 24, ...: a prompt is cut after this many messages, or half kibibytes of a text."""
 
 TEXT_STEP_BYTES: Final = 512
 MIN_TEXT_BYTES: Final = 1024
-"""Where a prompt that is no list of messages is cut first."""
+"""The first cut of a prompt that is not a list of messages."""
 
 MAX_HASHED_BYTES: Final = 4 * 2**20
-"""Beyond it a prompt is not cut: there stand images rather than what is shared, and hashing takes its time."""
+"""Beyond it a prompt is not cut: there are images rather than shared parts, and hashing takes time."""
 
 LARGE_PIECE_BYTES: Final = 16 * 1024
 KNOWN_COUNT: Final = 4096
-"""So many digests of what ends with a larger piece are kept, each with half a kilobyte."""
+"""How many digests of large pieces are cached, half a kilobyte each."""
 
 _TEXT_CUTS_BYTES: Final = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
@@ -49,22 +48,22 @@ _TEXT_CUTS_BYTES: Final = tuple(
 _TOKEN_IDS: Final = re.compile(rb"\[[\s\[]*[0-9]")
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
 Piece = bytes | memoryview
-"""Also what msgspec calls bytes, which is none to a compiled function."""
+"""Also msgspec's own bytes type, which a compiled function does not accept as bytes."""
 
 _known: dict[tuple[bytes, int, int], _Hash] = {}
-"""Digests by those before them, and by the size and the hash of the piece between."""
+"""Digests by the previous digest, and by the size and the hash of the piece between."""
 _sha1 = partial(hashlib.sha1, usedforsecurity=False)
-"""The quickest that the standard library has, and of 63 bits no other can be more."""
+"""The fastest hash of the standard library; for 63 bits no other is better."""
 
 
 def prefix_of(
     fields: PromptFields, outline: Outline | None = None, *, has_media: bool = False
 ) -> tuple[PrefixCut, ...]:
-    """Return the chain of cuts of a prompt: (digest, size in bytes), both of all up to the cut.
+    """Return the chain of cuts of a prompt: (digest, size in bytes), both of everything up to the cut.
 
     The model (LoRA names are model names) and the cache salt separate prompts from the start. Sizes are shares of the
-    body's size, without media. Empty if the prompt is too short or of no known shape. `outline` holds token ids that
-    the fields only have a placeholder for. Cost: one pass over the prompt.
+    body's size, without media. Empty if the prompt is too short or of unknown shape. `outline` holds token ids for
+    which the fields only have a placeholder. Cost: one pass over the prompt.
     """
     if fields.messages or fields.input:
         return _cuts_of_messages(fields, has_media=has_media)
@@ -76,7 +75,7 @@ def prefix_of(
 
 
 def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixCut, ...]:
-    """Cut after messages; tools come before the first, and a system prompt beside the messages is the first."""
+    """Cut after messages; tools come before the first, and a separate system prompt counts as the first."""
     try:
         messages = _messages(fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -104,14 +103,14 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
 
 
 def _messages(fields: PromptFields) -> Sequence[Raw]:
-    """Return what follows the tools; raises as msgspec does if it is neither a list nor a text."""
+    """Return what follows the tools; raises like msgspec if it is neither a list nor a text."""
     system = fields.system or fields.instructions
     items = fields.messages or ([fields.input] if begins_with(fields.input, b'"') else _decode_list(fields.input))
     return [system, *items] if system else items
 
 
 def _cuts_of_text(fields: PromptFields, text: Piece) -> tuple[PrefixCut, ...]:
-    """Cut a text, or a list of token ids as it is written, at certain bytes; several prompts in one are left alone."""
+    """Cut a text, or a list of token ids as written, at certain bytes; several prompts in one are left alone."""
     if not begins_with(text, b'"') and not _is_list_of_numbers(text):
         return ()
     digest = _begun(fields, b"text")
@@ -127,15 +126,15 @@ def _cuts_of_text(fields: PromptFields, text: Piece) -> tuple[PrefixCut, ...]:
 
 
 def _begun(fields: PromptFields, kind: bytes) -> _Hash:
-    """Begin a digest with what separates prompts from the start. It is the same in every process."""
+    """Start a digest with what separates prompts from the start. It is the same in every process."""
     return _sha1(b"\0".join((kind, fields.model, fields.cache_salt, b"")))
 
 
 def _followed(digest: _Hash, piece: Piece) -> _Hash:
-    """Return the digest of what was hashed so far and a piece behind it.
+    """Return the digest of what was hashed so far followed by a piece.
 
-    A program sends again what it sent before, so most large pieces were hashed after the same already. Which these are
-    a quicker hash tells, whose key only this process has: nobody can make one piece look like another.
+    A program sends its history again, so most large pieces were hashed after the same digest already. A faster hash
+    recognises them. Only this process has its key, so nobody can make one piece look like another.
     """
     if len(piece) < LARGE_PIECE_BYTES:
         digest.update(piece)
@@ -151,7 +150,7 @@ def _followed(digest: _Hash, piece: Piece) -> _Hash:
 
 
 def _number(digest: _Hash) -> int:
-    """Return what was hashed so far as a number of 63 bits, which every reader of JSON takes."""
+    """Return what was hashed so far as a 63-bit number, which every JSON parser accepts."""
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
@@ -160,5 +159,5 @@ def _is_list_of_numbers(value: Piece) -> bool:
 
 
 def holds_token_ids(value: Raw) -> bool:
-    """Say whether a value is a list of token ids, or one of such lists, as far as its beginning tells."""
+    """Return whether a value is a list of token ids, or one of such lists, judging by its beginning."""
     return _TOKEN_IDS.match(value) is not None

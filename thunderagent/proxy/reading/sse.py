@@ -1,4 +1,4 @@
-"""Server-sent events: cut a stream into them, read the data of one, write one."""
+"""Server-sent events: split a stream into them, read the data of one, write one."""
 
 # compiled: each event of a stream passes here
 
@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding bytes of an engine may raise; what cannot be read says nothing."""
+"""What decoding an engine's bytes may raise; unreadable data is ignored."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BLANK_LINE: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
@@ -23,13 +23,13 @@ def end_of_last_event(data: bytes, start: int) -> int:
 
 
 def events_in(whole: bytes) -> Iterator[bytes]:
-    """Yield whole events one by one, each with its blank line; an odd line break may be left over as the last."""
+    """Yield whole events one by one, each with its blank line; a surplus line break may be yielded as the last."""
     start, has_returns = 0, b"\r" in whole
     while start < len(whole):
         if has_returns:
             blank_line = _BLANK_LINE.search(whole, start)
             end = blank_line.end() if blank_line is not None else len(whole)
-        else:  # as engines write them; found several times faster
+        else:  # as engines write them: several times faster
             end = whole.find(b"\n\n", start) + 2
             end = end if end > 1 else len(whole)
         yield whole[start:end]

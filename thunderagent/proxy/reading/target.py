@@ -2,16 +2,16 @@
 
 Theory of operation
 ===================
-Whoever reads a path has an opinion on it: where it ends, what its escapes mean, whose program it names. Two opinions
-are a hole, so there is one. The server makes a `Target` of each request line before anything else sees it. It routes
-by `path`; the guard and the access table judge `words`; identity takes `program_id`; what goes to an engine is `sent`.
+Every reader of a path has an opinion on it: where it ends, what its escapes mean, which program it names. Two opinions
+are a security hole, so there is one. The server makes a `Target` of each request line before anything else sees it. It
+routes by `path`; the guard and the access table judge `words`; identity takes `program_id`; an engine gets `sent`.
 
-What is judged is what is sent. So a spelling that servers read in different ways is either brought into one form here,
-or refused: `#` and control characters end a target for some, dot segments climb, another host is another server.
-Doubled slashes become one, and escapes of letters, digits and `-._~` the characters themselves (RFC 3986, 6.2.2.2).
-All other escapes reach the engine as they came.
+What is judged is what is sent. So a spelling that servers read differently is either normalised here, or refused: `#`
+and control characters end a target for some, dot segments climb, another host is another server. Doubled slashes become
+one, and escapes of letters, digits and `-._~` become the characters themselves (RFC 3986, 6.2.2.2). All other escapes
+reach the engine unchanged.
 
-`words` are what an engine may at most read there: decoded once more, in small letters, without `;parameters` and
+`words` are the widest reading that an engine may make: decoded once more, in lower case, without `;parameters` and
 trailing slashes. They are for judging alone. What only looks like a word of the table is judged as if it were one.
 """
 
@@ -29,7 +29,7 @@ from thunderagent.errors import RequestError
 
 CACHED_BYTES: Final = 256
 CACHED_COUNT: Final = 4096
-"""Most targets come again and again. A longer one is parsed each time, so that the cache stays small."""
+"""Most targets repeat. A longer one is parsed each time, so the cache stays small."""
 
 _ASCII: Final = bytes(range(0x21, 0x7F)).decode()
 _UNFIT: Final = re.compile(r"[\x00-\x20\x7f#]")
@@ -41,7 +41,7 @@ _SEPARATORS: Final = re.compile(r"[/\\]")
 _DOTS = (".", "..")
 
 _NAMING = ("/p/", "/sessions/", "/v1/v1/")
-"""What a path begins with that names a program, or needs mending."""
+"""Prefixes of a path that names a program, or needs fixing."""
 
 _PROGRAM_PATHS = (
     re.compile(r"/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/inference/v1/(?:generate|abort_requests)/*)"),
@@ -50,9 +50,8 @@ _PROGRAM_PATHS = (
     re.compile(r"/(?:p|sessions)/(?P<program_id>.+)(?P<rest>/(?:generate|tokenize|detokenize)/*)"),
     re.compile(r"/p/(?P<program_id>[^/]+)(?P<rest>/.*)"),
 )
-"""Paths that name a program, and what of them is the engine's: of vLLM's token-in API and SkyRL's form of it, of what
-has a version, of the few paths without one that agents and trainers call, and of whatever else there is: then the id
-ends at the next slash."""
+"""Paths that name a program, and their engine part: of vLLM's token-in API and SkyRL's form of it, of versioned paths,
+of the few unversioned paths that agents and trainers call, and of anything else: then the id ends at the next slash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +59,19 @@ class Target:
     """What one request asks for."""
 
     path: str
-    """What it is routed by: percent-encoded, from the first slash on, without the query."""
+    """The path for routing: percent-encoded, from the first slash on, without the query."""
     query: str
     """With its `?`; empty if there is none."""
     program_id: str | None
-    """The program that the path names, decoded; None if it names none. It was not checked."""
+    """The program that the path names, decoded; None if it names none. It is not validated."""
     prefix: str
-    """What of the path is ours alone, and is not sent."""
+    """The part of the path that is ours alone, and is not sent."""
     engine_path: str
-    """What of the path is the engine's."""
+    """The engine's part of the path."""
     words: tuple[str, ...]
-    """The parts of `engine_path`, as an engine may at most read them."""
+    """The parts of `engine_path`, in the widest reading of an engine."""
     spelt: str
-    """The engine's part, spelt as the tables have it."""
+    """The engine's part, spelt as in the tables."""
 
     @property
     def sent(self) -> str:
@@ -80,27 +79,27 @@ class Target:
         return self.engine_path + self.query
 
     def plainly(self) -> Target:
-        """Return the target as the tables spell it: what it was judged to be is what is sent."""
+        """Return the target as the tables spell it: what was judged is what is sent."""
         return self if self.engine_path == self.spelt else replace(self, engine_path=self.spelt)
 
     @property
     def climbs(self) -> bool:
-        """Whether escapes hide dot segments from us that an engine may see."""
+        """Whether escapes hide dot segments that an engine may see."""
         return any(word in _DOTS for word in self.words)
 
     @staticmethod
     def parse(raw: str, host: str = "") -> Target:
-        """Parse the target of a request line. Raises `RequestError` for one that servers read in different ways.
+        """Parse the target of a request line. Raises `RequestError` for one that servers read differently.
 
-        A whole URL is taken if it names `host`, which is the value of the header `Host` (RFC 9112, 3.2.2). Bytes that
-        are no ASCII are percent-encoded. Cost: linear in its length; a short one is parsed once.
+        A whole URL is accepted if it names `host`, which is the value of the header `Host` (RFC 9112, 3.2.2). Non-ASCII
+        bytes are percent-encoded. Cost: linear in its length; a short one is parsed once.
         """
         if not raw.startswith("/"):
             raw = _path_of_url(raw, host)
         return _parsed(raw) if len(raw) <= CACHED_BYTES else _parse(raw)
 
     def below(self) -> tuple[str, Target]:
-        """Split `/workers/{replica_id}/...` into the decoded second part, and what is asked for below it."""
+        """Split `/workers/{replica_id}/...` into the decoded second part, and the target below it."""
         _, first, second, *rest = self.path.split("/", 3)
         below = self.parse("/" + "/".join(rest) + self.query)
         return unquote(second), replace(below, prefix=f"/{first}/{second}{below.prefix}")
@@ -142,10 +141,10 @@ _parsed = lru_cache(maxsize=CACHED_COUNT)(_parse)
 
 
 def _split(path: str) -> tuple[str | None, str, str]:
-    """Split `/p/{program_id}/v1/...` into the decoded program id, what is ours, and what is the engine's.
+    """Split `/p/{program_id}/v1/...` into the decoded program id, our part, and the engine's part.
 
-    The id may hold `/`, `:` and percent-escapes, so it reaches up to the last `/v1`; a doubled `/v1/v1` is mended.
-    Where there is no `/v1`, nor another path that is known, it holds no `/` but an escaped one.
+    The id may hold `/`, `:` and percent-escapes, so it reaches up to the last `/v1`; a doubled `/v1/v1` is fixed.
+    Without `/v1` or another known path, it holds no unescaped `/`.
     """
     if path.startswith(_NAMING):
         for pattern in _PROGRAM_PATHS:

@@ -1,9 +1,9 @@
-"""Which tool an answer calls, told so that it says how long the program will be away.
+"""Which tool an answer calls, as a key that predicts how long the program will be away.
 
 The key of a call is the tool's name, and for a shell also the first word of its command: `bash:pytest` takes longer
 than `bash:ls`. Calls are found in the answers of the chat API of OpenAI, of the Messages API of Anthropic and of the
-Responses API; agents without tool calls write one fenced shell block into their text, which may also come from
-SGLang's own API. What cannot be read calls nothing: a key is a hint, and the bytes of the answer are never touched.
+Responses API. Agents without tool calls write one fenced shell block into their text, which may also come from SGLang's
+own API. Unreadable answers call nothing: a key is a hint, and the bytes of the answer are never touched.
 """
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
@@ -22,11 +22,11 @@ from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
 
 MAX_KEY_CHARS = 64
 MAX_NAMES = 3
-"""Of an answer that calls several tools, so many names make the key."""
+"""If an answer calls several tools, this many names make the key."""
 
 MAX_CALLS = 16
 MAX_KEPT_CHARS = 4096
-"""So much of a call's arguments, or of a text from its first fence on, is kept: commands stand near the beginning."""
+"""How much is kept of a call's arguments, or of a text from its first fence on: commands are near the beginning."""
 
 _STRING = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'  # without its end, which may be cut off
 _STRINGS = re.compile(rf'({_STRING})"?')
@@ -84,7 +84,7 @@ class _Item(msgspec.Struct):
 
 
 class Calls(msgspec.Struct):
-    """A whole answer as far as it calls tools, in any of the APIs. Those that say their usage beside it extend it."""
+    """The tool calls of a whole answer, in any of the APIs. Subclasses add the usage of those that report it there."""
 
     choices: list[_Choice] | None = None
     content: list[_Item] | None = None
@@ -92,7 +92,7 @@ class Calls(msgspec.Struct):
     text: Any = None
 
     def key(self) -> str:
-        """Return the key of what it calls; empty if it calls nothing."""
+        """Return the key of its calls; empty if there are none."""
         choice = self.choices[0] if self.choices else _Choice()
         message = choice.message or _Message()
         functions = [call.function for call in message.tool_calls or () if call.function is not None]
@@ -113,7 +113,7 @@ class _ChoicesEvent(msgspec.Struct):
 
 
 class _TextEvent(msgspec.Struct):
-    """An event of SGLang's own API: all the text so far."""
+    """An event of SGLang's own API, with all the text so far."""
 
     text: Any = None
 
@@ -134,20 +134,20 @@ _decode_string = msgspec.json.Decoder(str).decode
 
 
 class StreamToolCalls:
-    """Follow the events of a streamed answer for the tools that it calls.
+    """Follows the events of a streamed answer for its tool calls.
 
-    `read` takes whole events as `StreamUsage` finds them. Events that cannot matter cost a few searches.
+    `read` takes whole events as `StreamUsage` finds them. Irrelevant events cost a few searches.
     """
 
     __slots__ = ("_calls", "_text")
 
     def __init__(self) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self._calls: dict[int, tuple[str, str]] = {}
         self._text: str | None = None
 
     def read(self, events: bytes) -> None:
-        """Take in whole events."""
+        """Read whole events."""
         if not self._matters(events):
             return
         for event in events_in(events):
@@ -157,7 +157,7 @@ class StreamToolCalls:
                 continue
 
     def key(self) -> str:
-        """Return the key of what was called so far; empty if nothing was."""
+        """Return the key of the calls so far; empty if there are none."""
         if self._calls:
             return _joined_key(_key(name, arguments) for name, arguments in self._calls.values())
         return _key_of_text(self._text or "")
@@ -165,7 +165,7 @@ class StreamToolCalls:
     def _matters(self, data: bytes) -> bool:
         if self._text is not None and len(self._text) < MAX_KEPT_CHARS:
             return True
-        return may_call(data) or (bool(self._calls) and b'"input_json_delta"' in data)  # more of a call that began
+        return may_call(data) or (bool(self._calls) and b'"input_json_delta"' in data)  # more of a call that has begun
 
     def _read_event(self, event: bytes) -> None:
         if not self._matters(event):
@@ -181,7 +181,7 @@ class StreamToolCalls:
             self._read_item_event(_decode_item_event(data_of(event)))
 
     def _read_choice(self, choice: _Choice) -> None:
-        """Take in a piece of the first choice: of the chat API, or of a text completion."""
+        """Read a piece of the first choice: of the chat API, or of a text completion."""
         delta = choice.delta or _Message()
         for call in delta.tool_calls or ():
             if call.function is not None:
@@ -191,7 +191,7 @@ class StreamToolCalls:
             self._text = _head((self._text or "") + text)
 
     def _read_item_event(self, event: _ItemEvent) -> None:
-        """Take in an event of Anthropic's, or one of the Responses API."""
+        """Read an event of Anthropic's, or one of the Responses API."""
         if event.type == "content_block_start" and event.content_block is not None and _is_call(event.content_block):
             self._add(event.index, event.content_block.name, "")
         elif event.type == "content_block_delta" and event.delta is not None and event.index in self._calls:
@@ -200,17 +200,17 @@ class StreamToolCalls:
             self._add(event.output_index, _name(event.item), _arguments(event.item))
 
     def _add(self, index: int, name: str | None, arguments: str) -> None:
-        """Append a piece of a call; a name comes whole, once or with every piece."""
+        """Append a piece of a call; a name comes complete, once or with every piece."""
         if index in self._calls or len(self._calls) < MAX_CALLS:
             known_name, known_arguments = self._calls.get(index, ("", ""))
             self._calls[index] = (known_name or name or "", _head(known_arguments + arguments))
 
 
 def may_call(data: bytes) -> bool:
-    """Say whether there is anything to read; a few searches, for every chunk of every stream."""
-    if b"`" in data and b"```" in data:  # the first search is many times faster, and enough as a rule
+    """Return whether there may be a call to read; a few searches, for every chunk of every stream."""
+    if b"`" in data and b"```" in data:  # the first search is many times faster, and usually enough
         return True
-    at = data.find(b"_")  # so is this: both of what is looked for hold one, and plain text has none
+    at = data.find(b"_")  # the same here: both search words contain one, and plain text has none
     return at >= 0 and (
         data.find(b'"tool_', max(0, at - 5)) >= 0  # tool_calls and tool_use
         or data.find(b'_call"', at) >= 0  # function_call, custom_tool_call, local_shell_call and shell_call
@@ -218,7 +218,7 @@ def may_call(data: bytes) -> bool:
 
 
 _SHELL_CALLS = {"local_shell_call", "shell_call"}
-"""The Responses API's own shell, which has no name, and an action instead of arguments."""
+"""The Responses API's own shell: no name, and an action instead of arguments."""
 
 
 def _is_call(item: _Item) -> bool:
@@ -238,7 +238,7 @@ def _arguments(item: _Item) -> str:
 
 
 def _plain(value: Raw) -> str:
-    """Return arguments as the text of their JSON; some APIs send an object, some its text in a string."""
+    """Return arguments as JSON text; some APIs send an object, some its text in a string."""
     text = bytes(value)
     if text.startswith(b'"'):
         return _decode_string(text)
@@ -250,7 +250,7 @@ def _head(text: str) -> str:
 
 
 def _joined_key(keys: Iterable[str]) -> str:
-    """Return one key for calls that are made together."""
+    """Return one key for simultaneous calls."""
     return "+".join(sorted({key for key in keys if key})[:MAX_NAMES])[:MAX_KEY_CHARS]
 
 
@@ -263,7 +263,7 @@ def _key(name: str | None, arguments: str) -> str:
 
 
 def _key_of_text(text: str) -> str:
-    """Return the key of a text that holds exactly one shell block."""
+    """Return the key of a text with exactly one shell block."""
     openings = list(_OPENING_FENCE.finditer(text))
     if len(openings) != 1:
         return ""
@@ -276,16 +276,16 @@ def _readable(key: str) -> str:
 
 
 def _command(arguments: str) -> str:
-    """Return the shell command among arguments, a list of words joined; empty if there is none."""
+    """Return the shell command in the arguments, a list of words joined; empty if there is none."""
     field = _COMMAND.search(arguments)
     strings = _STRINGS.findall(field["strings"]) if field is not None else []
     return " ".join(json.loads(string + '"', strict=False) for string in strings)
 
 
 def first_word(command: str) -> str:
-    """Return the word that says what a shell command does, without its path.
+    """Return the word that tells what a shell command does, without its path.
 
-    Changes of the folder, variables, comments and wrappers such as `sudo` or `timeout 60` are passed over.
+    Changes of directory, variables, comments and wrappers such as `sudo` or `timeout 60` are skipped.
     """
     at = 0
     while (skipped := _NOT_YET_THE_COMMAND.match(command, at)) is not None:

@@ -1,8 +1,8 @@
-"""What an engine answers for a request that it aborts before it ran: said here for a turn that is aborted while held.
+"""An engine's answer to a request that it aborts before it ran: written here for a turn that is aborted while held.
 
-Trainers that put in tokens and take out tokens abort everything before they change the weights, and send the prompt
-again with what came so far. They know an abort by its finish reason, so a held turn of theirs must get that, in the
-words of the engine that it was meant for (SGLang: `TokenizerManager._handle_abort_req`; vLLM 0.32:
+Trainers with tokens in and tokens out abort everything before they change the weights, and send the prompt again with
+what came so far. They recognise an abort by its finish reason. So a held turn of theirs must get that, in the format of
+the engine that it was meant for (SGLang: `TokenizerManager._handle_abort_req`; vLLM 0.32:
 `entrypoints/scale_out/token_in_token_out/protocol.py`, `entrypoints/openai/completion/protocol.py`).
 """
 
@@ -35,7 +35,7 @@ _decode_list = msgspec.json.Decoder(list[Raw]).decode
 
 
 class _Fields(msgspec.Struct):
-    """What the answer repeats of a request, or depends on; prompts are counted, not built."""
+    """The parts of a request that the answer repeats or depends on; prompts are counted, not built."""
 
     rid: Any = None
     request_id: Any = None
@@ -63,15 +63,15 @@ class AbortAnswer(NamedTuple):
 
 
 def is_abortable(path: str, *, has_token_prompt: bool) -> bool:
-    """Say whether a turn may be aborted while it is held.
+    """Return whether a turn may be aborted while it is held.
 
-    Turns with tokens in may, those with text in stay held: who sent them does not know what an abort is.
+    Turns with token ids may; those with text stay held, because their clients do not know aborts.
     """
     return path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH) or (path == COMPLETIONS_PATH and has_token_prompt)
 
 
 def abort_answer(path: str, body: bytes) -> AbortAnswer:
-    """Return what the engine would answer had it aborted this request before its first token."""
+    """Return the engine's answer to this request had it been aborted before its first token."""
     fields = _read(body)
     build = {SGLANG_PATH: _sglang, VLLM_PATH: _vllm, SKYRL_PATH: _vllm, COMPLETIONS_PATH: _completion}[path]
     whole, events = build(fields)
@@ -98,7 +98,7 @@ def _count(value: object) -> int:
 
 
 def _prompts(prompt: Raw) -> tuple[list[int], bool]:
-    """Return the tokens of each prompt, and whether it is a list of them; text has none that are known here."""
+    """Return the tokens of each prompt, and whether it is a list of them; a text counts as empty."""
     if _FLAT_LIST.match(prompt) is not None:
         return [bytes(prompt).count(b",") + 1], False
     try:

@@ -1,4 +1,4 @@
-"""What a request on a turn's endpoint is: whose turn, what of it is ours, and what an attempt of its client."""
+"""What a request on a turn's endpoint is: whose turn, which parts are ours, and which attempt of its client."""
 
 # compiled: each turn passes here
 
@@ -20,10 +20,10 @@ from thunderagent.proxy.wire.exchange import Exchange
 def read_turn(
     exchange: Exchange, rules: IdentityRules, tenancy: Tenancy | None, chosen_id: str | None
 ) -> tuple[TurnRequest, Prompt | None]:
-    """Return whose turn a request is, and its prompt where that must be inferred from it.
+    """Return whose turn a request is, and its prompt if the program must be inferred from it.
 
-    What is not a JSON object, or is on an API that we do not speak, is nobody's; so is what goes to a replica that its
-    client chose.
+    A body that is not a JSON object, or an unknown API, makes an anonymous turn; so does a replica that the client
+    chose.
     """
     turn, prompt = read_request(exchange.target, exchange.headers, exchange.body, rules, tenancy, exchange.notes)
     if chosen_id is not None:
@@ -39,7 +39,7 @@ def read_request(
     tenancy: Tenancy | None,
     notes: dict[str, Any] | None = None,
 ) -> tuple[TurnRequest, Prompt | None]:
-    """Return whose turn a head, of which there may be `notes`, and a body are; see `read_turn`."""
+    """Return whose turn a head (perhaps with `notes`) and a body are; see `read_turn`."""
     body = in_utf8(body)
     if tenancy is not None:
         rules = tenancy.rules(rules)
@@ -59,9 +59,9 @@ def read_request(
 
 
 def _unread(target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules) -> TurnRequest:
-    """Return a turn of nobody; whose it says it is its answer says, too, and it runs beside that program if it may.
+    """Return an anonymous turn; its answer still names its program, and it runs beside that if it may.
 
-    The size of what holds sound or pictures says nothing about its prompt.
+    The size of sound or pictures says nothing about the prompt.
     """
     call = identify_side_call(target.program_id, headers, body, rules)
     has_text = headers.get("Content-Type", "").partition("/")[0].lower() not in ("multipart", "audio", "image")

@@ -1,25 +1,25 @@
-"""When a client tries the same turn again, the new attempt takes the place of the old one: one turn, not two.
+"""When a client retries a turn, the new attempt replaces the old one: one turn, not two.
 
 Theory of operation
 ===================
-A client that gives up closes its connection, and its turn ends; but whoever stands between may keep that connection
-open, and then the old attempt would hold its place, or generate, for nobody. And a client that comes back after it gave
-up should not stand at the end of the queue.
+A client that gives up closes its connection, and its turn ends. But an intermediary may keep that connection open, and
+then the old attempt would hold its place, or generate, for nobody. And a client that returns after it gave up should
+not go to the end of the queue.
 
 What makes an attempt the same turn? The same program, branch, path and body are not enough: n samples of one prompt are
-the same too, sent at once on purpose, and must not end each other. So it takes the client's word:
+the same too, sent together on purpose, and must not end each other. So the client must say so:
 
 - the same `Idempotency-Key` as the old attempt; or
-- a retry count of 1 or more (`x-stainless-retry-count`), and the old attempt has a smaller one and was never beside
-  another of the same body: those are samples, and which of them is tried again cannot be told. One attempt with a key
-  and one with another are two turns, whatever the count.
+- a retry count of 1 or more (`x-stainless-retry-count`), where the old attempt has a smaller one and was never beside
+  another of the same body: those are samples, and it is unknown which of them is retried. Attempts with different keys
+  are two turns, whatever the count.
 
-If the old attempt ended already without an answer, its age is what is left of it, and goes to the next retry of the
-same body. Anonymous turns need both, key and count.
+If the old attempt already ended without an answer, only its age is left, and goes to the next retry of the same body.
+Anonymous turns need both, key and count.
 
-Bodies are compared, not hashed: only those of one program's turns that are with us, and only where their sizes are the
-same. Only of an attempt that ended is a hash kept, of its last mebibyte: that is where the turns of a program differ,
-and all that is at stake is an age.
+Bodies are compared, not hashed: only those of one program's current turns, and only if their sizes are the same. Only
+for an ended attempt is a hash kept, of its last mebibyte: the turns of a program differ there, and only an age is at
+stake.
 """
 
 # compiled: each turn passes here
@@ -36,17 +36,17 @@ from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.turns.patience import Patience
 
 REMEMBER_S: Final = 120.0
-"""An attempt that ended without an answer is remembered so long: clients wait between tries, seconds as a rule."""
+"""How long an attempt that ended without an answer is remembered: clients usually wait seconds between tries."""
 
 REMEMBER_COUNT: Final = 10_000
 HASHED_BYTES: Final = 2**20
 TOLD_BYTES: Final = 2**12
-"""Of a body, its end: what another gateway knows it by, beside its size and its client's key."""
+"""The end of a body by which another gateway knows it, together with its size and its client's key."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at a turn, while it is with us."""
+    """One attempt at a turn, while it is here."""
 
     turn: TurnRequest
     path: str
@@ -57,13 +57,13 @@ class Attempt:
     turn_id: int
     supersedes_id: int | None = None
     is_sample: bool = False
-    """Whether another of the same body was beside it."""
+    """Whether another of the same body ran beside it."""
     superseded: bool = False
     key: str | None = None
-    """What attempts at one turn have in common for certain; None if this one is nobody's."""
+    """What attempts at one turn certainly share; None for an anonymous one without it."""
 
     def is_same(self, other: Attempt) -> bool:
-        """Say whether two attempts of one program ask for the same."""
+        """Return whether two attempts of one program ask for the same."""
         return (
             self.path == other.path
             and self.turn.branch_id == other.turn.branch_id
@@ -76,10 +76,10 @@ Place = tuple[str, str, str, int, int]
 
 
 class Attempts:
-    """The attempts that are with us, by program, and the ages of those that ended without an answer."""
+    """The current attempts, by program, and the ages of those that ended without an answer."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without attempts."""
         self._live: dict[str, list[Attempt]] = {}
         self._ended: OrderedDict[Place, tuple[float, float, int]] = OrderedDict()
 
@@ -87,7 +87,7 @@ class Attempts:
         return sum(map(len, self._live.values()))
 
     def begin(self, attempt: Attempt, now_s: float) -> None:
-        """Take in an attempt, and let it take the place of the one before, which is cancelled, or at least its age."""
+        """Add an attempt; it replaces the one before, which is cancelled, or at least takes over its age."""
         key = attempt.key = _key_of(attempt)
         if key is None:
             return
@@ -114,7 +114,7 @@ class Attempts:
         live.append(attempt)
 
     def _goes_on(self, attempt: Attempt, now_s: float) -> None:
-        """Give an attempt the age of the one before, if that ended without an answer a moment ago."""
+        """Give an attempt the age of the one before, if that recently ended without an answer."""
         ended = self._ended.pop(_place_of(attempt), None)
         if ended is not None and now_s - ended[1] <= REMEMBER_S:
             attempt.since_s, _, attempt.supersedes_id = ended
@@ -128,7 +128,7 @@ class Attempts:
                     attempt.task.cancel()
 
     def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
-        """Let go of an attempt; one that got no answer may come again."""
+        """Remove an attempt; one without an answer may come again."""
         key = attempt.key
         if key is None:
             return
@@ -148,7 +148,7 @@ class Attempts:
 
 
 def told_key(attempt: Attempt) -> str:
-    """Return what other gateways know all attempts at a program's turn by; empty where its client gave no key."""
+    """Return the key by which other gateways know all attempts at a program's turn; empty if its client gave none."""
     turn, key = attempt.turn, attempt.patience.idempotency_key
     if not key or turn.program_id is None:
         return ""
@@ -165,7 +165,7 @@ def _key_of(attempt: Attempt) -> str | None:
 
 
 def _earlier_of(attempt: Attempt, others: list[Attempt]) -> Attempt | None:
-    """Return the attempt, of those that ask for the same, that this one takes the place of."""
+    """Return the attempt, among those that ask for the same, that this one replaces."""
     key, count = attempt.patience.idempotency_key, attempt.patience.retry_count
     if key:
         same_key = [other for other in others if other.patience.idempotency_key == key]

@@ -2,16 +2,15 @@
 
 Theory of operation
 ===================
-A lease is held in a `with` block: whatever ends the flow - the answer's end, an error, or the cancellation that comes
-when the client's connection goes - ends the lease, and `upstream.close()` in a `finally` ends the request on the
-replica, because engines stop generating when their client is gone. So the four moments in which a client can leave
-(held, before the first byte, in a stream, in a whole answer) need no code of their own.
+A lease is held in a `with` block. Whatever ends the flow - the answer's end, an error, or the cancellation when the
+client disconnects - ends the lease. `upstream.close()` in a `finally` ends the request on the replica, because engines
+stop generating when their client is gone. So the four moments in which a client can leave (held, before the first byte,
+in a stream, in a whole answer) need no code of their own.
 
-What a request says is read in `arrival.py`; how it goes to a replica, and when to another, is in `forward.py`; how the
-answer comes back, in `relay.py`. What a client says of its patience (`patience.py`) becomes the turn's deadline; a
-client that tries again takes the place of its earlier attempt (`attempts.py`), which is cancelled like one whose client
-left. A stream that is held may show signs of life (`heartbeat.py`), and whose turn it is may be inferred
-(`reading/inference.py`), if the operator wants that.
+`arrival.py` reads the request; `forward.py` sends it to a replica, and decides on another; `relay.py` returns the
+answer. A client's stated patience (`patience.py`) becomes the turn's deadline. A retry replaces its earlier attempt
+(`attempts.py`), which is cancelled like one whose client left. If the operator wants that, a held stream may send
+heartbeats (`heartbeat.py`), and the program may be inferred (`reading/inference.py`).
 """
 
 # compiled: each turn passes here
@@ -66,38 +65,38 @@ class TurnSettings:
     """How turns are forwarded."""
 
     retries: RetrySettings = DEFAULT_RETRIES
-    """How often turns are tried again, on another replica, after the connection failed before the first byte."""
+    """How often turns are retried, on another replica, after the connection failed before the first byte."""
     identity: IdentityRules = NO_RULES
     """What else names a program."""
     patience_s: float | None = None
-    """Of clients that do not say how long they wait; None is for ever."""
+    """For clients that do not say how long they wait; None is for ever."""
     client_patience: bool = True
     """Whether turns are let in before their clients give up."""
     heartbeat_s: float | None = None
-    """Time between two signs of life on a stream that is held; None sends none."""
+    """Time between two heartbeats on a held stream; None sends none."""
     tenant_from_key: bool = False
-    """Whether a program's tenant is that of the key that opens it, and a data key is for its own tenant alone."""
+    """Whether the key that opens a program decides its tenant, and a data key is for its own tenant alone."""
     client_priority: ClientPriority | None = None
-    """What becomes of priorities that clients give engines; None drops those that come with data keys."""
+    """What happens to priorities that clients give engines; None drops those that come with data keys."""
     held: HeldLimits = NO_LIMITS
     """How much may be held."""
     websocket_limit_s: float = 3600.0
-    """A websocket is ended after so long."""
+    """A websocket is ended after this time."""
     names_programs: bool = False
     """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
     tells_attempts: bool = False
-    """Tell the scheduler by which key attempts at one turn may be known: the next one may come to another gateway."""
+    """Tell the scheduler a key for attempts at one turn: the next one may come to another gateway."""
 
 
 class Preparer(Protocol):
-    """Who prepares sandboxes for programs ahead of time."""
+    """Prepares sandboxes for programs ahead of time."""
 
     def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
-        """Prepare what programs of a class get. One that is new is of that tenant."""
+        """Prepare what programs of a class get. A new program belongs to that tenant."""
 
 
 class Turns:
-    """Answer requests that are turns."""
+    """Answers requests that are turns."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class Turns:
         sandboxes: Preparer | None = None,
         judge: Judge | None = None,
     ) -> None:
-        """Forward with `client` to `replicas`, under `leases`; keep who made which answer in `made`."""
+        """Forward with `client` to `replicas`, under `leases`; record in `made` which replica made which answer."""
         self._leases = leases
         self._metrics = metrics
         self._settings = settings
@@ -132,17 +131,17 @@ class Turns:
         self._relay = Relay(client, self._forwarding, made, self._inference, metrics, websockets)
         self._write = line_writer(log)
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Kept, because to ask for it costs a system call."""
+        """Cached, because asking for it costs a system call."""
 
     def revoke(self, program_id: str, turn_id: int) -> None:
-        """End a turn here, whose next attempt came to another gateway."""
+        """End a turn here, because its next attempt came to another gateway."""
         self._attempts.revoke(program_id, turn_id)
 
     async def answer(self, exchange: Exchange, chosen_id: str | None = None) -> None:
-        """Answer one turn; on the replica `chosen_id`, which its client chose, it is nobody's, whatever it says.
+        """Answer one turn; on the replica `chosen_id`, which its client chose, it is always anonymous.
 
-        A body that is not a JSON object goes to an engine as it is. Raises `ThunderAgentError` if there is no answer,
-        and none was begun.
+        A body that is not a JSON object is forwarded unchanged. Raises `ThunderAgentError` if there is no answer, and
+        none was begun.
         """
         arrived_s, target = monotonic(), exchange.target
         tenancy = self._tenancy if self._tenancy.applies else None
@@ -152,7 +151,7 @@ class Turns:
         dialect = TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt)
         record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
         record.tenancy = tenancy
-        del prompt  # as large as the body, and of no more use
+        del prompt  # as large as the body, and no longer needed
         if self._leases.replicas.names_models:
             record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:
@@ -196,9 +195,9 @@ class Turns:
     def _of_program(
         self, exchange: Exchange, turn: TurnRequest, prompt: Prompt | None, tenancy: Tenancy | None
     ) -> TurnRequest:
-        """Infer whose turn it is, if nobody says and the operator wants that, and have its sandboxes prepared.
+        """Infer the program of an unnamed turn if the operator wants that, and have its sandboxes prepared.
 
-        Raises `OtherTenantError` if its program is not one of its key's.
+        Raises `OtherTenantError` if its program does not belong to its key's tenant.
         """
         if tenancy is not None:
             tenancy.check(turn.program_id)
@@ -234,7 +233,7 @@ class Turns:
         while True:
             with await self._lease(exchange, record, attempt, deadline_s, avoid_replica_id) as lease:
                 if exchange.kept is not None:
-                    exchange.kept.release()  # how many run is the scheduler's matter
+                    exchange.kept.release()  # the scheduler limits how many run
                 granted = lease.granted
                 self._metrics.turn_granted(granted.held_s, monotonic() - record.arrived_s - record.held_s)
                 named, body, authorization = None, record.turn.body, None
@@ -269,11 +268,11 @@ class Turns:
         deadline_s: float | None,
         avoid_replica_id: str | None,
     ) -> OpenLease:
-        """Wait for a lease, with signs of life if they are wanted; a second one is for a turn that kept its age."""
+        """Wait for a lease, with heartbeats if wanted; a second one is for a turn that kept its age."""
         if record.tries_count:
             attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
             if record.tenancy is not None:
-                record.tenancy.check(record.turn.program_id)  # once more: it may have become another's since
+                record.tenancy.check(record.turn.program_id)  # again: it may belong to another tenant by now
         asked_s, lease = monotonic(), None
         home_id = self._leases.home_of(record.turn.told_id, record.model) if record.turn.told_id else None
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
@@ -325,13 +324,13 @@ class Turns:
         return self._leases.now_s() + patience_s
 
     def _lives(self, record: Record) -> bool:
-        """Say whether the program of a turn with a lease did not end since: another of the same id is another."""
+        """Return whether the program of a turn with a lease still lives; another of the same id does not count."""
         return record.turn.program_id is None or self._leases.lives(record.turn.program_id, record.generation)
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
     async def _say_aborted(self, exchange: Exchange, record: Record) -> None:
-        """Answer as an engine answers a request that was aborted before it ran."""
+        """Answer like an engine that aborts a request before it ran."""
         turn = record.turn
         make = partial(abort_answer, record.target.engine_path, turn.body)
         content_type, answer = await read_aside(make, len(turn.body))
@@ -344,7 +343,7 @@ class Turns:
             await done(exchange.answer(200, "OK", headers, answer))
 
     def _is_through(self, record: Record) -> None:
-        """End a program with its last turn; else let the judge know of it. One that has begun anew is another."""
+        """End a program with its last turn; otherwise tell the judge of it. A program that began anew is another one."""
         turn = record.turn
         if turn.program_id is None:
             return
@@ -354,7 +353,7 @@ class Turns:
             self._judge.turn_seen(turn.program_id, turn.body)
 
     def _write_line(self, record: Record) -> None:
-        """Write the turn's canonical line, and count how long it was with us."""
+        """Write the turn's canonical line, and count its total time."""
         duration_s = monotonic() - record.arrived_s
         is_there = record.replica_id is not None and self._leases.replicas.get(record.replica_id) is not None
         self._metrics.turn_ended(record.replica_id if is_there else None, record.status, duration_s)

@@ -1,9 +1,8 @@
-"""A turn on its way to its replica: named and with its priority where the engine wants that, and tried again or not.
+"""A turn on its way to its replica: with its name and priority if the engine wants them, and retried or not.
 
-A turn is tried again on another replica only as long as no byte of an answer has come, and only if the connection
-failed: what an engine answers is the client's, whatever its status. How often is a matter of `retry_budget.py`, and
-which replica fails so often that nothing is sent there for a while, of `fleet/breaker.py`, to which each try is
-reported.
+A turn is retried on another replica only while no byte of an answer has come, and only if the connection failed: an
+engine's answer goes to the client, whatever its status. `retry_budget.py` limits retries. `fleet/breaker.py` hears of
+each try, and keeps turns off a replica that fails too often.
 """
 
 # compiled: each turn passes here
@@ -42,7 +41,7 @@ log = structlog.get_logger("thunderagent.turns")
 
 
 class Forwarding:
-    """Send turns to the replicas that they have leases on."""
+    """Sends turns to the replicas that they have leases on."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Forwarding:
         self._names_programs = names_programs
 
     def headers_of(self, exchange: Exchange, record: Record) -> CIMultiDict[str]:
-        """Return the headers that a turn goes to an engine with."""
+        """Return a turn's headers for an engine."""
         headers = forwarded_request_headers(exchange.headers, exchange.notes)
         if exchange.channel is not None:
             headers["Connection"], headers["Upgrade"] = "Upgrade", exchange.headers["Upgrade"]
@@ -72,7 +71,7 @@ class Forwarding:
         return headers
 
     def names(self, replica_id: str) -> bool:
-        """Say whether turns have ids of their own there: where the engine wants to be told of clients that left."""
+        """Return whether turns have ids of their own there: if the engine wants to hear of clients that left."""
         return self._replicas.has_notices(replica_id)
 
     async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
@@ -84,9 +83,9 @@ class Forwarding:
     def send(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
     ) -> Awaitable[Answer]:
-        """Forward a turn, with its priority if the scheduler gives it one, and return when its answer's head came.
+        """Forward a turn, with its priority if the scheduler gives it one, and return when its answer's head arrived.
 
-        A turn that its engine refuses for its priority is sent again without. Raises `ReplicaError`.
+        A turn that its engine refuses for its priority is sent again without it. Raises `ReplicaError`.
         """
         if lease.engine_priority is not None:
             given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
@@ -126,10 +125,10 @@ class Forwarding:
     async def _send_once(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
     ) -> Answer:
-        """Forward a turn as it is; how it went its replica's breaker hears. Raises `ReplicaError`."""
+        """Forward a turn once, and report the result to its replica's breaker. Raises `ReplicaError`."""
         if exchange.begun:
             headers = CIMultiDict(headers)
-            headers["Accept-Encoding"] = "identity"  # the head was sent, and promises nothing else
+            headers["Accept-Encoding"] = "identity"  # the head was sent with this promise
         breakers, replica_id = self._replicas.breakers, lease.replica_id
         probe = await breakers.admit(replica_id) if breakers.knows(replica_id) else None
         try:
@@ -150,11 +149,11 @@ class Forwarding:
         return upstream
 
     def may_retry(self, record: Record, attempt: Attempt, error: ReplicaError, now_s: float) -> bool:
-        """Say whether a turn may be tried again that failed before its first byte."""
+        """Return whether a turn that failed before its first byte may be retried."""
         if error.replica_id in (record.chosen_id, record.maker_id):
             return False  # elsewhere it would only be refused
         if record.turn.is_unknown and not isinstance(error, ReplicaUnreachableError):
-            return False  # it may have been done
+            return False  # it may have been executed
         if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
             return False
         refused_before = self._budget.refused_count
@@ -167,7 +166,7 @@ class Forwarding:
         return may_retry
 
     def failed(self, lease: OpenLease, error: ReplicaError) -> None:
-        """Give a lease back that its replica failed, and have that replica looked at."""
+        """Return a lease that its replica failed, and have that replica polled."""
         lease.failed()
         log.warning(
             "replica_failed_turn",
@@ -180,6 +179,6 @@ class Forwarding:
             look_at(self._watcher, error)
 
     def left(self, record: Record, lease: Lease, named: NamedTurn, authorization: str | None) -> None:
-        """Have an engine end what nobody waits for any more, if it knows the turn by an id of its own."""
+        """Abort on an engine what nobody waits for any more, if the turn has an id of its own there."""
         if named.engine_request_id and record.outcome not in ("finished", "refused"):
             self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)

@@ -1,8 +1,7 @@
-"""Signs of life on a stream whose turn is held: for clients, and proxies before them, that give up in a silence.
+"""Heartbeats on a stream whose turn is held: for clients and proxies that give up in a silence.
 
-They commit the answer's head - status 200, and no header that is only known with the lease - so they are sent only
-where the operator wants them. Whatever goes wrong from there on is told as an event, in the words of the API that was
-called.
+They commit the answer's head - status 200, and no header that is only known with the lease - so they are sent only if
+the operator wants them. Later errors are reported as an event, in the format of the API that was called.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from thunderagent.proxy.reading.dialects import Dialect
 from thunderagent.proxy.wire.exchange import Exchange, done
 
 COMMENT = b": held\n\n"
-"""A comment: readers of events pass over it."""
+"""A comment: readers of events ignore it."""
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 """The Messages API has an event for it."""
@@ -27,14 +26,14 @@ MESSAGES_PATH = "/v1/messages"
 
 
 class HeldStream:
-    """The answer to a streamed turn that is held: nothing, until the first heartbeat."""
+    """The answer to a held streamed turn: nothing, until the first heartbeat."""
 
     __slots__ = ("_dialect", "_exchange", "_headers", "_is_messages", "_period_s")
 
     def __init__(
         self, exchange: Exchange, path: str, dialect: Dialect, period_s: float, headers: dict[str, str]
     ) -> None:
-        """Beat every `period_s` on `path`; `headers` go into the head if one must be sent before the lease is there."""
+        """Beat every `period_s` on `path`; `headers` are for a head that must be sent before the lease is there."""
         self._exchange = exchange
         self._dialect = dialect
         self._is_messages = path == MESSAGES_PATH
@@ -57,7 +56,7 @@ class HeldStream:
             raise error_of_block
 
     async def fail(self, error: ThunderAgentError) -> None:
-        """Tell of an error as an event and end the answer, whose head was sent."""
+        """Report an error as an event and end the answer, whose head was sent."""
         await self.end_with(self._dialect.break_off(error.code, error.message, b""))
 
     async def refuse(self, body: bytes) -> None:

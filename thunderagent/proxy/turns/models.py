@@ -41,7 +41,7 @@ class Models:
     async def handle(self, request: web.Request) -> web.Response:
         """Answer with each model once, in the order of the replicas.
 
-        Where all refuse in the same way, with what the first says. Raises `NoReplicaError` if none answers otherwise.
+        If all refuse in the same way, answer as the first does. Raises `NoReplicaError` if none answers otherwise.
         """
         headers = forwarded_request_headers(request.headers)
         headers.popall("Accept-Encoding", None)  # the answers are read here
@@ -63,7 +63,7 @@ class Models:
         raise NoReplicaError("no replica that is up lists its models")
 
     async def _ask(self, replica_id: str, headers: CIMultiDict[str]) -> _Answer | None:
-        """Return what a replica answers; None if it does not."""
+        """Return a replica's answer; None if it does not answer."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 url = self._replicas.url_of(replica_id)

@@ -1,9 +1,9 @@
-"""How long a client waits for its answer, how often it asked before, and when it will ask again, as it says itself.
+"""How long a client waits for its answer, how often it tried before, and when it will ask again, by its own headers.
 
 `openai` and `anthropic` for Python send `x-stainless-read-timeout` with every request: the seconds that they wait for
-the next byte (600.0 unless told otherwise, nothing if their timeout is None), and `x-stainless-retry-count`: 0, 1, 2.
-Their TypeScript twins send `x-stainless-timeout`, seconds too. A client of any other kind may send
-`X-Program-Patience`. What is not a number in other people's headers is no error.
+the next byte (600.0 by default, nothing if their timeout is None), and `x-stainless-retry-count`: 0, 1, 2. Their
+TypeScript twins send `x-stainless-timeout`, seconds too. Any other client may send `X-Program-Patience`. A value that
+is not a number in other people's headers is no error.
 
 `X-Program-Hint: next_turn_in_s=12.5, confidence=0.8` says when the program's next turn comes, counted from the end of
 this one; `keep=retain` or `keep=offload` what may become of its memory until then. It is a dictionary of RFC 8941.
@@ -33,9 +33,9 @@ LARGEST_COUNT: Final = 1000
 
 
 class Patience(NamedTuple):
-    """What a client says of its waiting; `patience_s` None is for ever.
+    """A client's stated patience; `patience_s` None is for ever.
 
-    With `counts_bytes` every byte that comes renews it. `retry_count` is 0 at the first attempt. `hint` is about what
+    With `counts_bytes` every byte that arrives renews it. `retry_count` is 0 at the first attempt. `hint` is about what
     comes after the turn.
     """
 
@@ -49,9 +49,9 @@ class Patience(NamedTuple):
 def patience_of(
     headers: Mapping[str, str], default_s: float | None = None, notes: dict[str, Any] | None = None
 ) -> Patience:
-    """Read it; `default_s` is of clients that do not say it. `notes` are those of the head, where it was read before.
+    """Read the patience; `default_s` is for clients without one. `notes` are those of the head, if read before.
 
-    Raises `RequestError` for a wrong header of ours.
+    Raises `RequestError` for an invalid header of ours.
     """
     known: Patience | None = None if notes is None else notes.get("patience")
     if known is None:
@@ -78,7 +78,7 @@ def _patience_of(headers: Mapping[str, str], default_s: float | None) -> Patienc
 
 
 def hint_of(text: str) -> TurnHint:
-    """Read the value of `X-Program-Hint`. Raises `RequestError` for one that is none."""
+    """Read the value of `X-Program-Hint`. Raises `RequestError` if it is invalid."""
     fields = [field.partition("=") for field in text.split(",")]
     said = {name.strip(): value.strip() for name, _, value in fields}
     try:

@@ -1,4 +1,4 @@
-"""What is known of one turn: for the lease that it asks for, for its canonical line, for the headers of its answer."""
+"""What is known of one turn: for its lease request, for its canonical line, for the headers of its answer."""
 
 # compiled: each turn passes here
 
@@ -21,21 +21,21 @@ from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, REPLI
 
 
 class Record:
-    """One turn: what it is, where it ran, and what came of it. Unless it ends otherwise, its client left."""
+    """One turn: what it is, where it ran, and its result. Unless it ends otherwise, its client left."""
 
     maker_id: str | None = None
-    """The replica that made the response which it goes on from, if that is known: no other has it."""
+    """The replica that made the response from which it continues, if known: no other has it."""
     held_stream: HeldStream | None = None
-    """What a held stream shows; its head may have been sent."""
+    """What a held stream sends; its head may have been sent."""
     chain: Chain | None = None
     tenancy: Tenancy | None = None
-    """Who says what of others' it may touch; None where it may touch all, as everybody may."""
+    """Decides what it may touch; None if it may touch everything."""
     completions: Completions | None = None
-    """What is answered, where the program was inferred: its next prompt begins so."""
+    """What is answered, if the program was inferred: its next prompt begins with that."""
     model = ""
-    """The model that it is for, as far as that matters."""
+    """Its model, if that matters."""
     generation = 0
-    """Of its program, as its last lease said."""
+    """The generation of its program, from its last lease."""
     outcome = "abandoned"
     status: int | None = None
     replica_id: str | None = None
@@ -55,7 +55,7 @@ class Record:
         prompt: Prompt | None = None,
         chosen_id: str | None = None,
     ) -> None:
-        """Begin with a turn that has no lease yet. What is answered is read if its `prompt` was."""
+        """Create a turn without a lease. The answer is read if its `prompt` was."""
         self.turn = turn
         self.usage = NO_USAGE
         self.method = method
@@ -64,9 +64,9 @@ class Record:
         self.arrived_s = arrived_s
         self.prompt_bytes = len(turn.body) - turn.media.size_bytes if turn.has_whole_prompt else 0
         self.held_bytes = len(body) + (len(turn.body) if turn.body is not body else 0)
-        """What is kept of it until it has run: the body as it came, and as it is forwarded."""
+        """What is kept of it until it has run: the body as received, and as forwarded."""
         self.chosen_id = chosen_id
-        """The replica that it must run on, and on no other."""
+        """The only replica that it may run on."""
         if prompt is not None:
             self.chain, self.completions = prompt.chain(), Completions(dialect)
 
@@ -92,7 +92,7 @@ class Record:
         )
 
     def headers(self) -> dict[str, str]:
-        """Return what the answer to the turn says about it."""
+        """Return the headers about the turn for its answer."""
         turn = self.turn
         headers = identity_headers(turn.program_id or turn.told_id or None, turn.source)
         headers[HOLD_HEADER] = str(round(self.held_s * 1000)) if self.held_s else "0"
@@ -113,7 +113,7 @@ def ask_for(
 ) -> TurnAsk:
     """Return all that a scheduler may know of a turn.
 
-    Its client gives up at `deadline_s`. A turn of nobody that says whose it is runs beside that program, at `home_id`.
+    Its client gives up at `deadline_s`. An anonymous turn that names its program runs beside that, at `home_id`.
     """
     turn = record.turn
     waited = record.tries_count or attempt.patience.retry_count

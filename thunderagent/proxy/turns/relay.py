@@ -1,7 +1,8 @@
 """The answer to a turn on its way to its client: relayed as it comes, read for its usage and the tool that it calls.
 
-When it is whole, and before the program's next turn can begin, the lease ends with what was read. A client has a whole
-answer before that is booked: what it sends then is read later, and begun after whatever waits for the loop already.
+When it is complete, and before the program's next turn can begin, the lease ends with what was read. A client has a
+whole answer before that is booked: what it sends then is read later, and begun after whatever already waits for the
+loop.
 """
 
 # compiled: each turn passes here
@@ -37,14 +38,14 @@ from thunderagent.proxy.wire.websockets import Websockets
 CONTENT_ENCODING: Final = istr("Content-Encoding")
 
 MOST_WHOLE_BYTES: Final = 64 * 2**20
-"""A larger answer is not kept until it is whole, and not read."""
+"""A larger answer is not buffered, and not read."""
 
 PROGRESS_PERIOD_S: Final = 1.0
-"""The scheduler hears at most so often how far a stream has come."""
+"""The least time between two progress reports of a stream to the scheduler."""
 
 
 class Relay:
-    """Relay answers, and end the leases of their turns."""
+    """Relays answers, and ends the leases of their turns."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Relay:
         metrics: TurnMetrics,
         websockets: Websockets,
     ) -> None:
-        """Read with `client`; `made` keeps who made which answer, `inference` how prompts go on, if it is on."""
+        """Read with `client`; `made` records who made which answer, `inference` how prompts go on, if it is on."""
         self._client = client
         self._forwarding = forwarding
         self._made = made
@@ -64,7 +65,7 @@ class Relay:
         self._websockets = websockets
 
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
-        """Relay an answer whose head has come. Raises `ReplicaError` if it breaks off before its client heard of it."""
+        """Relay an answer whose head has arrived. Raises `ReplicaError` if it breaks off before its client heard of it."""
         granted, record.status = lease.granted, upstream.status
         if upstream.status == CHANGES_PROTOCOL and exchange.channel is not None:
             await self._converse(exchange, exchange.channel, record, lease, upstream)
@@ -84,12 +85,12 @@ class Relay:
             await asyncio.to_thread(self._look_into, record, lease, upstream, body)
         if record.held_stream is not None and exchange.begun:
             self._end_lease(record, lease)
-            await record.held_stream.refuse(body)  # the head of a stream was sent: it is told as an event
+            await record.held_stream.refuse(body)  # the head of a stream was sent: report it as an event
             return
         try:
             wait = exchange.answer(upstream.status, upstream.reason, headers, body)
             if len(body) <= LARGE_BODY_BYTES:
-                await OTHERS_FIRST  # it goes out first; a next turn that comes now is begun after this
+                await OTHERS_FIRST  # it is sent first; a next turn that comes now begins after this
         finally:
             if len(body) <= LARGE_BODY_BYTES:
                 self._look_into(record, lease, upstream, body)
@@ -98,7 +99,7 @@ class Relay:
             await wait
 
     async def _read(self, exchange: Exchange, lease: OpenLease, upstream: Answer) -> bool:
-        """Read an answer to its end; say whether it is whole, as one that is told as an event must be."""
+        """Read an answer to its end; return whether it is complete, as one that is sent as an event must be."""
         max_bytes = sys.maxsize if exchange.begun else MOST_WHOLE_BYTES
         try:
             return await self._client.whole_within(lease.granted.replica_id, upstream, max_bytes)
@@ -109,7 +110,7 @@ class Relay:
     async def _pass_on(
         self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
     ) -> None:
-        """Relay an answer that is too large to be kept, as it comes."""
+        """Relay an answer that is too large to buffer, as it comes."""
         lease.started()
         await done(exchange.begin(upstream.status, upstream.reason, headers))
         try:
@@ -123,7 +124,7 @@ class Relay:
         await done(exchange.end())
 
     def _look_into(self, record: Record, lease: OpenLease, upstream: Answer, body: bytes) -> None:
-        """Read the usage of a whole answer, and which tool it calls; and what it says if that is wanted."""
+        """Read the usage of a whole answer, and its tool call; and its text if that is wanted."""
         if upstream.status < 400:
             encoding = upstream.headers.get(CONTENT_ENCODING)
             if record.completions is not None:
@@ -134,7 +135,7 @@ class Relay:
     async def _stream(
         self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
     ) -> None:
-        """Relay a stream of events as they come, and end the lease with the usage and the calls that they carry."""
+        """Relay a stream of events as they come, and end the lease with their usage and calls."""
         streamed = _Streamed(self, exchange, record, lease, upstream)
         if not exchange.begun:
             await done(exchange.begin(upstream.status, upstream.reason, headers))
@@ -157,7 +158,7 @@ class Relay:
     async def _converse(
         self, exchange: Exchange, client: Channel, record: Record, lease: OpenLease, upstream: Answer
     ) -> None:
-        """Have a websocket carried; the lease ends with it."""
+        """Carry a websocket; the lease ends with it."""
         headers = forwarded_response_headers(upstream.headers, keep_length=True)
         headers.update(record.headers())
         lease.started()
@@ -173,7 +174,7 @@ class Relay:
             self._end_lease(record, lease)
 
     def keep_id(self, replica_id: str) -> KeepId:
-        """Return what remembers which answers a replica made."""
+        """Return a function that records which answers a replica made."""
         return partial(self._made.keep, replica_id=replica_id)
 
     def remember(self, record: Record) -> None:
@@ -183,7 +184,7 @@ class Relay:
             self._inference.answered(record.turn.program_id or "", chain, completions.choices())
 
     def _end_lease(self, record: Record, lease: OpenLease) -> None:
-        """End the lease of a turn whose answer is whole; an engine's 4xx or 5xx is an answer too."""
+        """End the lease of a turn whose answer is complete; an engine's 4xx or 5xx is an answer, too."""
         if record.status is not None and record.status < 400:
             record.outcome = "finished"
             lease.finished(*record.usage, record.tool)
@@ -195,7 +196,7 @@ class Relay:
 
 
 class _Streamed:
-    """One stream: takes what comes, and has the client get it."""
+    """One stream: takes bytes as they arrive, and passes them to the client."""
 
     __slots__ = (
         "_exchange",
@@ -227,7 +228,7 @@ class _Streamed:
         )
 
     def take(self, piece: bytes) -> Wait:
-        """Take the next bytes that came."""
+        """Take the next bytes."""
         now_s = self._last_s = monotonic()
         if not self._progress_at_s:
             self._first_s = now_s
@@ -241,7 +242,7 @@ class _Streamed:
         return self._hand_on(self.events.feed(piece))
 
     def count(self, metrics: TurnMetrics) -> None:
-        """Count how quick the stream was, when it is whole."""
+        """Count the speed of the stream, when it is complete."""
         record = self._record
         if self._first_s and record.replica_id is not None and record.status is not None:
             gaps_count = self.events.events_count - 1
@@ -249,8 +250,8 @@ class _Streamed:
             metrics.turn_streamed(record.replica_id, record.status, self._first_s - record.arrived_s, between_s)
 
     async def break_off(self, error: ReplicaError) -> None:
-        """Tell the client of a stream that broke, as an event, and cut the connection: the answer is not whole."""
-        if self._promised == "identity":  # else an event would read as rubbish
+        """Report a broken stream to the client as an event, and cut the connection: the answer is incomplete."""
+        if self._promised == "identity":  # otherwise an event would be unreadable
             ending = self._record.dialect.break_off(error.code, error.message, self.events.last_events)
             await done(self._exchange.write(self.events.broken_off() + ending))
         self._exchange.cut()
@@ -261,7 +262,7 @@ class _Streamed:
     def _hand_on(self, relayed: bytes) -> Wait:
         completions = self._record.completions
         if completions is not None and completions.ended:
-            self._relay.remember(self._record)  # before the client knows the end, and goes on with it
+            self._relay.remember(self._record)  # before the client knows the end, and continues from it
         return self._exchange.write(relayed) if relayed else None
 
     def _listen(self, events: bytes) -> None:

@@ -1,4 +1,4 @@
-"""How many turns may be tried again: a part of all turns, so that failing replicas are not buried under retries."""
+"""How many turns may be retried: a ratio of all turns, so that failing replicas are not buried under retries."""
 
 # compiled: each turn passes here
 
@@ -10,15 +10,15 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
-    """How often turns are tried again after a replica failed them before the first byte."""
+    """How often turns are retried after a replica failed them before the first byte."""
 
     retries_count: int = 2
-    """Of one turn. A client that tries again itself says how often it did: so many fewer are ours, so that its tries
-    and ours do not multiply."""
+    """Per turn. A client that retries says how often it did: we retry that many fewer times, so that its retries and
+    ours do not multiply."""
     budget_ratio: float = 0.2
-    """Of all turns in the last window or two; Envoy's and Finagle's budget."""
+    """Ratio of all turns in the last window or two; Envoy's and Finagle's budget."""
     budget_min_count: int = 100
-    """In a window, however few turns there are: all that a lost replica had in flight may go elsewhere."""
+    """Per window, however few turns there are: all that a lost replica had in flight may go elsewhere."""
     window_s: float = 30.0
 
 
@@ -26,7 +26,7 @@ DEFAULT_RETRIES: Final = RetrySettings()
 
 
 class RetryBudget:
-    """Count turns and retries of this window and the one before. O(1) for each."""
+    """Counts turns and retries of this window and the one before. O(1) for each."""
 
     __slots__ = ("_earlier", "_ends_s", "_retries_count", "_settings", "_turns_count", "_window", "refused_count")
 
@@ -35,11 +35,11 @@ class RetryBudget:
         self._settings = settings
         self._window = 0
         self._ends_s = 0.0
-        """When the window does."""
+        """When the window ends."""
         self._turns_count = self._retries_count = 0
         self._earlier = 0, 0
         self.refused_count = 0
-        """Retries that one turn had left, and all together had not."""
+        """Retries that the turn itself had left, but the budget had not."""
 
     def turn_came(self, now_s: float) -> None:
         """Count a turn."""
@@ -48,7 +48,7 @@ class RetryBudget:
         self._turns_count += 1
 
     def may_retry(self, now_s: float, tries_count: int, client_retry_count: int) -> bool:
-        """Say whether a turn of so many tries may be tried once more, and count that."""
+        """Return whether a turn with this many tries may be tried once more, and count that."""
         settings = self._settings
         if tries_count > settings.retries_count - client_retry_count:
             return False

@@ -1,8 +1,7 @@
 """Requests that are not turns: relayed without a lease, to a program's replica or the least busy one.
 
-A side call computes little and keeps nothing, so it waits for nobody. It is tried on another replica only before the
-first byte of an answer, and only where that cannot do anything twice: nothing was sent, or the request asks without
-changing anything.
+A side call computes little and keeps nothing, so it never waits. It is tried on another replica only before the first
+byte of an answer, and only if that cannot execute anything twice: nothing was sent, or the request only reads.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ PURE_CALLS = frozenset(
         *("embeddings", "embed", "rerank", "score", "classify", "pooling"),
     }
 )
-"""Last parts of paths on which a POST asks without changing anything."""
+"""Last parts of paths on which a POST only reads."""
 
 _SIZED_OR_ENCODED = ("Content-Length", "Content-Encoding")
-"""Nothing can follow what has a length, and an event would be rubbish in what is encoded."""
+"""Nothing can follow a body of given length, and an event would be unreadable in an encoded one."""
 
 
 class SideCalls:
-    """Relay what is not a turn."""
+    """Relays what is not a turn."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class SideCalls:
         identity: IdentityRules,
         tenancy: Tenancy,
     ) -> None:
-        """Relay with `client`; what names an answer goes to the replica that `made` it."""
+        """Relay with `client`; a request that names an answer goes to the replica that `made` it."""
         self._client = client
         self._replicas = replicas
         self._watcher = watcher
@@ -99,7 +98,7 @@ class SideCalls:
             upstream.close()
 
     async def forward_to(self, request: web.Request, replica_id: str, target: Target) -> web.StreamResponse:
-        """Relay one request to a replica that its client chose; `target` is what it asks for there."""
+        """Relay one request to a replica that its client chose; `target` is the target there."""
         body = await request.read()
         if request.method == "POST" and self._tenancy.drops_priority:
             body = (await self._read(request, target, body)).body
@@ -125,7 +124,7 @@ class SideCalls:
     async def _send(
         self, request: web.Request, target: Target, program_id: str | None, model: str, body: bytes
     ) -> tuple[str, Answer]:
-        """Send to one replica after the other until one answers; return which, and the head of its answer."""
+        """Send to one replica after the other until one answers; return its id, and the head of its answer."""
         headers = forwarded_request_headers(request.headers)
         self._tenancy.mend(headers)
         maker_id = self._made.maker_of(target.engine_path)
@@ -158,7 +157,7 @@ class SideCalls:
         upstream: Answer,
         headers: Mapping[str, str],
     ) -> web.StreamResponse:
-        """Relay an answer whose head has come, with `headers` of ours."""
+        """Relay an answer whose head has arrived, with `headers` of ours."""
         response = web.StreamResponse(
             status=upstream.status,
             reason=upstream.reason,
@@ -186,7 +185,7 @@ class SideCalls:
 
 
 def _may_repeat(method: str, target: Target, error: ReplicaError) -> bool:
-    """Say whether a request that failed before its answer began may be sent to another replica."""
+    """Return whether a request that failed before its answer began may be sent to another replica."""
     if isinstance(error, ReplicaUnreachableError):
         return True  # nothing was sent
     if isinstance(error, ReplicaTimeoutError):
@@ -199,7 +198,7 @@ def _is_pure(target: Target) -> bool:
 
 
 def look_at(watcher: Watcher, error: ReplicaError) -> None:
-    """Have a replica that failed looked at; one that refuses connections is down."""
+    """Have a failed replica polled; one that refuses connections is down."""
     if isinstance(error, ReplicaRefusedError):
         watcher.refused(error.replica_id)
     else:
@@ -207,6 +206,6 @@ def look_at(watcher: Watcher, error: ReplicaError) -> None:
 
 
 def cut(request: web.Request) -> None:
-    """Close the client's connection, which is how HTTP says that an answer that has begun is not whole."""
+    """Close the client's connection, which is how HTTP marks a started answer as incomplete."""
     if request.transport is not None:
         request.transport.close()

@@ -1,1 +1,1 @@
-"""What happens, told to whoever looks: metrics, history, the feed of events, spans."""
+"""Observability: metrics, history, the feed of events, spans."""

@@ -1,4 +1,4 @@
-"""A line in the log for each request of any kind: by whom, and how it ended. Off by default: turns have theirs."""
+"""A log line for each request of any kind: its caller and its result. Off by default: turns have their own lines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from thunderagent.proxy.wire.request_id import REQUEST_ID
 log = structlog.get_logger("thunderagent.access")
 
 CLIENT_LEFT = 499
-"""In place of a status where the client left before there was one."""
+"""Used as status if the client left before there was one."""
 
 
 def logged(handler: Handler) -> Handler:
-    """Wrap the handler of a route, errors and all, so that each of its requests has a line."""
+    """Wrap the handler of a route, including its errors, so that each request is logged."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         began_s = monotonic()
@@ -39,7 +39,7 @@ def logged(handler: Handler) -> Handler:
 
 
 def logged_turn(handler: TurnHandler) -> TurnHandler:
-    """Wrap who answers a turn that our own server read, so that it has a line, too."""
+    """Wrap the handler of turns that our own server read, so that each is logged."""
 
     async def handle(asked: Asked) -> None:
         began_s = monotonic()

@@ -1,7 +1,7 @@
-"""What an autoscaler of replicas goes by: how much of their memory is wanted, and how long the oldest turn has waited.
+"""Metrics for an autoscaler of replicas: how much memory is wanted, and how long the oldest turn has waited.
 
-What is wanted is what programs claim on replicas and what those wait for that have a turn and no claim. Paused programs
-whose tools run want nothing yet. Above 1 programs wait for memory; replicas that are not up count for nothing.
+Wanted is what programs claim on replicas plus what those with a turn and no claim wait for. Paused programs whose tools
+run do not want anything yet. Above 1 programs wait for memory; replicas that are not up do not count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from thunderagent.runtime import Runtime
 
 
 def demand_ratio(schedulers: Sequence[Scheduler]) -> float | None:
-    """Return the memory that is wanted as a part of what usable replicas may give; None where that is not known.
+    """Return the wanted memory as a ratio of what usable replicas may give; None if unknown.
 
-    Costs O(programs that wait).
+    Costs O(waiting programs).
     """
     usable = [replica for scheduler in schedulers for replica in scheduler.open_replicas]
     limit_tokens = sum(replica.account.limit_tokens for replica in usable)
@@ -31,7 +31,7 @@ def demand_ratio(schedulers: Sequence[Scheduler]) -> float | None:
 
 
 def oldest_hold_s(schedulers: Sequence[Scheduler], now_s: float) -> float | None:
-    """Return how long the turn has waited that has waited longest; None if none waits. Costs O(turns held)."""
+    """Return how long the oldest waiting turn has waited; None if none waits. Costs O(turns held)."""
     waits_s: list[float] = []
     for scheduler in schedulers:
         in_place = (program.held for replica in scheduler.replicas.values() for program in replica.programs.values())
@@ -42,14 +42,14 @@ def oldest_hold_s(schedulers: Sequence[Scheduler], now_s: float) -> float | None
 
 
 class AutoscalingCollector:
-    """Both for Prometheus, read when somebody asks."""
+    """Both for Prometheus, computed on each scrape."""
 
     def __init__(self, runtime: Runtime) -> None:
         """Report on this."""
         self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the two gauges, and where there are several pools what each of them wants."""
+        """Yield the two gauges, and with several pools each pool's wanted memory."""
         pools, now_s = self._runtime.pools, self._runtime.now_s()
         ratio = GaugeMetricFamily(
             "thunderagent_demand_ratio",

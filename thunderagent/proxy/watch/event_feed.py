@@ -1,13 +1,13 @@
-"""The events that the scheduler hears and what it decides, for whoever listens.
+"""The scheduler's events and decisions, for listeners.
 
 Theory of operation
 ===================
-There is one ring of the last messages, and a listener is a place in it. So a message is kept once however many
-listen; one that reads too slowly finds that its place was overwritten, and is told how many messages it lost; and who
-comes back with the id of its last message goes on after that one, as long as the ring still has it.
+There is one ring of the last messages, and a listener is a position in it. So a message is kept once however many
+listen. A listener that reads too slowly finds its position overwritten, and is told how many messages it lost. One that
+returns with the id of its last message continues after it, as long as the ring still has it.
 
-Nothing is recorded while nobody listens: the runtime does not know of the feed then. A recording begins with the
-first listener and ends a while after the last, so that a short break loses nothing; each has an id of its own, which
+Nothing is recorded while nobody listens: the runtime does not know of the feed then. A recording begins with the first
+listener and ends some time after the last, so a short break loses nothing. Each recording has an id of its own, which
 is part of the messages' ids. Messages are encoded when they are read, not when they are recorded.
 """
 
@@ -49,23 +49,23 @@ from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
 
 KEPT_COUNT = 8192
-"""Messages that the ring has room for."""
+"""Capacity of the ring, in messages."""
 
 LINGER_S = 60.0
-"""A recording goes on for so long after its last listener left."""
+"""How long a recording continues after its last listener left."""
 
 MAX_LISTENERS_COUNT = 64
 MAX_BATCH_COUNT = 256
-"""Messages that are looked at in one go."""
+"""How many messages are read in one go."""
 
 COALESCE_S = 0.05
-"""A listener that waited gets what comes within this time at once."""
+"""A waiting listener gets everything that arrives within this time at once."""
 
 QUIET = frozenset(
     {Tick, TurnDue, TurnProgressed, ModelAsked}
     | {ReplicaPolled, TierPolled, EncodesPolled, ResidencyReported, SandboxesMeasured}
 )
-"""Events that come all the time and say little; what is decided on them is in the feed."""
+"""Frequent events that say little; decisions on them are in the feed."""
 
 LEFT_OUT = frozenset({"now_s", "prefix", "learned", "programs"})
 
@@ -77,15 +77,15 @@ def _kind_of(cls: type[Any]) -> str:
 KIND_OF = {cls: _kind_of(cls) for cls in (*get_args(Event), *get_args(Decision), *get_args(Signal))}
 KIND_OF[GpuFirstToken] = "gpu_1st_token"  # the paper's word
 SIGNAL_KINDS = frozenset(KIND_OF[cls] for cls in get_args(Signal))
-"""Of the information stream; who wants them asks for them, because they say much again."""
+"""Kinds of the information stream; they must be requested, because they repeat much."""
 KINDS = frozenset(kind for cls, kind in KIND_OF.items() if cls not in QUIET) - SIGNAL_KINDS
-"""Every other kind of message; of events the name of what happened, of decisions what was decided."""
+"""All other kinds of messages: events by what happened, decisions by what was decided."""
 
 _FIELDS = {cls: tuple(f.name for f in fields(cls) if f.name not in LEFT_OUT) for cls in KIND_OF}
 
 
 class Message(NamedTuple):
-    """One event, or one decision on `because`, as it was recorded."""
+    """One event, or one decision on `because`, as recorded."""
 
     now_s: float
     program_id: str | None
@@ -93,17 +93,17 @@ class Message(NamedTuple):
     what: Event | Decision | Signal
 
     def is_of(self, program_id: str) -> bool:
-        """Say whether it is about a program."""
+        """Return whether it is about a program."""
         if self.program_id is None and type(self.what) is ProgramsReleased:
             return program_id in self.what.program_ids
         return self.program_id == program_id
 
 
 class EventFeed:
-    """The recording, and everybody who listens. All methods belong to the runtime's event loop."""
+    """The recording, and its listeners. All methods belong to the runtime's event loop."""
 
     def __init__(self, runtime: Runtime, *, kept_count: int = KEPT_COUNT, linger_s: float = LINGER_S) -> None:
-        """Begin with nobody."""
+        """Start without listeners."""
         self._runtime = runtime
         self._kept_count = kept_count
         self._linger_s = linger_s
@@ -119,7 +119,7 @@ class EventFeed:
         self._next_number = 0
         self._waiting: list[asyncio.Event] = []
         self._program_ids: dict[int, str | None] = {}
-        """Of turns that have not ended: the events about them do not name their programs."""
+        """Programs of turns that have not ended: events about those do not name their programs."""
         self.closed = False
 
     def __repr__(self) -> str:
@@ -127,16 +127,16 @@ class EventFeed:
 
     @property
     def recording(self) -> bool:
-        """Whether the runtime tells what happens."""
+        """Whether the runtime reports what happens."""
         return self._stop is not None
 
     @contextmanager
     def listen(
         self, *, program_id: str | None = None, kinds: Collection[str] = KINDS, after_id: str = ""
     ) -> Iterator[Listener]:
-        """Listen for the length of the block, to one program's messages or all, after the one of that id or from now.
+        """Listen in the block, to one program's messages or all, after the message of that id or from now.
 
-        Raises `RequestError` for a kind that there is not, `TooManyListenersError`.
+        Raises `RequestError` for an unknown kind, `TooManyListenersError`.
         """
         known = KINDS | SIGNAL_KINDS
         if unknown := sorted(set(kinds) - known):
@@ -156,7 +156,7 @@ class EventFeed:
 
     @contextmanager
     def _hear_signals(self, *, wanted: bool) -> Iterator[None]:
-        """Have signals recorded while somebody wants them: none are made before."""
+        """Record signals while somebody wants them: otherwise none are made."""
         self._signal_listeners_count += wanted
         if wanted and self._stop_signals is None:
             self._stop_signals = self._runtime.listen(self._record_signal)
@@ -173,7 +173,7 @@ class EventFeed:
             self._append(Message(signal.now_s, getattr(signal, "program_id", None), None, signal))
 
     def close(self) -> None:
-        """End it for everybody."""
+        """End the feed for all listeners."""
         self.closed = True
         self._end()
         self._call_waiting()
@@ -205,7 +205,7 @@ class EventFeed:
         self._program_ids = {}
 
     def _observe(self, event: Event, decisions: Sequence[Decision]) -> None:
-        """Record what happened. Costs O(1), and O(listeners that wait) for the first after a silence."""
+        """Record an event. Costs O(1), and O(waiting listeners) for the first after a silence."""
         program_id = self._program_of(event)
         kind = KIND_OF[type(event)]
         if type(event) not in QUIET:
@@ -213,7 +213,7 @@ class EventFeed:
         for decision in decisions:
             self._append(Message(event.now_s, getattr(decision, "program_id", None), kind, decision))
             if type(decision) is Reject and decision.turn_id == getattr(event, "turn_id", None):
-                self._program_ids.pop(decision.turn_id, None)  # refused as it came: nothing else is heard of it
+                self._program_ids.pop(decision.turn_id, None)  # rejected on arrival: nothing more is heard of it
 
     def _program_of(self, event: Event) -> str | None:
         program_id: str | None = getattr(event, "program_id", None)
@@ -241,9 +241,9 @@ class EventFeed:
     # --- for listeners ----------------------------------------------------------------------------------------------
 
     def place_after(self, message_id: str) -> tuple[int, bool]:
-        """Return the place after a message, and whether the recording is another now; an empty id is from now on.
+        """Return the position after a message, and whether the recording is another now; an empty id is from now on.
 
-        Raises `RequestError` for what is no id of ours.
+        Raises `RequestError` for an invalid id.
         """
         if not message_id:
             return self._next_number, False
@@ -255,18 +255,18 @@ class EventFeed:
         return int(number) + 1, False
 
     def id_before(self, place: int) -> str:
-        """Return the id with which a listener at this place would come back; empty if nothing was before."""
+        """Return the id with which a listener at this position would return; empty if nothing was before."""
         return f"{self._recording_id}-{place - 1}" if place else ""
 
     def read(self, place: int) -> tuple[int, int, Sequence[Message]]:
-        """Return the place of the first message that is there, how many before it were lost, and some messages."""
+        """Return the position of the first available message, how many before it were lost, and some messages."""
         first = max(place, self._next_number - self._kept_count)
         end = min(self._next_number, first + MAX_BATCH_COUNT)
         messages = [message for at in range(first, end) if (message := self._ring[at % self._kept_count]) is not None]
         return first, first - place, messages
 
     async def news(self, place: int) -> bool:
-        """Wait until there is a message at a place; False at the end. Cancelling it loses nothing."""
+        """Wait until there is a message at a position; False at the end. Cancelling it loses nothing."""
         if self._next_number <= place and not self.closed:
             news = asyncio.Event()
             self._waiting.append(news)
@@ -281,10 +281,10 @@ class EventFeed:
 
 
 class Listener:
-    """One who listens: a place in the ring, and what it wants to hear of."""
+    """A listener: a position in the ring, and its filter."""
 
     def __init__(self, feed: EventFeed, program_id: str | None, kinds: frozenset[str], after_id: str) -> None:
-        """Begin after the message of that id, or now."""
+        """Start after the message of that id, or now."""
         self._feed = feed
         self._program_id = program_id
         self._kinds = kinds
@@ -294,7 +294,7 @@ class Listener:
         return f"<Listener at {self._place} of {self._feed!r}>"
 
     def greeting(self) -> bytes:
-        """Return what a reader gets at once: that it is heard, where it begins, and whether it missed something."""
+        """Return what a reader gets first: where it begins, and whether it missed something."""
         hello = b": listening\nretry: 1000\n"
         if (message_id := self._feed.id_before(self._place)) and not self._other_recording:
             hello += f"id: {message_id}\n".encode()
@@ -313,7 +313,7 @@ class Listener:
             self._place = first + len(messages)
             if events:
                 return b"".join(events)
-            await asyncio.sleep(0)  # others' turns come between two batches of which nothing is wanted
+            await asyncio.sleep(0)  # let other turns run between two batches without a match
         return None
 
     def _encoded(self, kind: str, message: Message) -> bytes:

@@ -1,4 +1,4 @@
-"""A stream of server-sent events of ours, which stays open for as long as its reader does."""
+"""Our own stream of server-sent events, open for as long as its reader stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 from thunderagent.proxy.wire.aiohttp_request import begin, write, write_eof
 
 HEARTBEAT_S = 15.0
-"""A comment is sent on a silent stream so often, so that nobody between takes it for dead."""
+"""How often a silent stream sends a comment, so that no intermediary takes it for dead."""
 
 
 async def stream_events(
@@ -20,15 +20,15 @@ async def stream_events(
     first: bytes = b"",
     heartbeat_s: float = HEARTBEAT_S,
 ) -> web.StreamResponse:
-    """Answer with `first` and then with what `next_events` gives, until that is None or the reader leaves.
+    """Answer with `first` and then with the results of `next_events`, until that is None or the reader leaves.
 
-    Waiting for `next_events` is cancelled and begun again for a heartbeat: it must lose nothing by that.
+    Waiting for `next_events` is cancelled and restarted for a heartbeat: it must lose nothing by that.
     """
     response = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream",
             "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # nginx would collect them
+            "X-Accel-Buffering": "no",  # nginx would buffer them
         }
     )
     await begin(request, response)

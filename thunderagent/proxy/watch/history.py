@@ -1,7 +1,7 @@
-"""The last quarter of an hour, one sample a second: what a screen draws that was opened just now.
+"""The last quarter of an hour, one sample per second: for a dashboard that was just opened.
 
-A sample is read off sums that the scheduler keeps anyway; no event and no turn costs more for it. Totals only grow, so
-that the difference of two samples is what happened between them.
+A sample is read from sums that the scheduler keeps anyway; no event and no turn costs more for it. Totals only grow, so
+the difference of two samples is what happened between them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from thunderagent.runtime import Runtime
 INTERVAL_S = 1.0
 KEPT_COUNT = 900
 WINDOW_S = 60.0
-"""Rates and percentiles are over so long."""
+"""Window of rates and percentiles."""
 FEW_TURNS_COUNT = 10
-"""Of so few turns nobody says that most of them name no program."""
+"""With fewer turns, a high ratio of turns without a program is not reported."""
 
 
 class Sample(Report):
-    """What was at one time, over all replicas. None is not known."""
+    """State at one time, over all replicas. None is unknown."""
 
     at_s: float = Field(description="Unix time")
     active_reasoning_count: int
@@ -72,7 +72,7 @@ class Rates(Report):
 
 
 class History:
-    """The ring of samples. `hold_counts` gives how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
+    """The ring of samples. `hold_counts` returns how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class History:
         *,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin with one sample of a proxy that has done nothing yet."""
+        """Start with one sample of a proxy that has done nothing yet."""
         self._runtime = runtime
         self._replicas = replicas
         self._hold_counts = hold_counts
@@ -108,7 +108,7 @@ class History:
         return [sample for sample, _ in islice(self._samples, bisect_right(times_s, at_s), None)]
 
     def now(self) -> tuple[Sample, Rates]:
-        """Return a sample of this moment, and what happened in the last `WINDOW_S`. Costs O(replicas)."""
+        """Return a current sample, and what happened in the last `WINDOW_S`. Costs O(replicas)."""
         sample, _ = self._take()
         before, _ = self._before(sample.at_s)
         elapsed_s = max(1e-3, sample.at_s - before.at_s)
@@ -188,7 +188,7 @@ class History:
 
 
 class _CacheTotals:
-    """What engines looked up in their prefix caches and found there since the start, whatever engine began anew."""
+    """Engines' lookups and hits in their prefix caches since the start, across engine restarts."""
 
     def __init__(self) -> None:
         self.query_tokens = 0.0
@@ -196,7 +196,7 @@ class _CacheTotals:
         self._last: dict[str, tuple[float, float]] = {}
 
     def read(self, replicas: Replicas) -> None:
-        """Add what grew since the last time."""
+        """Add the growth since the last call."""
         for replica_id, known in replicas.known.items():
             queries, hits = known.reading.cache_query_tokens_total, known.reading.cache_hit_tokens_total
             if queries is None or hits is None:
@@ -210,10 +210,10 @@ class _CacheTotals:
 
 
 def quantile_s(counts: Sequence[int], part_ratio: float) -> float | None:
-    """Return the time up to which this part of the turns was held; None if there was none.
+    """Return the time up to which this ratio of the turns was held; None if there were none.
 
-    `counts` are of turns held up to each of `HOLD_BUCKETS_S`, and in all. Within a bucket it is interpolated, as
-    Prometheus does; in the first, which is of turns that were not held, it is 0.
+    `counts` are of turns held up to each of `HOLD_BUCKETS_S`, and in all. Within a bucket it is interpolated, as in
+    Prometheus; in the first, which is of turns that were not held, it is 0.
     """
     total = counts[-1]
     if total <= 0:

@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus' text format. No program id is ever a label."""
+"""The content of `/metrics`, in Prometheus' text format. No program id is ever a label."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from thunderagent.runtime import Runtime
 _PLACE, _LEVEL = attrgetter("place"), attrgetter("verdicts.level")
 
 NAMED_TENANTS_COUNT = 100
-"""Tenants with a series of their own: those that had most."""
+"""Number of tenants with a series of their own: those that had most."""
 
 OTHER_TENANTS = "(others)"
 
 
 class Carrier(Protocol):
-    """Who grants leases to turns, and counts them."""
+    """Grants leases to turns, and counts them."""
 
     outcome_counts: Counter[str]
     leases_count: int
@@ -42,11 +42,11 @@ class Carrier(Protocol):
 
     @property
     def held_count(self) -> int:
-        """Turns that wait for a lease."""
+        """Number of turns that wait for a lease."""
 
 
 def carried(runtime: Carrier, outcomes: Sequence[str]) -> Iterator[Metric]:
-    """Yield what is counted wherever turns are carried: those held and running, how they ended, and their tokens."""
+    """Yield what is counted wherever turns are carried: held and running turns, their outcomes, and tokens."""
     yield GaugeMetricFamily("thunderagent_turns_held", "Turns that wait for a lease.", runtime.held_count)
     yield GaugeMetricFamily(
         "thunderagent_leases_active", "Turns in flight: those that hold a lease.", runtime.leases_count
@@ -73,7 +73,7 @@ def carried(runtime: Carrier, outcomes: Sequence[str]) -> Iterator[Metric]:
 
 
 class StateCollector:
-    """Gauges and counters that are read off the scheduler when somebody asks, and cost nothing before."""
+    """Gauges and counters that are read from the scheduler on each scrape, at no other cost."""
 
     def __init__(self, runtime: Runtime, replicas: Replicas) -> None:
         """Report on these."""
@@ -128,7 +128,7 @@ class StateCollector:
         yield decisions
 
     def _by_pool(self, name: str, what: str, value_of: Callable[[Scheduler], float | None]) -> Iterator[Metric]:
-        """Yield what is each pool's own; it has a label only where there are several."""
+        """Yield a value per pool; it has a label only if there are several."""
         pools = self._runtime.pools
         if not pools.several:
             yield GaugeMetricFamily(name, what, value_of(pools.all[0].scheduler))
@@ -292,7 +292,7 @@ class StateCollector:
 
     def _judged(self) -> Iterator[Metric]:
         schedulers = self._runtime.pools.schedulers
-        record = schedulers[0].knowledge.judge_record  # where a program is told to have ended first
+        record = schedulers[0].knowledge.judge_record  # the end of a program is reported there first
         programs = GaugeMetricFamily(
             "thunderagent_programs_by_level", "Live programs by the level of their verdicts.", labels=["level"]
         )

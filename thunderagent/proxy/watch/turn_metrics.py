@@ -1,6 +1,6 @@
-"""What `/metrics` says of turns and of the event loop that carries them: counted where it happens.
+"""Metrics of turns and of the event loop that carries them: counted where it happens.
 
-All of it belongs to one event loop and takes no lock. A turn pays for three or four values, each found by bisection.
+All of it belongs to one event loop and needs no lock. A turn costs three or four values, each found by bisection.
 """
 
 # compiled: each turn is counted
@@ -28,7 +28,7 @@ DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 
 LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 LAG_PERIOD_S: Final = 0.1
-"""The event loop's lag is measured so often."""
+"""How often the event loop's lag is measured."""
 
 NO_STATUS: Final = "none"
 """The status of a turn whose client left before there was one."""
@@ -42,7 +42,7 @@ class Series:
     __slots__ = ("_buckets", "_counts", "_created_s", "_sum")
 
     def __init__(self, buckets: Sequence[float]) -> None:
-        """Begin with no value; `buckets` end with infinity."""
+        """Start empty; `buckets` end with infinity."""
         self._buckets = buckets
         self._counts = [0] * len(buckets)
         self._sum = 0.0
@@ -54,18 +54,18 @@ class Series:
         self._sum += value
 
     def counts_up_to(self) -> tuple[int, ...]:
-        """Return how many values were up to the bound of each bucket, at last of all."""
+        """Return how many values were up to each bucket's bound, the total last."""
         return tuple(accumulate(self._counts))
 
     def add_to(self, family: HistogramMetricFamily, name: str, labels: dict[str, str]) -> None:
-        """Add what was counted to a family."""
+        """Add the counts to a family."""
         named = [*zip(map(floatToGoString, self._buckets), self.counts_up_to(), strict=True)]
         family.add_metric(list(labels.values()), named, self._sum)
         family.add_sample(f"{name}_created", labels, self._created_s)
 
 
 class Histogram:
-    """A histogram as `prometheus_client` has it, for one event loop: its own takes two locks for each value."""
+    """A histogram as in `prometheus_client`, for one event loop: the original takes two locks for each value."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Histogram:
         registry: CollectorRegistry,
         labels: Labels = (),
     ) -> None:
-        """Register it, with `buckets` and one for what is above them. Without labels it has its series at once."""
+        """Register it, with `buckets` and one above them. Without labels it has its series at once."""
         self._name = name
         self._documentation = documentation
         self._buckets = (*map(float, buckets), inf)
@@ -86,14 +86,14 @@ class Histogram:
         registry.register(self)
 
     def of(self, *values: str) -> Series:
-        """Return the series of these values of the labels."""
+        """Return the series of these label values."""
         series = self._series.get(values)
         if series is None:
             series = self._series[values] = Series(self._buckets)
         return series
 
     def forget(self, value: str) -> None:
-        """End all series whose first label has this value."""
+        """Remove all series whose first label has this value."""
         for values in [values for values in self._series if values[0] == value]:
             del self._series[values]
 
@@ -156,22 +156,22 @@ class TurnMetrics:
         self._added = added.of()
 
     def turn_granted(self, held_s: float, added_s: float) -> None:
-        """Count how long a turn waited for its lease, and what else was added to its way."""
+        """Count how long a turn waited for its lease, and the other added latency."""
         self._hold.observe(held_s)
         self._added.observe(added_s)
 
     def turn_streamed(self, replica_id: str, status: int, first_s: float, between_s: float | None) -> None:
-        """Count a stream by when its first bytes came and by the mean time between its events, if it had two."""
+        """Count a stream by the time of its first bytes and by the mean time between its events, if it had two."""
         self._first_token.of(replica_id, str(status)).observe(first_s)
         if between_s is not None:
             self._between_tokens.of(replica_id, str(status)).observe(between_s)
 
     def turn_ended(self, replica_id: str | None, status: int | None, duration_s: float) -> None:
-        """Count a turn by how long it was with us."""
+        """Count a turn by its total time."""
         self._duration.of(replica_id or "", NO_STATUS if status is None else str(status)).observe(duration_s)
 
     def replica_removed(self, replica_id: str) -> None:
-        """End the series of a replica."""
+        """Remove the series of a replica."""
         for histogram in (self._first_token, self._between_tokens, self._duration):
             histogram.forget(replica_id)
 
@@ -180,12 +180,12 @@ class TurnMetrics:
         return self._hold.counts_up_to()
 
     def count_retry(self, outcome: str) -> None:
-        """Count a retry that was `made`, or was `over_budget`."""
+        """Count a retry, `made` or `over_budget`."""
         self._retries.labels(outcome).inc()
 
 
 class LoopLag:
-    """How late the event loop is: everything that it carries waits for so long, and nothing else tells."""
+    """The event loop's lag: everything that it carries waits this long, and no other metric shows it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register it."""

@@ -1,1 +1,1 @@
-"""Bytes in and out: connections, the headers that travel, and writes to clients that may read slowly."""
+"""Bytes in and out: connections, headers, and writes to clients that may read slowly."""

@@ -20,10 +20,10 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 def answering_errors(handler: Handler) -> Handler:
-    """Wrap a handler so that errors become answers in the schema of the API that the path belongs to.
+    """Wrap a handler so that errors become answers in the schema of the path's API.
 
-    Each has its status and code and, where it helps, Retry-After; every answer bears the request's id. A wrapper, not a
-    middleware or a signal of aiohttp, which would cost every turn twice as much.
+    Each has its status and code and, where it helps, Retry-After; every answer has the request's id. It is a wrapper,
+    because a middleware or a signal of aiohttp would cost every turn twice as much.
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -42,7 +42,7 @@ def answering_errors(handler: Handler) -> Handler:
             log.exception("bug", method=request.method, path=told_path(request), request_id=REQUEST_ID.get())
             response = _plain(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
         if "Expect" in request.headers and not request.content.is_eof() and not response.prepared:
-            response.force_close()  # its body may still come, or not: nobody was told which
+            response.force_close()  # its body may still come or not: nobody told the client which
         mark(response)
         await send_if_large(request, response)
         return response

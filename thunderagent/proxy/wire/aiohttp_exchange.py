@@ -1,4 +1,4 @@
-"""The seam to aiohttp's server: one of its requests as an `Exchange`."""
+"""The adapter to aiohttp's server: one of its requests as an `Exchange`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from thunderagent.proxy.wire.exchange import KeptBody, Wait
 
 
 class AiohttpExchange:
-    """A request whose body was read, and its answer. Whoever handles the request returns `response` to aiohttp."""
+    """A request whose body was read, and its answer. Its handler returns `response` to aiohttp."""
 
     __slots__ = ("_request", "_response", "begun", "body", "kept", "notes", "target")
 
     def __init__(self, request: web.Request, target: Target, body: bytes) -> None:
-        """Ask for `target`, which may be another than the request's own."""
+        """Ask for `target`, which may differ from the request's own."""
         self._request = request
         self._response: web.StreamResponse | None = None
         self.begun = False
@@ -29,12 +29,12 @@ class AiohttpExchange:
 
     @classmethod
     async def of(cls, request: web.Request, target: Target) -> Self:
-        """Read the body of a request, which the guard has let come."""
+        """Read the body of a request, which the guard has let in."""
         return cls(request, target, await request.read())
 
     @property
     def channel(self) -> None:
-        """Nothing: aiohttp changes no protocol for us."""
+        """Return nothing: aiohttp does not switch protocols for us."""
 
     @property
     def method(self) -> str:

@@ -1,8 +1,8 @@
-"""What a request of aiohttp's has of ours: its target, what counts its body; and its answer, within a limit.
+"""Our data on an aiohttp request (its target, its body's counter), and writing its answer within a limit.
 
-A stream goes on as fast as its client reads. One that stops reading keeps its lease, its engine's connection and what
-was answered for as long as it likes: so a write that waits for it ends after the limit, and the handler with it. What
-the system's buffers hold counts as taken, some megabytes on a quick network.
+A stream advances as fast as its client reads. A client that stops reading would keep its lease, its engine's connection
+and the buffered answer for as long as it likes. So a write that waits for it ends after the limit, and the handler with
+it. What the system's buffers hold counts as read, some megabytes on a fast network.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
 log = structlog.get_logger("thunderagent.stall")
 
 STALL_LIMIT_S = web.AppKey("stall_limit_s", float)
-"""Where the application keeps the limit."""
+"""Key of the limit in the application."""
 
 NEVER_WAITS_BYTES = 16 * 1024
-"""A transport of asyncio's asks writers to wait above 64 KiB, until it is down to so much."""
+"""An asyncio transport asks writers to wait above 64 KiB, until it is down to this."""
 
 KEPT_BODY = web.RequestKey("kept_body", KeptBody)
-"""Where a request has what counts its body, if that did not come with its head."""
+"""Key of a request's body counter, if the body did not come with its head."""
 
 _TARGET = web.RequestKey("target", object)
-"""Where a request keeps its target, or the error that it has none."""
+"""Key of a request's target, or of the error that it has none."""
 
 
 def routed(message: RawRequestMessage) -> tuple[RawRequestMessage, Target | RequestError]:
-    """Return the head of a request with the URL that its target is routed by, and the target.
+    """Return the head of a request with the URL for routing, and the target.
 
-    A target that is refused is routed to nowhere in particular: whatever handles it raises the error.
+    A refused target is routed nowhere in particular: whatever handles it raises the error.
     """
     try:
         target = Target.parse(message.path, message.headers.get("Host", ""))
@@ -52,12 +52,12 @@ def routed(message: RawRequestMessage) -> tuple[RawRequestMessage, Target | Requ
 
 
 def keep_target(request: web.BaseRequest, target: Target | RequestError) -> None:
-    """Have a request know its target."""
+    """Store a request's target."""
     request[_TARGET] = target
 
 
 def target_of(request: web.BaseRequest) -> Target:
-    """Return what a request asks for. Raises `RequestError` if its target was refused."""
+    """Return a request's target. Raises `RequestError` if it was refused."""
     target = request[_TARGET]
     if isinstance(target, RequestError):
         raise RequestError(target.message)
@@ -72,7 +72,7 @@ def told_path(request: web.BaseRequest) -> str:
 
 
 def mark(response: web.StreamResponse) -> None:
-    """Return the request's id with an answer whose head was not sent yet."""
+    """Add the request's id to an answer whose head was not sent yet."""
     if not response.prepared:
         response.headers[REQUEST_ID_HEADER] = REQUEST_ID.get()
 
@@ -84,7 +84,7 @@ async def begin(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write a piece of an answer. Raises `ConnectionError` if the client left, or took nothing for too long."""
+    """Write a piece of an answer. Raises `ConnectionError` if the client left, or read nothing for too long."""
     transport = request.transport
     if transport is None or transport.get_write_buffer_size() + len(data) <= NEVER_WAITS_BYTES:
         await response.write(data)  # a timer would cost as much
@@ -93,7 +93,7 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
 
 
 async def send_if_large(request: web.Request, response: web.StreamResponse) -> None:
-    """Send a whole answer that a client may leave waiting; a small one is the server's to send. Raises like `write`."""
+    """Send a whole answer that may have to wait for its client; small ones are left to the server. Raises like `write`."""
     body = response.body if isinstance(response, web.Response) and not response.prepared else None
     if isinstance(body, bytes) and len(body) > NEVER_WAITS_BYTES:
         await response.prepare(request)
@@ -113,5 +113,5 @@ async def _within_limit(request: web.Request, writing: Awaitable[None]) -> None:
     except TimeoutError:
         log.warning("client_stalled", path=told_path(request), limit_s=limit_s, request_id=REQUEST_ID.get())
         if request.transport is not None:
-            request.transport.abort()  # to close it would wait for the client to read
+            request.transport.abort()  # closing it would wait for the client to read
         raise ConnectionResetError("the client read nothing of its answer for too long") from None

@@ -1,4 +1,4 @@
-"""The HTTP server under us: which connections it makes, what of them is aiohttp's, and what that logs.
+"""The HTTP server: its connections, aiohttp's part of them, and logging.
 
 A connection is ours, and lent to aiohttp for each request that is not a turn. There aiohttp reads the target as we do.
 """
@@ -33,15 +33,15 @@ HandlerOf = Callable[[RequestHead], Handler | None]
 
 
 def all_lent(_: RequestHead) -> Handler | None:
-    """Say of every request that it is aiohttp's."""
+    """Lend every request to aiohttp."""
     return None
 
 
 class Server(web.Server):
-    """Makes a connection of ours for each client, and lends it to aiohttp for what is not ours."""
+    """Creates our connection for each client, and lends it to aiohttp for what is not ours."""
 
     def __init__(self, server: web.Server, handler_of: HandlerOf, stall_s: float, **options: Any) -> None:
-        """Take the place of `server`, as an `AppRunner` made it with `options`."""
+        """Replace `server`, as an `AppRunner` created it with `options`."""
         super().__init__(
             server.request_handler,
             request_factory=_with_target(server.request_factory),
@@ -57,34 +57,34 @@ class Server(web.Server):
         return Connection(self._settings)
 
     def borrower(self) -> Borrower:
-        """Return the protocol of one request of aiohttp's."""
+        """Return the protocol for one aiohttp request."""
         return _Borrower(self, loop=asyncio.get_running_loop(), **self._options)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether each answer that begins says that it is its connection's last."""
+        """Whether each new answer announces that it is its connection's last."""
         return self._settings.is_leaving
 
     def leave(self) -> None:
-        """Have clients turn elsewhere: each answer from now on says that it is its connection's last.
+        """Move clients elsewhere: each answer from now on announces that it is its connection's last.
 
-        What is idle stays, so that no request meets a connection that closes.
+        Idle connections stay, so that no request meets a closing one.
         """
         self._settings.is_leaving = True
 
     def close_idle(self) -> None:
-        """Close what is idle, and the rest after the answers that are due. New connections are taken."""
+        """Close idle connections, and the rest after the pending answers. New connections are accepted."""
         self._settings.is_leaving = self._settings.is_closing = True
         for connection in list(self._settings.connections):
             connection.close()
 
     def pre_shutdown(self) -> None:
-        """Close what is idle, and the rest after the answers that are due."""
+        """Close idle connections, and the rest after the pending answers."""
         super().pre_shutdown()
         self.close_idle()
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - aiohttp's
-        """Let answers end for so long, and close all connections."""
+        """Let answers end within the timeout, and close all connections."""
         try:
             async with asyncio.timeout(timeout):
                 await super().shutdown(timeout)
@@ -106,12 +106,12 @@ def _with_target(make: Callable[..., web.BaseRequest]) -> Callable[..., web.Base
 
 
 class Runner(web.AppRunner):
-    """Runs an application on servers of ours."""
+    """Runs an application on our servers."""
 
     def __init__(
         self, app: web.Application, *, handler_of: HandlerOf = all_lent, stall_s: float = 120.0, **options: Any
     ) -> None:
-        """Run `app`, and what `handler_of` says is ours beside it; the other options are aiohttp's."""
+        """Run `app`, and beside it what `handler_of` claims; the other options are aiohttp's."""
         super().__init__(app, access_log=None, logger=server_logger(), **options)
         self._handler_of = handler_of
         self._stall_s = stall_s
@@ -123,12 +123,12 @@ class Runner(web.AppRunner):
 
 
 class _Borrower(RequestHandler):
-    """A client's connection as aiohttp has it, for one request."""
+    """A client's connection as aiohttp sees it, for one request."""
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Give the connection back with the last byte of an answer."""
+        """Return the connection with the last byte of an answer."""
         if isinstance(self._manager, Server) and self._manager.is_leaving:
             resp.force_close()
         response, has_left = await super().finish_response(request, resp, start_time)
@@ -143,7 +143,7 @@ class _Borrower(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Tell of what aiohttp does not read in the words of our API, and not in its own, which repeat what came."""
+        """Report what aiohttp cannot read in our API's format, not in its own, which repeats the input."""
         response = super().handle_error(request, status, exc, message)
         if status < HTTPStatus.INTERNAL_SERVER_ERROR and isinstance(response, web.Response):
             told = plain_answer(status, RequestError.code, "the request, or the URL in it, is not HTTP", None)
@@ -155,14 +155,14 @@ class _Borrower(RequestHandler):
 class _LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):  # its text repeats the line that is wrong
+        if isinstance(error, HttpProcessingError):  # its text repeats the invalid line
             log.info("request_is_not_http", why=type(error).__name__)
         else:
             log.error("http_server_error", what=record.getMessage(), exc_info=error)
 
 
 def server_logger() -> logging.Logger:
-    """Return a logger for aiohttp's server, whose own would print tracebacks with bytes of requests."""
+    """Return a logger for aiohttp's server, whose own prints tracebacks with bytes of requests."""
     logger = logging.getLogger("thunderagent.http")
     logger.handlers = [_LogHandler()]
     logger.propagate = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 
 class NotHttpError(ValueError):
-    """What came is not HTTP/1.1 that all servers read the same way; says why, in words of ours."""
+    """The input is not HTTP/1.1 that all servers read the same way; the message says why, in our own words."""
 
 
 class LeftError(ConnectionResetError):
@@ -18,15 +18,15 @@ class ClosedError(ConnectionError):
 
 
 class StaleError(ClosedError):
-    """A connection that had carried other requests ended before a byte of this one's answer came."""
+    """A reused connection ended before the first byte of this request's answer."""
 
 
 class SilentError(TimeoutError):
-    """Nothing came for too long."""
+    """Nothing arrived for too long."""
 
 
 class TotalError(TimeoutError):
-    """The answer took too long in all."""
+    """The answer took too long in total."""
 
 
 class UnreachedError(OSError):

@@ -1,7 +1,7 @@
-"""The way of a turn that our own server read: judged, run, and told of what went wrong.
+"""The path of a turn that our own server read: checked, run, and answered with any error.
 
-For aiohttp's requests wrappers of handlers do the same (`proxy/routing.py`). What is judged, and what an error looks
-like, is said in one place for both.
+For aiohttp's requests, wrappers of handlers do the same (`proxy/routing.py`). Checks and error formats are shared by
+both.
 """
 
 # compiled: each turn passes here
@@ -31,7 +31,7 @@ log = structlog.get_logger("thunderagent.proxy")
 
 
 Flow = Callable[[Exchange, str | None], Awaitable[None]]
-"""Answers a turn that was let in; on the replica that its client chose, if it did."""
+"""Answers an accepted turn; on the replica that its client chose, if it did."""
 
 
 class Trace(Protocol):
@@ -42,27 +42,27 @@ class Trace(Protocol):
 
 
 class Tracing(Protocol):
-    """What makes spans of requests."""
+    """Makes spans of requests."""
 
     def request(self, headers: CIMultiDictProxy[str], path: str) -> AbstractContextManager[Trace]:
-        """Have a turn that is asked for in the block be known as this request's."""
+        """Attribute a turn in the block to this request."""
 
 
 class Way(NamedTuple):
-    """How a request is answered that our server reads."""
+    """How our server answers a request."""
 
     target: Target
-    """What is asked of an engine."""
+    """The target on an engine."""
     chosen_id: str | None = None
     """The replica that its client chose."""
     is_operators: bool = False
     """Whether it is for operators and trainers."""
     stays: bool = False
-    """Whether every POST for the same target is answered so."""
+    """Whether every POST for the same target is answered this way."""
 
 
 KNOWN_COUNT: Final = 4096
-"""So many targets are known with who answers them."""
+"""For how many targets the handler is cached."""
 
 
 class Front:
@@ -78,11 +78,11 @@ class Front:
         tracing: Tracing | None = None,
         around: Callable[[Handler], Handler] | None = None,
     ) -> None:
-        """Have what `let_in` lets pass answered by `answer`, or by `converse` if it asks for a websocket.
+        """Answer what `let_in` accepts by `answer`, or by `converse` if it asks for a websocket.
 
-        `way_of` says how, or that a request is none of ours.
-        `let_in` returns something to await where a request must wait; that returns what counts its body.
-        `decorate` adds to the heads of all answers, and `around` wraps each of those who answer.
+        `way_of` says how, or that a request is not ours. `let_in` returns an awaitable if a request must wait; its
+        result is the counter of the body. `decorate` adds to the heads of all answers, and `around` wraps both
+        answering functions.
         """
         self._way_of = way_of
         self._let_in = let_in
@@ -92,12 +92,12 @@ class Front:
         self._tracing = tracing
         self._around = around
         self._known: dict[bytes, Handler] = {}
-        """Who answers, by targets as they are written."""
+        """Handlers by raw target."""
 
     def handler_of(self, head: RequestHead) -> Handler | None:
-        """Return who answers a turn; None for all else, of which a target that is refused is a part.
+        """Return the handler of a turn; None for everything else, including a refused target.
 
-        A turn is a POST, or asks for a websocket, and has nothing after its head then.
+        A turn is a POST, or asks for a websocket and then has nothing after its head.
         """
         if (known := self._known.get(head.target)) is not None and head.method == "POST" and not head.upgrades:
             return known

@@ -1,4 +1,4 @@
-"""Which headers travel end to end, and what an answer says of its request in headers of ours."""
+"""Which headers travel end to end, and what an answer says of its request in our own headers."""
 
 # compiled: both heads of each turn pass here
 
@@ -29,25 +29,25 @@ _HOP_BY_HOP: Final = frozenset(
 """RFC 9110, section 7.6.1."""
 
 _REQUEST_DROPPED: Final = _HOP_BY_HOP | {istr("host"), istr("content-length"), istr("expect")}
-"""Content-Length is counted anew, because the body may have been spliced; Host names the replica."""
+"""Content-Length is computed again, because the body may have been spliced; Host names the replica."""
 
 
 _RESPONSE_DROPPED: Final = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")}
-"""The last two would lead a client to the engine, or wherever that wants, without a redirect."""
+"""The last two would lead a client to the engine, or elsewhere, without a redirect."""
 
-# Whose a request was, where it ran, how long it was held.
+# The program of a request, where it ran, how long it was held.
 PROGRAM_ID_HEADER: Final = "X-Program-ID"
 SOURCE_HEADER: Final = "X-Program-ID-Source"
 REPLICA_HEADER: Final = "X-Replica-ID"
 HOLD_HEADER: Final = "X-Hold-Ms"
 FAIL_OPEN_HEADER: Final = "X-ThunderAgent-Fail-Open"
-"""Of a turn that ran without a scheduler's leave."""
+"""Set for a turn that ran without a scheduler's permission."""
 
 _PORTS: Final = {"http": 80, "https": 443}
 
 
 def forwarded_request_headers(headers: CIMultiDictProxy[str], notes: dict[str, Any] | None = None) -> CIMultiDict[str]:
-    """Return the end-to-end headers of a request, in their order and spelling; `notes` are those of its head."""
+    """Return the end-to-end headers of a request, in order and spelling; `notes` are those of its head."""
     known: CIMultiDict[str] | None = None if notes is None else notes.get("forwarded")
     if known is None:
         known = _without(headers, _REQUEST_DROPPED)
@@ -58,14 +58,15 @@ def forwarded_request_headers(headers: CIMultiDictProxy[str], notes: dict[str, A
 
 
 def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: bool) -> CIMultiDict[str]:
-    """Return the end-to-end headers of an answer; Content-Length only if the body's bytes stay as they are."""
+    """Return the end-to-end headers of an answer; Content-Length only if the body's bytes are unchanged."""
     return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {istr("content-length")})
 
 
 def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:
-    """Have a redirect of a replica lead to the proxy: to the same place there, for the same program or replica.
+    """Rewrite a replica's redirect to lead to the same place through the proxy, for the same program or replica.
 
-    A path without a host does, whatever the client calls us. Raises `ReplicaRedirectError` for one to somebody else.
+    A path without a host does that, whatever name the client uses for us. Raises `ReplicaRedirectError` for one to
+    another host.
     """
     if "Location" not in headers:
         return
@@ -81,7 +82,7 @@ def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target:
     if not is_replicas:
         raise ReplicaRedirectError(f"replica {replica_id} redirects to another server", replica_id=replica_id)
     base_path = base.path.rstrip("/") + "/"
-    path = wanted.path.removeprefix(base_path).lstrip("/\\")  # two slashes would begin another host's name
+    path = wanted.path.removeprefix(base_path).lstrip("/\\")  # two slashes would start another host's name
     headers["Location"] = f"{target.prefix}/{path}" + (f"?{wanted.query}" if wanted.query else "")
 
 
@@ -97,14 +98,14 @@ def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMulti
 
 
 def identity_headers(program_id: str | None, source: str) -> dict[str, str]:
-    """Return the headers that say whose a request was; none if it is nobody's."""
+    """Return the headers that name a request's program; none if it is anonymous."""
     if program_id is None:
         return {}
     return {PROGRAM_ID_HEADER: _header_safe(program_id), SOURCE_HEADER: source}
 
 
 def tell_with_error(error: ThunderAgentError, headers: Mapping[str, str]) -> None:
-    """Have the answer that tells of an error bear these headers, and which replica failed, if one did."""
+    """Add these headers, and the failed replica if any, to the answer that reports an error."""
     replica = {REPLICA_HEADER: error.replica_id} if isinstance(error, ReplicaError) else {}
     error.answer_headers = {**headers, **replica}
 

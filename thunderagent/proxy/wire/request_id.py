@@ -15,10 +15,10 @@ from multidict import CIMultiDictProxy, istr
 REQUEST_ID_HEADER: Final = istr("X-Request-Id")
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that is being handled: each is in a context of its own."""
+"""Of the current request: each has a context of its own."""
 
 _USABLE: Final = re.compile(r"[!-~]{1,256}")
-_BEGIN: Final = token_hex(8)  # of this process; a random id for each request would cost a system call
+_BEGIN: Final = token_hex(8)  # per process; a random id for each request would cost a system call
 _numbers = count(1)
 
 

@@ -1,7 +1,7 @@
-"""Websockets that are open: carried byte for byte until a side closes, they are too old, or the proxy ends them.
+"""Open websockets: relayed byte for byte until a side closes, they are too old, or the proxy ends them.
 
-What is said is not read. Only where the frames of the engine begin is followed (RFC 6455, 5.2): a close frame of ours
-may stand between two of them alone. One that ends in the middle of a frame for longer than a moment ends without.
+Messages are not read. Only the boundaries of the engine's frames are tracked (RFC 6455, 5.2): our close frame may only
+stand between two of them. A websocket that stays within a frame for longer than a moment ends without one.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from thunderagent.proxy.wire.exchange import Exchange, Sink, Wait, done
 from thunderagent.proxy.wire.http11.answers import Answer
 
 GOING_AWAY = 1001
-"""The code that a client is told which ends for no fault of its own (RFC 6455, 7.4.1)."""
+"""The close code for a client that ends without its own fault (RFC 6455, 7.4.1)."""
 
 FRAME_LIMIT_S = 1.0
-"""For the frame to end in whose middle a websocket is to end."""
+"""For the current frame to end before a websocket is closed."""
 
 _CLOSE, _MASKED = 0x08, 0x80
 _LENGTH_BYTES = {126: 2, 127: 8}
-"""By a length that stands for a longer one, how many bytes that has."""
+"""For length values that announce a longer length: its number of bytes."""
 
 
 class Frames:
-    """Follow where the frames of one side begin."""
+    """Tracks the frame boundaries of one side."""
 
     __slots__ = ("_head", "_left_bytes", "is_closed")
 
     def __init__(self) -> None:
-        """Begin between two frames."""
+        """Start between two frames."""
         self._head = b""
         self._left_bytes = 0
         self.is_closed = False
-        """Whether a close frame has begun, after which no other may come."""
+        """Whether a close frame has begun; no other may follow."""
 
     @property
     def is_between(self) -> bool:
-        """Whether nothing of a frame is still to come."""
+        """Whether no part of a frame is still to come."""
         return not self._head and not self._left_bytes
 
     def feed(self, data: bytes) -> int:
-        """Take in what follows; return how much of it came before the first gap between frames, -1 if there is none."""
+        """Take bytes; return how many came before the first gap between frames, -1 if there is no gap."""
         at, gap_at = 0, -1
         while True:
             if self.is_between and gap_at < 0:
@@ -57,7 +57,7 @@ class Frames:
             at += step
 
     def _feed_head(self, data: bytes) -> int:
-        """Take in bytes of a frame's head; return how many these are."""
+        """Take bytes of a frame's head; return how many these are."""
         head = self._head + data
         length = head[1] & ~_MASKED if len(head) > 1 else 0
         length_bytes = _LENGTH_BYTES.get(length, 0)
@@ -72,7 +72,7 @@ class Frames:
 
 
 def close_frame(code: int, why: str) -> bytes:
-    """Return the frame by which a server ends a websocket; `why` has at most 123 bytes."""
+    """Return a server's close frame; `why` has at most 123 bytes."""
     data = code.to_bytes(2, "big") + why.encode()
     return bytes((0x80 | _CLOSE, len(data))) + data
 
@@ -89,17 +89,17 @@ class _Conversation:
         self._frames = Frames()
         self._timer: asyncio.TimerHandle | None = None
         self.why = ""
-        """Why it is to end; empty while it is not."""
+        """Why it is to end; empty if it is not."""
         self.was_ended = False
-        """Whether it ended for that."""
+        """Whether it ended for that reason."""
 
     @property
     def is_in_frame(self) -> bool:
-        """Whether a frame of the engine's has begun and not ended."""
+        """Whether a frame of the engine has begun and not ended."""
         return not self._frames.is_between
 
     def take(self, piece: bytes) -> Wait:
-        """Take what the engine says."""
+        """Take bytes from the engine."""
         gap_at = self._frames.feed(piece)
         if not self.why or gap_at < 0:
             return self._exchange.write(piece)
@@ -129,21 +129,21 @@ class _Conversation:
         self._upstream.close()
 
     def due_in(self, limit_s: float) -> None:
-        """End it after so long."""
+        """End it after this time."""
         why = f"it was open for {limit_s:g} s, and none may be for longer"
         self._timer = asyncio.get_running_loop().call_later(limit_s, self.go_away, why)
 
     def over(self) -> None:
-        """Have no timer any more."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 class Websockets:
-    """Carries websockets, each until one of its sides closes it, it is too old, or it is ended from outside."""
+    """Relays websockets, each until one of its sides closes it, it is too old, or it is ended from outside."""
 
     def __init__(self, limit_s: float) -> None:
-        """Have none open for longer than `limit_s`."""
+        """Keep none open for longer than `limit_s`."""
         self._limit_s = limit_s
         self._open: set[_Conversation] = set()
 
@@ -153,9 +153,9 @@ class Websockets:
     async def carry(
         self, replica_id: str, exchange: Exchange, upstream: Answer, pipe: Callable[[Sink], Awaitable[None]]
     ) -> None:
-        """Carry what both sides say, after the answer's head; who closes closes the other.
+        """Relay both sides, after the answer's head; when one closes, the other is closed.
 
-        `pipe` has the replica hear the client, and gives a sink what the replica says; what it raises is raised.
+        `pipe` passes the client's bytes to the replica, and the replica's to a sink; its errors are raised.
         """
         conversation = _Conversation(replica_id, exchange, upstream)
         self._open.add(conversation)
@@ -166,7 +166,7 @@ class Websockets:
             if not conversation.was_ended:
                 exchange.cut()
                 raise
-            if conversation.is_in_frame:  # nobody can be told in the midst of one
+            if conversation.is_in_frame:  # no close frame can be sent within a frame
                 exchange.cut()
             else:
                 await done(exchange.end())
@@ -177,7 +177,7 @@ class Websockets:
             self._open.discard(conversation)
 
     def replica_removed(self, replica_id: str) -> None:
-        """End those on a replica that is removed: it drained for as long as it may, or is to go at once."""
+        """End those on a removed replica: its drain time is over, or it goes at once."""
         for conversation in [each for each in self._open if each.replica_id == replica_id]:
             conversation.go_away("its replica was removed")
 

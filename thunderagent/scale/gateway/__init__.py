@@ -1,1 +1,1 @@
-"""A gateway: it carries the bytes of turns, of which it is the truth, under leases of a scheduler elsewhere."""
+"""A gateway: it carries the bytes of turns, and is their source of truth, under leases of a scheduler elsewhere."""

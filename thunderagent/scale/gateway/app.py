@@ -1,4 +1,4 @@
-"""The web application of a gateway: turns and what goes beside them here, everything else asked of the scheduler."""
+"""The web application of a gateway: it serves turns and side calls; the scheduler answers everything else."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from thunderagent.scale import messages
 from thunderagent.scale.gateway.remote import RemoteRuntime
 
 ASKED_HERE = frozenset({"/health", "/ready", "/metrics", messages.PATH})
-"""Paths that a gateway answers itself, or not at all."""
+"""Paths that a gateway answers itself, or rejects."""
 
 ANSWER_LIMIT_S = 60.0
-"""A scheduler has so long for the head of the answer to a GET. What it is told to do may take longer, or a lease."""
+"""Limit for the head of a scheduler's answer to a GET. Commands may take longer, and so may a lease."""
 
 
 def build_gateway_app(
@@ -63,7 +63,7 @@ def build_gateway_app(
     access_log: bool,
     ssl_context: SSLContext | None,
 ) -> web.Application:
-    """Put a gateway together; `scheduler_url` tells where its scheduler is, `ssl_context` whom it trusts there."""
+    """Build a gateway; `scheduler_url` returns its scheduler's URL, `ssl_context` the certificates to trust there."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
     websockets = Websockets(turn_settings.websocket_limit_s)
@@ -113,19 +113,19 @@ def build_gateway_app(
 
 
 class Scheduler:
-    """Forwards to the scheduler what is not a gateway's to answer."""
+    """Forwards to the scheduler what a gateway does not answer."""
 
     def __init__(
         self, url: Callable[[], str], ssl_context: SSLContext | None = None, *, answer_limit_s: float = ANSWER_LIMIT_S
     ) -> None:
-        """Forward to `url()`, trusting whom `ssl_context` says; None is whom the system trusts."""
+        """Forward to `url()`, trusting `ssl_context`; None trusts the system's certificates."""
         self._url = url
         self._ssl_context = ssl_context
         self._answer_limit_s = answer_limit_s
         self._http: aiohttp.ClientSession | None = None
 
     async def context(self, _: web.Application) -> AsyncIterator[None]:
-        """Have a client for as long as the application runs."""
+        """Provide a client for as long as the application runs."""
         async with aiohttp.ClientSession(auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()) as self._http:
             yield
 
@@ -133,7 +133,7 @@ class Scheduler:
         """Relay a request and its answer, with the caller's own key. Raises `SchedulerUnreachableError`."""
         assert self._http is not None, "the application runs"
         target, headers, body = target_of(request), forwarded_request_headers(request.headers), await request.read()
-        for judged in ("Origin", "Sec-Fetch-Site"):  # by our guard, by the name that the browser knows: ours
+        for judged in ("Origin", "Sec-Fetch-Site"):  # our guard checked it, by the name that the browser knows: ours
             headers.popall(judged, None)
         asks = request.method in SAFE_METHODS and command_of(target.spelt) is None
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=None)
@@ -163,10 +163,10 @@ class Scheduler:
 
 
 class GatewayHandlers:
-    """What a gateway says of itself."""
+    """A gateway's reports on itself."""
 
     def __init__(self, runtime: RemoteRuntime, registry: CollectorRegistry) -> None:
-        """Report on `runtime`, and all that is in `registry`."""
+        """Report on `runtime`, and on `registry`."""
         self._runtime = runtime
         self._registry = registry
 
@@ -200,7 +200,7 @@ class GatewayHandlers:
 
 
 class GatewayCollector:
-    """Gauges and counters of what a gateway carried, read off when somebody asks."""
+    """Gauges and counters of what a gateway carried, computed on each scrape."""
 
     def __init__(self, runtime: RemoteRuntime) -> None:
         """Report on it."""
@@ -241,7 +241,7 @@ class GatewayCollector:
 
 
 def _of_scheduler() -> list[tuple[str, str]]:
-    """Return method and path of all that is asked of the scheduler."""
+    """Return method and path of all requests for the scheduler."""
     found: list[tuple[str, str]] = []
     for access, methods, pattern in ROUTES:
         if access is not ENGINE and pattern not in ASKED_HERE:

@@ -1,13 +1,13 @@
-"""A gateway's side of a link: the turns that it carries, of which it is the truth.
+"""A gateway's side of a link: the turns that it carries, for which it is the source of truth.
 
 Theory of operation
 ===================
-Pure: it is told what happens and what came, and says what is to be sent; whoever owns it has the socket and the clock.
+Pure: it is told what happens and what arrived, and says what to send; its owner has the socket and the clock.
 
-Each turn that was asked for has a row, until its lease was refused, its client left while it was held, or its end was
-acknowledged. A row outlives links and schedulers: at the beginning of each link all rows are told again, those that
-ended first, so that a scheduler that knows nothing knows all of them, and one that knew them counts nothing twice. So
-nothing is kept back for being sent again while there is no link: the rows are that.
+Each requested turn has a row until its lease was refused, its client left while it was held, or its end was
+acknowledged. A row outlives links and schedulers. At the beginning of each link all rows are sent again, ended ones
+first. So a scheduler that knows nothing learns all of them, and one that knew them counts nothing twice. Nothing else
+is buffered for sending while there is no link: the rows are enough.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from thunderagent.scale.messages import (
 T = TypeVar("T", bound=Struct)
 
 CARDS_COUNT = 100_000
-"""So many programs are remembered that have no turn here, the last that had one."""
+"""How many programs without a turn here are remembered, the most recent ones."""
 
 UNHEARD_COUNT = 100_000
-"""So many turns that ended are kept for a scheduler to hear of, while there is none, and so many ends of programs."""
+"""How many ended turns, and program ends, are kept for a scheduler while there is none."""
 
 FRAME_COUNT = 1000
-"""So many messages go out in a frame at most."""
+"""The most messages per frame."""
 
 
 class Row:
@@ -62,7 +62,7 @@ class Row:
     __slots__ = ("ask", "asked_s", "end", "lease", "output_tokens", "started", "unverified")
 
     def __init__(self, ask: TurnAsk, asked_s: float) -> None:
-        """Begin held."""
+        """Create a held turn."""
         self.ask = ask
         self.asked_s = asked_s
         self.lease: Lease | None = None
@@ -73,32 +73,32 @@ class Row:
 
 
 class CarriedTurns:
-    """The rows of a gateway, and what it has to say."""
+    """The rows of a gateway, and what it has to send."""
 
     def __init__(self, gateway_id: str, boot_id: int) -> None:
-        """Begin with no turn and no link."""
+        """Start without turns and without a link."""
         self.gateway_id = gateway_id
         self.boot_id = boot_id
         self.rows: dict[int, Row] = {}
         self.cards: dict[str, Card] = {}
-        """Where programs were last that this gateway carried turns of, the one that had none for longest first."""
+        """Where the programs whose turns this gateway carried were last, the least recent first."""
         self.epoch = 0
-        """The highest that was heard of."""
+        """The highest epoch heard of."""
         self.is_linked = False
         self.is_led = False
         """Whether the scheduler at the other end of the link said that it leads."""
         self.stale_frames_count = 0
-        """Frames of epochs that were over."""
+        """Number of frames from past epochs."""
         self.unheard_count = 0
-        """Turns whose ends no scheduler will hear of."""
+        """Number of turns whose ends no scheduler will hear of."""
         self.link_number = 0
         self.polls = False
-        """Whether this gateway polls the share that a scheduler gives it."""
+        """Whether this gateway polls the share that a scheduler assigns."""
         self._leader_id = 0
         self._released: dict[str, Released] = {}
         self._outbox: list[Message] = []
         self._told: Iterator[Message] = iter(())
-        """What is to be told before that, at the beginning of a link."""
+        """What to send before that, at the beginning of a link."""
         self._next_told: Message | None = None
         self._number = self._heard = 0
         self._ended_count = 0
@@ -110,21 +110,21 @@ class CarriedTurns:
     # --- what happens to turns
 
     def asked(self, ask: TurnAsk, now_s: float) -> None:
-        """Take in a turn that wants a lease."""
+        """Add a turn that wants a lease."""
         self.rows[ask.turn_id] = Row(ask, now_s)
         self._say(ask)
 
     def left(self, turn_id: int) -> None:
-        """Forget a turn that has no lease: no program waits for it any more."""
+        """Forget a turn without a lease: its client no longer waits."""
         if self.rows.pop(turn_id, None) is not None:
             self._say(Left(turn_id))
 
     def granted_here(self, turn_id: int, lease: Lease) -> None:
-        """Take in that a turn runs by this gateway's own leave, because there is no scheduler."""
+        """Record that a turn runs on this gateway's own authority, because there is no scheduler."""
         self.rows[turn_id].lease = lease
 
     def progressed(self, turn_id: int, output_tokens: int = 0, *, unverified: bool = False) -> None:
-        """Take in how a turn goes, as `Progress` says it."""
+        """Record the progress of a turn, as in `Progress`."""
         row = self.rows.get(turn_id)
         if row is None or row.end is not None:
             return
@@ -134,7 +134,7 @@ class CarriedTurns:
         self._say(Progress(turn_id, output_tokens, unverified))
 
     def ended(self, end: TurnEnd) -> None:
-        """Take in how a turn ended; its row stays until a scheduler has counted it."""
+        """Record the end of a turn; its row stays until a scheduler has counted it."""
         row = self.rows.get(end.turn_id)
         if row is None or row.end is not None:
             return
@@ -148,7 +148,7 @@ class CarriedTurns:
             self.unheard_count += 1
 
     def released(self, program_id: str, generation: int | None, outcome: str) -> None:
-        """Take in a client's word that its program ended."""
+        """Record a client's report that its program ended."""
         self.cards.pop(program_id, None)
         self._released[program_id] = word = Released(program_id, generation, outcome)
         if len(self._released) > UNHEARD_COUNT:
@@ -156,7 +156,7 @@ class CarriedTurns:
         self._say(word)
 
     def seen(self, digest: Digest | Polled) -> None:
-        """Pass on what was seen of a replica, or found by a poll; it is not said again."""
+        """Pass on what was seen of a replica, or found by a poll; it is not sent again."""
         self._say(digest)
 
     def _note_card(self, row: Row, end: TurnEnd) -> None:
@@ -184,7 +184,7 @@ class CarriedTurns:
     # --- links
 
     def linked(self, now_s: float, tripped_ids: Collection[str] = ()) -> None:
-        """Begin a link: say who this is, and tell all that it has; `tripped_ids` are the replicas that fail it."""
+        """Begin a link: identify this gateway, and send everything; `tripped_ids` are replicas that fail it."""
         self.is_linked, self.is_led = True, False
         self.link_number += 1
         self._number = self._heard = 0
@@ -193,12 +193,12 @@ class CarriedTurns:
         self._outbox = [*self._released.values(), Told(tuple(tripped_ids))]
 
     def unlinked(self) -> None:
-        """End a link; what was not sent is told at the beginning of the next."""
+        """End a link; what was not sent is sent at the beginning of the next."""
         self.is_linked = self.is_led = False
         self._outbox, self._told, self._next_told = [], iter(()), None
 
     def _all_turns(self, now_s: float) -> Iterator[Message]:
-        """Say which turns there are now; each is made into a message when its turn to be sent comes."""
+        """Yield the current turns; each becomes a message only when it is sent."""
         rows = self.rows.values()
         ended = [row for row in rows if row.end is not None]
         running = [row for row in rows if row.lease is not None and row.end is None]
@@ -220,10 +220,10 @@ class CarriedTurns:
         return self._next_told is not None or bool(self._outbox)
 
     def frame(self) -> Frame:
-        """Return what is to be sent now; there is more as long as there `has_news`.
+        """Return the next frame to send; there is more while `has_news`.
 
-        Turns that are told again end a frame, so that no frame is too large, however much there is to tell. What
-        happens meanwhile is said after all that.
+        Repeated turns end a frame, so that no frame is too large, however much there is to send. Changes in the
+        meantime are sent after all that.
         """
         messages: list[Message] = []
         while self._next_told is not None and not (messages and type(messages[-1]) is Turns):
@@ -235,9 +235,9 @@ class CarriedTurns:
         return Frame(self._number, self._heard, self.epoch, messages)
 
     def take(self, frame: Frame) -> list[Message]:
-        """Take in what came by the link, and return what of it is news.
+        """Process a received frame, and return its new messages.
 
-        Raises `BadFrameError` if a frame is missing: then the link is of no more use.
+        Raises `BadFrameError` if a frame is missing: then the link is unusable.
         """
         if frame.number <= self._heard:
             return []
@@ -251,11 +251,11 @@ class CarriedTurns:
         return [message for message in frame.messages if self._take(message)]
 
     def _take(self, message: Message) -> bool:
-        """Take in one message; say whether it changes anything."""
+        """Process one message; return whether it changes anything."""
         if type(message) is Lease:
             row = self.rows.get(message.turn_id)
             if row is None or row.lease is not None:
-                return False  # its client left, or it is told once more
+                return False  # its client left, or it is sent again
             row.lease = message
             if message.program_id is not None:
                 self.cards.pop(message.program_id, None)
@@ -282,7 +282,7 @@ def _running(row: Row) -> Running:
 
 
 def _aged(row: Row, now_s: float) -> TurnAsk:
-    """Return what a turn that waited for a while asks for now."""
+    """Return the ask of a turn that has waited for a while."""
     held_s = now_s - row.asked_s
     patience_s = None if row.ask.patience_s is None else max(0.0, row.ask.patience_s - held_s)
     return replace(row.ask, waited_s=(row.ask.waited_s or 0.0) + held_s, patience_s=patience_s, supersedes_id=None)

@@ -1,11 +1,11 @@
-"""A gateway's sockets to its schedulers: one that it follows, and one to each other that it waits at.
+"""A gateway's sockets to its schedulers: one to the scheduler that it follows, and one waiting at each other.
 
 Theory of operation
 ===================
-Each address is dialled all the time. A scheduler that stands by answers only once it leads, so what waits there is a
-link as soon as that one leads. The first frame of a link says the epoch. One that is higher than what was heard of so
-far is followed from now on, whatever else there is; one that is lower is told so, and left. Without a store there is no
-epoch to begin with (0): such a scheduler is followed if there is no other.
+Each address is dialled all the time. A standby scheduler answers only once it leads, so a waiting socket becomes a link
+as soon as that one leads. The first frame of a link contains the epoch. A scheduler with a higher epoch than any so far
+is followed from now on; one with a lower epoch is told so, and left. Without a store the epoch is 0 at first: such a
+scheduler is followed if there is no other.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ HEARTBEAT_S = 2.0
 MAX_FRAME_BYTES = 64 * 2**20
 CONNECT_LIMIT_S = 5.0
 STAND_LIMIT_S = 30.0
-"""A scheduler that stands by lets us wait for less than that."""
+"""A standby scheduler lets us wait for less than that."""
 
 EPOCH_LIMIT_S = 0.5
-"""A scheduler that has not said its epoch by then is of a version that does not."""
+"""A scheduler that has not sent its epoch by then runs a version without epochs."""
 
 RETRY_S = 0.1
-"""So long after a link ended, or could not be had, an address is tried again; while another is followed, `SEEK_S`."""
+"""Time until an address is tried again after a link ended or failed; while another is followed, `SEEK_S`."""
 
 SEEK_S = 1.0
 
 CLOSE_LIMIT_S = 1.0
-"""One that hangs is not waited for longer when its link is closed: it may be wanted again."""
+"""Limit for closing the link of a hanging scheduler: it may be needed again."""
 
 LOOK_S = 0.2
 REFUSALS = {
@@ -51,28 +51,28 @@ REFUSALS = {
 """What a scheduler means by the status that refuses a link."""
 
 LAST_WORDS_S = 2.0
-"""At a shutdown so much time is left for a scheduler to hear how the last turns ended."""
+"""Time at a shutdown for a scheduler to hear how the last turns ended."""
 
 
 class Dialling:
-    """Keeps a link to the one of several addresses that leads."""
+    """Keeps a link to the leader among several addresses."""
 
     def __init__(
         self, runtime: RemoteRuntime, urls: Sequence[str], *, headers: dict[str, str], ssl_context: SSLContext | None
     ) -> None:
-        """Link `runtime` to the scheduler at one of `urls`; `headers` hold the key that it asks for."""
+        """Link `runtime` to the scheduler at one of `urls`; `headers` contain the key that it requires."""
         self._runtime = runtime
         self._urls = urls
         self._headers = headers
         self._ssl_context = ssl_context
         self.url = urls[0]
-        """Of the scheduler that is followed, or was last."""
+        """URL of the current or last scheduler."""
         self.links_count = 0
-        """Links that were opened."""
+        """Number of links that were opened."""
         self._followed: aiohttp.ClientWebSocketResponse | None = None
         self._sender: asyncio.Task[None] | None = None
         self._alone = asyncio.Event()
-        """Set while none is followed."""
+        """Set while no scheduler is followed."""
         self._alone.set()
         self._closing: set[asyncio.Task[bool]] = set()
         self._refusals: dict[str, int] = {}
@@ -96,7 +96,7 @@ class Dialling:
                 self._refused(url, error.status)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.debug("scheduler_unreachable", url=url, why=str(error))
-            except Exception:  # whatever a scheduler said: turns are carried on, and told again by the next link
+            except Exception:  # whatever a scheduler sent: turns are still carried, and reported again by the next link
                 log.exception("link_failed", url=url)
             await asyncio.sleep(RETRY_S)
             with suppress(TimeoutError):
@@ -104,7 +104,7 @@ class Dialling:
                     await self._alone.wait()
 
     def _refused(self, url: str, status: int) -> None:
-        """Say why a scheduler takes no link, each time that its answer is another one."""
+        """Log why a scheduler refuses links, whenever its answer changes."""
         if status != self._refusals.get(url) and status != 503:
             log.warning("scheduler_refuses", url=url, status=status, why=REFUSALS.get(status, "it knows no such link"))
         self._refusals[url] = status
@@ -133,7 +133,7 @@ class Dialling:
                 log.warning("link_given_up", url=url, why=error.message)
 
     async def _follow(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
-        """Speak by a link until it ends, or another one is followed."""
+        """Use a link until it ends, or another scheduler is followed."""
         self._leave()
         self.url, self._followed = url, socket
         self._alone.clear()
@@ -152,7 +152,7 @@ class Dialling:
             log.warning("scheduler_left", url=url, leases_count=self._runtime.leases_count)
 
     def _leave(self) -> None:
-        """Follow the one that is followed no longer."""
+        """Stop following the current scheduler."""
         if self._followed is None or self._sender is None:
             return
         self._sender.cancel()
@@ -171,12 +171,12 @@ class Dialling:
                 news.clear()
                 while turns.has_news:
                     await socket.send_bytes(messages.encode(turns.frame()))
-                    await asyncio.sleep(0)  # to tell 100,000 programs takes half a second
+                    await asyncio.sleep(0)  # sending 100,000 programs takes half a second
         except ConnectionError:
             pass
         except Exception:
             log.exception("link_sender_failed", url=self.url)
-        await socket.close()  # a link by which nothing can be said is none
+        await socket.close()  # a link that cannot send is useless
 
     async def _look(self) -> None:
         while True:
@@ -184,14 +184,14 @@ class Dialling:
             self._runtime.look()
 
     async def last_words(self) -> None:
-        """Wait until a scheduler has counted all turns that ended, if there is one."""
+        """Wait until a scheduler has counted all ended turns, if there is one."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._runtime.all_told.wait()
 
 
 async def _epoch_of(socket: aiohttp.ClientWebSocketResponse) -> int:
-    """Return the epoch that a scheduler leads in; 0 if it takes that from its gateways. Raises `BadFrameError`."""
+    """Return the epoch of a leading scheduler; 0 if it takes that from its gateways. Raises `BadFrameError`."""
     try:
         first = await socket.receive(EPOCH_LIMIT_S)
     except TimeoutError:

@@ -1,10 +1,10 @@
-"""Leave that a gateway gives itself once there has been no scheduler for long.
+"""Grants by a gateway itself after a long time without a scheduler.
 
 Theory of operation
 ===================
-Pure. Turns that wait while there is no scheduler go on waiting. Once there has been none for `patience_s` each runs on
-the replica where its program was last, or one that follows from its name, as long as fewer than `turns_count` run there
-from here. When a scheduler is back it is told of them, as of all that runs.
+Pure. Waiting turns keep waiting while there is no scheduler. After `patience_s` without one, each runs on the replica
+where its program was last, or on one that follows from its name, as long as fewer than `turns_count` run there from
+here. When a scheduler is back it is told of them, as of everything that runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thunderagent.scale.gateway.known import KnownPrograms
 
 
 class FailingOpen:
-    """Grants turns that are held, while there is nobody else who does."""
+    """Grants held turns while no scheduler does."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class FailingOpen:
         turns_count: int,
         clock: Callable[[], float],
     ) -> None:
-        """Count from now how long there is no scheduler."""
+        """Count the time without a scheduler from now on."""
         self.granted_count = 0
-        """Turns that ran without a scheduler's leave."""
+        """Number of turns that ran without a scheduler's grant."""
         self._turns = turns
         self._fleet = fleet
         self._known = known
@@ -42,40 +42,40 @@ class FailingOpen:
         self._now_s = clock
         self._since_s: float | None = clock()
         self._coming: Counter[str] = Counter()
-        """Turns by replica that were granted, until whoever waits for them goes on."""
+        """Granted turns by replica, until their waiters go on."""
 
     def __repr__(self) -> str:
         return f"<FailingOpen: {self.granted_count} granted, alone since {self._since_s}>"
 
     @property
     def is_on(self) -> bool:
-        """Whether there has been no scheduler for so long that turns run without."""
+        """Whether there has been no scheduler for so long that turns run without one."""
         return self._since_s is not None and self._now_s() - self._since_s >= self._patience_s
 
     def alone(self) -> None:
-        """Hear that there is no scheduler; count from now, if there was one until now."""
+        """Note that there is no scheduler; count from now, if there was one until now."""
         if self._since_s is None:
             self._since_s = self._now_s()
 
     def led(self) -> float | None:
-        """Hear that a scheduler leads; return for how long none did, or None if one did already."""
+        """Note that a scheduler leads; return how long none did, or None if one did already."""
         since_s, self._since_s = self._since_s, None
         return None if since_s is None else self._now_s() - since_s
 
     def came(self, lease: Lease) -> None:
-        """Hear that whoever waited for a lease goes on, or gave up."""
+        """Note that a lease's waiter goes on, or gave up."""
         if lease.reason == FAIL_OPEN:
             self._coming[lease.replica_id] -= 1
 
     def grants(
         self, held: Mapping[int, TurnAsk], running: Mapping[str, int], home_of: Callable[[str], str | None]
     ) -> Iterator[Lease]:
-        """Give leases to turns that are held, where fewer than so many run from here; `running` counts them.
+        """Yield leases for held turns where fewer than the limit run from here; `running` counts them.
 
-        Cost: O(turns that are held), once for each that is granted at most.
+        Cost: at most O(held turns) for each grant.
         """
         if not held or self._turns.is_linked or not self.is_on:
-            return  # a scheduler that has a link was told that they are held
+            return  # a linked scheduler was told that they are held
 
         def has_room(replica_id: str) -> bool:
             return running.get(replica_id, 0) + self._coming[replica_id] < self._turns_count

@@ -1,4 +1,4 @@
-"""The replicas as a gateway has them: as its scheduler told them last, with events for those who go by events."""
+"""A gateway's view of the replicas: the scheduler's last report, with events for observers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Observer = Callable[[Event, Sequence[Decision]], None]
 
 
 class RemoteFleet:
-    """Takes in what is told of replicas, and says where a turn may run without leave."""
+    """Processes the scheduler's reports, and says where a turn may run without a grant."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Begin with no replica; `clock` returns monotonic seconds."""
+        """Start without replicas; `clock` returns monotonic seconds."""
         self.replicas = ReplicaMap()
         self.on_replicas: Callable[[Sequence[RemoteReplica], Sequence[str]], None] = lambda _changed, _gone: None
-        """Hears first of replicas that changed, and of those that are gone."""
+        """Called first with replicas that changed, and those that are gone."""
         self.tripped_ids: set[str] = set()
-        """Those that fail turn after turn, as seen from here."""
+        """Replicas that fail turn after turn, as seen from here."""
         self._now_s = clock
         self._models: dict[str, tuple[str, ...]] = {}
         self._observers: list[tuple[Observer, frozenset[type]]] = []
@@ -35,7 +35,7 @@ class RemoteFleet:
     # --- what is told
 
     def take(self, message: Replicas) -> None:
-        """Take in what changed; a whole list takes away what it does not name."""
+        """Apply a change; a whole list removes what it does not name."""
         removed_ids = message.removed_ids
         if message.is_whole:
             said = {each.state.replica_id for each in message.changed}
@@ -55,7 +55,7 @@ class RemoteFleet:
                 self._observed(event)
 
     def _event_of(self, replica: RemoteReplica) -> Event | None:
-        """Return what the core would have heard of a replica that is as it is told now."""
+        """Return the event that the core would have received for a replica in this state."""
         state, now_s = replica.state, self._now_s()
         before = self.replicas.get(state.replica_id)
         if not state.is_up:
@@ -65,12 +65,12 @@ class RemoteFleet:
         return ReplicaUp(now_s, state.replica_id, state.capacity_tokens)
 
     def program_gone(self, program_id: str, generation: int) -> None:
-        """Tell those who keep something for a program that it ended."""
+        """Tell observers that a program ended."""
         release = Release(program_id, generation, Reason.RELEASED)
         self._observed(ProgramReleased(self._now_s(), program_id, generation), [release])
 
     def observe(self, observer: Observer, *about: type) -> Callable[[], None]:
-        """Have `observer` called with what happens to replicas and programs, if it is about that."""
+        """Call `observer` with events of replicas and programs, if it is about those."""
         entry = observer, frozenset(about)
         self._observers.append(entry)
         return lambda: self._observers.remove(entry) if entry in self._observers else None
@@ -84,7 +84,7 @@ class RemoteFleet:
     # --- what is asked
 
     def serves(self, replica_id: str, model: str) -> bool:
-        """Say whether a replica lists a model."""
+        """Return whether a replica lists a model."""
         return model in self._models.get(replica_id, ())
 
     def ids_serving(self, model: str) -> Collection[str]:
@@ -95,9 +95,9 @@ class RemoteFleet:
         return serving
 
     def where(self, ask: TurnAsk, home_id: str | None, has_room: Callable[[str], bool]) -> str | None:
-        """Return where a turn may run without leave: at home, or where its program's name leads; None if nowhere now.
+        """Return where a turn may run without a grant: at home, or by its program's name; None if nowhere now.
 
-        A replica that it must not leave, or that it should avoid, counts as where a scheduler grants.
+        A required replica and one to avoid count as in a scheduler's grants.
         """
         open_ids = set(self.replicas.open_ids)
         able = open_ids - self.tripped_ids or open_ids

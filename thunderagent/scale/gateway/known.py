@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 KNOWN_COUNT = 100_000
-"""So many are known, the last that had a turn."""
+"""How many are known, those with the most recent turns."""
 
 
 class KnownProgram(NamedTuple):
-    """Where a program's last turn from here ran, whose it is, and which incarnation of it that was."""
+    """Where a program's last turn from here ran, its tenant, and its generation then."""
 
     replica_id: str
     tenant: str
@@ -17,10 +17,10 @@ class KnownProgram(NamedTuple):
 
 
 class KnownPrograms:
-    """Programs by their ids, the one that had no turn for longest first."""
+    """Programs by id, the least recent first."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start empty."""
         self._known: dict[str, KnownProgram] = {}
 
     def get(self, program_id: str | None) -> KnownProgram | None:
@@ -28,12 +28,12 @@ class KnownPrograms:
         return self._known.get(program_id or "")
 
     def note(self, program_id: str, known: KnownProgram) -> None:
-        """Take in where a turn of a program runs."""
+        """Record where a turn of a program runs."""
         self._known.pop(program_id, None)
         self._known[program_id] = known
         if len(self._known) > KNOWN_COUNT:
             del self._known[next(iter(self._known))]
 
     def gone(self, program_id: str) -> KnownProgram | None:
-        """Forget a program that ended; return what was known of it."""
+        """Forget an ended program; return what was known of it."""
         return self._known.pop(program_id, None)

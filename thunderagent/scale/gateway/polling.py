@@ -1,4 +1,4 @@
-"""A gateway's share of the polls: it asks what its scheduler wants to know, and says what it found."""
+"""A gateway's share of the polls: it asks what its scheduler wants to know, and reports the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thunderagent.scale.messages import Look, Polled, PollShare
 log = structlog.get_logger("thunderagent.scale")
 
 _GOLDEN_RATIO = 0.6180339887
-"""First polls are spread over the interval by its multiples, as the poller does."""
+"""First polls are spread over the interval by its multiples, as in the poller."""
 
 
 class SharedPolls:
@@ -31,9 +31,9 @@ class SharedPolls:
         authorization: str = "",
         ssl_context: SSLContext | None = None,
     ) -> None:
-        """Say what was found by `say`, and run in `group` until closed.
+        """Report results by `say`, and run in `group` until closed.
 
-        `authorization` and whom to trust are as the poller has them.
+        `authorization` and the trusted certificates are as for the poller.
         """
         self._say = say
         self._group = group
@@ -48,11 +48,11 @@ class SharedPolls:
 
     @property
     def count(self) -> int:
-        """URLs that are polled from here."""
+        """Number of URLs that are polled from here."""
         return len(self._polled)
 
     def take(self, word: PollShare | Look | None) -> None:
-        """Take in which share this gateway has, or what it shall poll at once; None: there is no scheduler now."""
+        """Set this gateway's share, or what to poll at once; None: there is no scheduler now."""
         match word:
             case PollShare():
                 self._interval_s, self._deadline_s = word.interval_s, word.deadline_s
@@ -63,7 +63,7 @@ class SharedPolls:
                 self._share({})
 
     def close(self) -> None:
-        """Poll no more."""
+        """Stop polling."""
         self._share({})
         for each in self._looks:
             each.cancel()
@@ -75,13 +75,13 @@ class SharedPolls:
             if number in self._polled:
                 self._polled[number].watch = watch
             else:
-                with suppress(ConfigurationError):  # a kind that came later: its scheduler polls it
+                with suppress(ConfigurationError):  # a newer kind: its scheduler polls it
                     polled = self._polled[number] = self._of(watch)
                     wait_s = len(self._polled) * _GOLDEN_RATIO % 1.0 * self._interval_s
                     polled.task = self._group.create_task(self._poll_on(polled, wait_s))
 
     def _of(self, watch: Watch) -> _PolledUrl:
-        """Return who asks at a URL. Raises `ConfigurationError` for a kind or a URL that this version does not know."""
+        """Return the poller of a URL. Raises `ConfigurationError` for a kind or a URL unknown to this version."""
         return _PolledUrl(watch, Asker(watch.url, backend_of(watch.kind), self._deadline_s))
 
     def _look(self, watch: Watch) -> None:

@@ -1,4 +1,4 @@
-"""Refusals of a scheduler, as the errors that they are where both sides are one process."""
+"""A scheduler's refusals, converted to the errors that a single process would raise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from thunderagent.scale.messages import Refusal
 
 
 def error_of(refusal: Refusal) -> ThunderAgentError:
-    """Return the error that a scheduler tells of."""
+    """Return the error of a scheduler's refusal."""
     error = _ERRORS.get(refusal.code, ThunderAgentError)(refusal.message)
     error.retry_after_s = refusal.retry_after_s
     return error
@@ -22,4 +22,4 @@ def _all_errors(of: type[ThunderAgentError]) -> dict[str, type[ThunderAgentError
 
 
 _ERRORS = _all_errors(ThunderAgentError)
-"""Those that are made of their message alone, by their codes."""
+"""Errors created from their message alone, by code."""

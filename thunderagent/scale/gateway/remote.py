@@ -1,14 +1,14 @@
-"""Leases of a scheduler elsewhere: what a gateway has in place of a runtime.
+"""Leases of a remote scheduler: a gateway's substitute for a runtime.
 
 Theory of operation
 ===================
-`RemoteRuntime` is to the proxy what `Runtime` is where both are one process: it gives leases, hears how turns go, and
-has the replicas as they were pushed last. What it is asked it answers by what it carried itself; what happens to
-replicas and programs elsewhere it tells its observers as the events that the core would have heard.
+`RemoteRuntime` is to the proxy what `Runtime` is in a single process: it grants leases, hears how turns go, and has the
+replicas as last pushed. It answers questions from what it carried itself, and reports what happens elsewhere to
+replicas and programs to its observers, as the events that the core would have received.
 
-Turns that wait while there is no scheduler go on waiting, until they *fail open* (`failing_open.py`).
+Turns that wait without a scheduler keep waiting, until they *fail open* (`failing_open.py`).
 
-The socket is `dialling.py`'s.
+The socket belongs to `dialling.py`.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class RemoteSettings:
     """How a gateway does without a scheduler."""
 
     patience_s: float = 30.0
-    """For so long turns wait for a scheduler to come back."""
+    """How long turns wait for a scheduler to come back."""
     fail_open_turns_count: int = 64
-    """Then so many run on each replica."""
+    """How many then run on each replica."""
     grace_s: float = 30.0
     """How long a shutdown waits for turns in flight."""
 
 
 Answer = Lease | None
-"""None is a turn that is held."""
+"""None is a held turn."""
 
 
 class RemoteRuntime:
-    """Asks a scheduler elsewhere. All methods belong to one event loop."""
+    """Asks a remote scheduler. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -83,27 +83,27 @@ class RemoteRuntime:
         self.ids_serving = self.fleet.ids_serving
         self.now_s = clock
         self.on_polls: Callable[[PollShare | Look | None], None] = lambda _word: None
-        """Hears what this gateway is to poll; None: nothing, for there is no link."""
+        """Called with what this gateway is to poll; None: nothing, because there is no link."""
         self.on_revoke: Callable[[str, int], None] = lambda _program_id, _turn_id: None
-        """Hears of a program's turn that is to end here, because it was tried again elsewhere."""
+        """Called with a program's turn that must end here, because it was retried elsewhere."""
         self.polls_count: Callable[[], int] = lambda: 0
         """Returns how many engines are polled from here."""
         self.all_told = asyncio.Event()
-        """Set while there is no turn of which the scheduler of the link has something to hear, or no link."""
+        """Set while the link's scheduler has heard of all turns, or there is no link."""
         self.all_told.set()
         self.news = asyncio.Event()
         """Set when there is something to send."""
         self.outcome_counts: Counter[str] = Counter()
-        """Turns by how they ended."""
+        """Number of turns by outcome."""
         self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
-        """Of finished turns, as far as engines said their usage."""
+        """Of finished turns, as far as engines reported their usage."""
         self.leases_count = 0
         self.closing = self.leaving = False
         self._turn_ids = count(1)
         self._waiters: dict[int, asyncio.Future[Answer]] = {}
         self._refusals: dict[int, Refusal] = {}
         self._held: dict[int, TurnAsk] = {}
-        """Turns that are known to be held, in their order."""
+        """Turns known to be held, in order."""
         self._known = KnownPrograms()
         self._counts: Counter[str] = Counter()
         """Turns in flight from here, by replica."""
@@ -115,7 +115,7 @@ class RemoteRuntime:
             turns_count=settings.fail_open_turns_count,
             clock=clock,
         )
-        """What is granted here while there is no scheduler."""
+        """Grants here while there is no scheduler."""
         self._no_lease_left = asyncio.Event()
         self._no_lease_left.set()
 
@@ -124,7 +124,7 @@ class RemoteRuntime:
 
     @property
     def held_count(self) -> int:
-        """Turns that wait for a lease."""
+        """Number of turns that wait for a lease."""
         return len(self._waiters)
 
     def new_turn_id(self) -> int:
@@ -134,7 +134,7 @@ class RemoteRuntime:
     # --- leases
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
-        """Wait for leave to run one turn; see `LeaseSource`."""
+        """Wait for permission to run one turn; see `LeaseSource`."""
         if self.closing:
             raise ShuttingDownError("the proxy is shutting down")
         turn_id = ask.turn_id
@@ -160,7 +160,7 @@ class RemoteRuntime:
         return await waiter
 
     async def _wait(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Lease:
-        """Wait as one that is held: for the scheduler, for another one, or for leave to run without."""
+        """Wait as a held turn: for this scheduler, for another one, or to run without."""
         self._check_refusal(ask.turn_id)
         row = self.turns.rows[ask.turn_id]
         self._held[ask.turn_id] = ask
@@ -175,12 +175,12 @@ class RemoteRuntime:
             self._held.pop(ask.turn_id, None)
 
     def _check_refusal(self, turn_id: int) -> None:
-        """Raise what a refusal says that came together with the word that its turn is held: it took the row."""
+        """Raise a refusal that came together with the message that its turn is held: it removed the row."""
         if (refusal := self._refusals.get(turn_id)) is not None:
             raise error_of(refusal)
 
     def _give_up(self, turn_id: int, error: BaseException) -> None:
-        """Say that nobody waits for a turn any more; its lease may have come in the same moment."""
+        """Report that nobody waits for a turn any more; its lease may have come at the same moment."""
         self.outcome_counts["abandoned" if isinstance(error, asyncio.CancelledError) else "rejected"] += 1
         row = self.turns.rows.get(turn_id)
         if row is not None and row.lease is not None:
@@ -206,14 +206,14 @@ class RemoteRuntime:
     # --- links
 
     def linked(self) -> None:
-        """Begin a link, with all that is to be told."""
+        """Begin a link, and queue everything to report."""
         self.turns.linked(self.now_s(), self.fleet.tripped_ids)
         if self.turns.rows:
             self.all_told.clear()
         self.news.set()
 
     def unlinked(self) -> None:
-        """End a link: whoever waits for an answer is held."""
+        """End a link: waiters for an answer count as held."""
         self.alone.alone()
         self.turns.unlinked()
         self.on_polls(None)
@@ -224,7 +224,7 @@ class RemoteRuntime:
         self.look()
 
     def take(self, frame: Frame) -> None:
-        """Take in what came by the link. Raises `BadFrameError`."""
+        """Process a received frame. Raises `BadFrameError`."""
         for message in self.turns.take(frame):
             self._take(message)
         if not self.turns.rows:
@@ -242,7 +242,7 @@ class RemoteRuntime:
                 waiter = self._waiters.get(message.turn_id)
                 if waiter is not None and not waiter.done():
                     waiter.set_exception(error_of(message))
-                elif waiter is not None:  # it hears just now that it is held
+                elif waiter is not None:  # it is told just now that it is held
                     self._refusals[message.turn_id] = message
             case Lead():
                 if (alone_s := self.alone.led()) is not None:
@@ -256,7 +256,7 @@ class RemoteRuntime:
             case PollShare() | Look():
                 self.on_polls(message)
             case _:
-                pass  # acknowledgements are the table's
+                pass  # the table handles acknowledgements
 
     def _tell(self, turn_id: int, answer: Answer) -> None:
         waiter = self._waiters.get(turn_id)
@@ -271,19 +271,19 @@ class RemoteRuntime:
     # --- what the proxy asks; see `FleetSource`
 
     def home_of(self, program_id: str, model: str = "") -> str | None:
-        """Return the replica that a program was on when this gateway carried its last turn, if that is up."""
+        """Return the replica of a program's last turn from this gateway, if that is up."""
         known = self._known.get(program_id)
         if known is None or (model and self.replicas.has_pools and not self.fleet.serves(known.replica_id, model)):
             return None
         return known.replica_id if self.replicas.is_up(known.replica_id) else None
 
     def tenant_of(self, program_id: str) -> str | None:
-        """Return whose a program is that this gateway carried turns of."""
+        """Return the tenant of a program whose turns this gateway carried."""
         known = self._known.get(program_id)
         return known.tenant if known is not None else None
 
     def lives(self, program_id: str, generation: int) -> bool:
-        """Say whether nothing was heard of the end of this incarnation of a program."""
+        """Return whether no end of this incarnation of a program was reported."""
         known = self._known.get(program_id)
         return known is not None and known.generation == generation
 
@@ -292,17 +292,17 @@ class RemoteRuntime:
         return self._counts[replica_id]
 
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
-        """Have the scheduler end a program; False if this gateway carried no turn of it."""
+        """Ask the scheduler to end a program; return False if this gateway carried no turn of it."""
         known = self._known.get(program_id) is not None
         self.turns.released(program_id, generation, outcome)
         self.news.set()
         return known
 
     def replica_at(self, replica_id: str, url: str) -> None:
-        """Hear what it was told itself."""
+        """Do nothing: this gateway was told of it itself."""
 
     def replica_removed(self, replica_id: str) -> None:
-        """Hear that a replica is gone, of which it was told itself."""
+        """Do nothing for a removed replica: this gateway was told of it itself."""
         self.fleet.tripped_ids.discard(replica_id)
 
     def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
@@ -311,35 +311,35 @@ class RemoteRuntime:
         self._seen(replica_id, "tripped" if tripped else "tried")
 
     def suspect(self, replica_id: str) -> None:
-        """Have the scheduler look at a replica, because a request just failed there."""
+        """Ask the scheduler to check a replica, because a request just failed there."""
         self._seen(replica_id, "failed")
 
     def refused(self, replica_id: str) -> None:
-        """Have the scheduler take a replica for down, because it refused a connection."""
+        """Tell the scheduler to treat a replica as down, because it refused a connection."""
         self._seen(replica_id, "refused")
 
     def _seen(self, replica_id: str, what: str) -> None:
         self.say(Digest(replica_id, what))
 
     def say(self, word: Digest | Polled) -> None:
-        """Tell the scheduler what was seen or found here, if there is one."""
+        """Report to the scheduler what was seen or found here, if there is one."""
         self.turns.seen(word)
         self.news.set()
 
     # --- what becomes of a turn with a lease; see `LeaseKeeper`
 
     def unverified(self, turn_id: int) -> None:
-        """Hear that only a stranger will tell how a turn goes."""
+        """Record that nobody trusted will report how a turn goes."""
         self.turns.progressed(turn_id, unverified=True)
         self.news.set()
 
     def started(self, turn_id: int) -> None:
-        """Hear that the first byte of an answer came."""
+        """Record that the first byte of an answer arrived."""
         self.turns.progressed(turn_id)
         self.news.set()
 
     def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Hear about how many tokens were generated so far."""
+        """Record about how many tokens were generated so far."""
         self.turns.progressed(turn_id, output_tokens)
         self.news.set()
 
@@ -363,7 +363,7 @@ class RemoteRuntime:
         self.look()
 
     async def close(self) -> None:
-        """Ask for nothing more, refuse who waits, let turns in flight end up to the grace period."""
+        """Ask for nothing more, reject waiting turns, let turns in flight end within the grace period."""
         self.closing = True
         for waiter in self._waiters.values():
             if not waiter.done():

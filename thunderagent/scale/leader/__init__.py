@@ -1,1 +1,1 @@
-"""Which of several schedulers leads: a lock with an epoch, the log of the one that leads, and the taking over."""
+"""Which of several schedulers leads: a lock with an epoch, the leader's log, and the takeover."""

@@ -2,28 +2,28 @@
 
 Theory of operation
 ===================
-Pure. The lock ends by the store's own clock, so a lock that is there is somebody's, and one that is gone may be taken.
-Three things are beside that:
+Pure. The lock expires by the store's own clock, so an existing lock has an owner, and a missing one may be taken. There
+are three exceptions:
 
-- who gave it up left it empty: it is taken at once;
-- a leader whose process has ended, as far as its port says, is not waited for. If that is wrong two schedulers believe
-  that they lead, until the older one next writes or renews: its epoch is over, and gateways hear no frame of it;
-- a store that was away, or lost its data, may have let a lock go that its owner still believes to have. He is let come
-  first, for as long as a lock lasts. A store is new if this scheduler never saw a lock or an epoch there, and always
-  had its answers.
+- an owner that gave it up left it empty: it is taken at once;
+- a leader whose process has ended, judging by its port, is not waited for. If that is wrong two schedulers believe that
+  they lead, until the older one next writes or renews: its epoch is over, and gateways ignore its frames;
+- a store that was away, or lost its data, may have dropped a lock that its owner still believes to have. The owner may
+  come first, for as long as a lock lasts. A store counts as new if this scheduler never saw a lock or an epoch there,
+  and always had its answers.
 """
 
 from __future__ import annotations
 
 GIVEN_UP = ""
-"""What the lock holds when its owner gave it up."""
+"""Content of the lock when its owner gave it up."""
 
 
 class Candidacy:
     """What one scheduler saw of the lock."""
 
     def __init__(self, lock_s: float) -> None:
-        """Begin knowing nothing; a lock ends `lock_s` after it was last renewed."""
+        """Start without knowledge; a lock expires `lock_s` after its last renewal."""
         self._lock_s = lock_s
         self._answers_since_s: float | None = None
         self._dead: str | None = None
@@ -32,18 +32,18 @@ class Candidacy:
         """The last one."""
 
     def failed(self) -> None:
-        """Take in that the store does not answer."""
+        """Record that the store does not answer."""
         self._answers_since_s, self._is_new = None, False
 
     def died(self, owner: str) -> None:
-        """Take in that the process of an owner of the lock has ended."""
+        """Record that the process of an owner of the lock has ended."""
         self._dead = owner
 
     def may_take(self, owner: str | None, epoch: int, now_s: float) -> str | None:
-        """Say what the lock must hold for it to be taken now; None if it must not be.
+        """Return what the lock must hold for it to be taken now; None if it must not be.
 
-        It holds `owner` now; None is that there is no lock. What must be empty may be missing, too. An epoch below the
-        last one is that the store lost its data.
+        It holds `owner` now; None means that there is no lock. A lock that must be empty may be missing, too. An epoch
+        below the last one means that the store lost its data.
         """
         if epoch < self._epoch:
             self._answers_since_s = None

@@ -1,4 +1,4 @@
-"""What the last leader left is taken over by the core of the next one, before any gateway is let in."""
+"""The next leader's core takes over what the last one left, before any gateway is let in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from thunderagent.scale.scheduler.gateways import Gateways
 log = structlog.get_logger("thunderagent.scale")
 
 ADOPT_COUNT = 100
-"""Programs that are taken in, or forgotten, without giving way to others: 4 ms."""
+"""Programs adopted or forgotten without yielding to others: 4 ms."""
 
 
 async def go_on_from(kept: Kept, runtime: Runtime, learned: LearnedState, gateways: Gateways) -> None:
-    """Have a scheduler know, do and count on from there what was kept."""
+    """Make a scheduler continue from what was kept."""
     _learn(kept.learned, learned)
     await _adopt(kept.programs(runtime.now_s()), runtime)
     _operate(kept.operated, runtime)
@@ -36,7 +36,7 @@ async def go_on_from(kept: Kept, runtime: Runtime, learned: LearnedState, gatewa
 
 
 async def let_go(kept: Kept) -> None:
-    """Forget what the core has by now; with 100,000 programs that takes 0.2 s, so a few at a time."""
+    """Forget what the core has by now, a few at a time: 100,000 programs take 0.2 s."""
     while kept.forget(ADOPT_COUNT):  # noqa: ASYNC110 - nothing is waited for: others get their turn
         await asyncio.sleep(0)
 
@@ -50,7 +50,7 @@ def _learn(content: bytes, learned: LearnedState) -> None:
 
 
 async def _adopt(programs: Iterable[tuple[str, ProgramRecord]], runtime: Runtime) -> None:
-    """Have the core adopt programs, each in its pool."""
+    """Let the core adopt programs, each in its pool."""
     remaining = iter(programs)
     while chunk := list(islice(remaining, ADOPT_COUNT)):
         by_pool: dict[str, list[ProgramRecord]] = {}
@@ -64,7 +64,7 @@ async def _adopt(programs: Iterable[tuple[str, ProgramRecord]], runtime: Runtime
 
 
 def _operate(operated: Operated, runtime: Runtime) -> None:
-    """Go by what operators said, as far as its replicas are there."""
+    """Apply operators' settings, as far as their replicas are there."""
     for scope, name, targets in operated.routes:
         there = tuple((each, weight) for each, weight in targets.items() if runtime.replicas.get(each) is not None)
         if there:

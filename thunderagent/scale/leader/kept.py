@@ -1,20 +1,21 @@
-"""What a scheduler leaves for the next one: entries of a log, and what they add up to.
+"""What a scheduler leaves for the next one: entries of a log, and their accumulated state.
 
 Theory of operation
 ===================
 An entry says what changed since the one before it: where programs stand now, which of them ended, which turns of which
-gateways were counted, and the sums with these. It says how things **are**, not what happened, so an entry may come
-twice, what changed often meanwhile is written once, and another version of the code makes the same of it. Whoever
-follows the log has all programs in a dict, and nothing to compute.
+gateways were counted, and the sums with these. It states how things **are**, not what happened. So an entry may come
+twice, frequent changes are written once, and another version of the code reads the same from it. A follower of the log
+has all programs in a dict, and nothing to compute.
 
-Turns are not in it: their gateways are the truth about them. That one was counted is: the sums have it, and its gateway
-may not have heard that. So an end is acknowledged once its entry is written, and the two are in the same one.
+Turns are not in it: their gateways are the source of truth. That a turn was counted is in it, because the sums include
+it, and its gateway may not have heard that. So an end is acknowledged once its entry is written, and both are in the
+same entry.
 
-The log needs no snapshot beside it. Now and then, and at the begin of each epoch, its writer tells all programs again,
-some in each entry, between `Begins` and `Whole`; what is older than that `Begins` is cut off.
+The log needs no snapshot. Now and then, and at the begin of each epoch, its writer sends all programs again, some in
+each entry, between `Begins` and `Whole`; what is older than that `Begins` is cut off.
 
-Times are lengths before the entry's `now_s`, which is of the clock of its epoch's scheduler. Whoever reads compares
-that with his own clock, at the entry that came with the least delay. No wall clock is asked.
+Times are durations before the entry's `now_s`, which is of the clock of its epoch's scheduler. A reader compares that
+with its own clock, at the entry with the least delay. No wall clock is used.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
 from thunderagent.scale.messages import MAX_EPOCH, known_of
 
 COUNTED_COUNT = 20_000
-"""So many turns of a gateway are remembered as counted: it may not have heard of the last ones."""
+"""How many turns of a gateway are remembered as counted: it may not have heard of the last ones."""
 
 
 class At(Struct, frozen=True, array_like=True, tag="at"):
-    """A program of a pool, as it is now."""
+    """The current state of a program of a pool."""
 
     pool: str
     program: Annotated[Sequence[Any], Meta(min_length=1)]
@@ -49,14 +50,14 @@ class Ended(Struct, frozen=True, array_like=True, tag="ended", gc=False):
 
 
 class Linked(Struct, frozen=True, array_like=True, tag="linked", gc=False):
-    """A gateway is there, and has to be heard before its turns are taken for over."""
+    """A gateway is there, and must report before its turns count as over."""
 
     gateway_id: str
     boot_id: int
 
 
 class Lost(Struct, frozen=True, array_like=True, tag="lost", gc=False):
-    """A gateway is no longer there, or not now; which of its turns were counted is still of use."""
+    """A gateway is gone, at least for now; its counted turns are still useful."""
 
     gateway_id: str
 
@@ -69,7 +70,7 @@ class Counted(Struct, frozen=True, array_like=True, tag="counted", gc=False):
 
 
 class Sums(Struct, frozen=True, array_like=True, tag="sums", gc=False):
-    """Turns by how they ended, and what the finished ones used."""
+    """Number of turns by outcome, and the usage of finished ones."""
 
     outcome_counts: dict[str, int]
     prompt_tokens: int = 0
@@ -84,20 +85,20 @@ class Learned(Struct, frozen=True, array_like=True, tag="learned", gc=False):
 
 
 class Operated(Struct, frozen=True, array_like=True, tag="operated"):
-    """What operators, and a global policy, said that lasts: routes, and where nothing is granted for which causes."""
+    """Lasting settings of operators and global policies: routes, and where nothing is granted for which causes."""
 
     routes: tuple[tuple[str, str, dict[str, float]], ...] = ()
     """Scope, name, and weights of replicas."""
     causes: tuple[tuple[str | None, str], ...] = ()
-    """Each with its replica, or none: on all."""
+    """Each with its replica, or None for all."""
 
 
 class Begins(Struct, frozen=True, array_like=True, tag="begins", gc=False):
-    """From here on all programs are told again."""
+    """From here on all programs are written again."""
 
 
 class Whole(Struct, frozen=True, array_like=True, tag="whole", gc=False):
-    """All were told: there is no other."""
+    """All programs were written: there is no other."""
 
 
 Record = At | Ended | Linked | Lost | Counted | Sums | Learned | Operated | Begins | Whole
@@ -126,22 +127,22 @@ _BRANCHES = ProgramRecord._fields.index("branches")
 
 
 def encode(entry: Entry) -> bytes:
-    """Return an entry as it is written."""
+    """Return the bytes of an entry."""
     return _encode(entry)
 
 
 def encode_record(record: Record) -> bytes:
-    """Return a part of an entry; `entry_of` makes an entry of parts."""
+    """Encode a part of an entry; `entry_of` joins parts."""
     return _encode(record)
 
 
 def entry_of(epoch: int, now_s: float, parts: Sequence[bytes]) -> bytes:
-    """Return the same as `encode` of the records that are encoded in `parts`."""
+    """Return the same as `encode` for the encoded records in `parts`."""
     return _encode(_RawEntry(epoch, now_s, [Raw(each) for each in parts]))
 
 
 def decode(data: bytes) -> Entry:
-    """Return an entry that was written, without records of kinds that nobody here knows. Raises `BadFrameError`."""
+    """Decode an entry, without records of unknown kinds. Raises `BadFrameError`."""
     try:
         return _decode(data)
     except (msgspec.DecodeError, RecursionError):
@@ -154,7 +155,7 @@ def decode(data: bytes) -> Entry:
 
 
 def program_of(fields: Sequence[Any]) -> ProgramRecord:
-    """Return a program of its fields; more than are known are not read. Raises `msgspec.ValidationError`."""
+    """Return a program from its fields; unknown further ones are ignored. Raises `msgspec.ValidationError`."""
     kept = list(fields[: len(ProgramRecord._fields)])
     if len(kept) > _BRANCHES:
         kept[_BRANCHES] = [each[: len(BranchRecord._fields)] for each in kept[_BRANCHES]]
@@ -167,18 +168,18 @@ class KeptGateway:
     __slots__ = ("boot_id", "counted", "is_there")
 
     def __init__(self, boot_id: int) -> None:
-        """Begin with no turn that was counted."""
+        """Start without counted turns."""
         self.boot_id = boot_id
         self.is_there = True
         self.counted: dict[int, None] = {}
-        """The last ones, the oldest first."""
+        """The last ones, oldest first."""
 
 
 class Kept:
-    """What the entries add up to."""
+    """The accumulated state of the entries."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self.epoch = 0
         """Of the last entry."""
         self.gateways: dict[str, KeptGateway] = {}
@@ -190,18 +191,18 @@ class Kept:
         self._told: set[tuple[str, str]] | None = None
         self._told_gateway_ids: set[str] = set()
         self._ahead_s: dict[int, float] = {}
-        """How far the own clock is ahead of that of each epoch's scheduler."""
+        """How far our clock is ahead of that of each epoch's scheduler."""
 
     def __repr__(self) -> str:
         return f"<Kept, epoch {self.epoch}: {len(self._programs)} programs, {len(self.gateways)} gateways>"
 
     @property
     def programs_count(self) -> int:
-        """How many programs there are."""
+        """Number of programs."""
         return len(self._programs)
 
     def take(self, entry: Entry, now_s: float) -> None:
-        """Take in the next entry, heard at `now_s` of the own clock."""
+        """Add the next entry, received at `now_s` of our own clock."""
         self.epoch = entry.epoch
         self.entries_count += 1
         ahead_s = now_s - entry.now_s
@@ -235,7 +236,7 @@ class Kept:
                 self._forget_untold(begins=isinstance(record, Begins))
 
     def _forget_untold(self, *, begins: bool) -> None:
-        """Begin to note what is told again; or forget programs and gateways that were not: they are gone."""
+        """Start to note what is written again; or forget programs and gateways that were not: they are gone."""
         if begins:
             self._told, self._told_gateway_ids = set(), set()
             return
@@ -262,7 +263,7 @@ class Kept:
             del gateway.counted[next(iter(gateway.counted))]
 
     def programs(self, now_s: float) -> Iterator[tuple[str, ProgramRecord]]:
-        """Give the programs as they are by now, each with the name of its pool; those that cannot be read are left out.
+        """Yield the programs in their current state, each with its pool's name; unreadable ones are left out.
 
         Cost: O(programs), so take them a few at a time.
         """
@@ -274,7 +275,7 @@ class Kept:
             yield pool, record.older(max(0.0, now_s - self._ahead_s[epoch] - told_s))
 
     def forget(self, count: int) -> bool:
-        """Forget so many programs; False if that were all of them."""
+        """Forget this many programs; return False if those were all."""
         for _ in range(min(count, len(self._programs))):
             self._programs.popitem()
         return bool(self._programs)

@@ -2,16 +2,16 @@
 
 Theory of operation
 ===================
-A Lease is an object that names its holder and is written only by who names the version that he saw. It does not end by
-itself, and the clocks of others are not asked: one that stayed the same for as long as it lasts, by the own clock and
-without a gap in the answers, has run out. Its `leaseTransitions` are the epoch.
+A Lease is an object that names its holder and is only written by clients that name the version they saw. It does not
+expire by itself, and other clocks are not used: a Lease that stayed the same for its duration, by our own clock and
+without a gap in the answers, has expired. Its `leaseTransitions` are the epoch.
 
-Who takes the Lease then takes the copy of the lock in the log's store, with the same epoch. **So nobody leads without
-having raised the epoch there**, and the log refuses whoever led before. Two things follow:
+A scheduler that takes the Lease then takes the copy of the lock in the log's store, with the same epoch. **So nobody
+leads without having raised the epoch there**, and the log rejects any earlier leader. Two things follow:
 
-- a leader whom the API server does not answer goes on for as long as the log's store says that the epoch is his: nobody
-  else can have led. If that one does not answer either he steps down before his Lease can have run out for others;
-- who stands by reads the log's store many times a second, and the Lease once a second, or when the copy changes.
+- a leader that the API server does not answer goes on for as long as the log's store says that the epoch is its own:
+  nobody else can have led. If that does not answer either, it steps down before its Lease can have expired for others;
+- a standby reads the log's store many times a second, and the Lease once a second, or when the copy changes.
 
 With a lock of 3 s a Lease lasts 4 s, is renewed each second, and a leader gives up after 3 s.
 """
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger("thunderagent.scale")
 
 LOOK_S = 1.0
-"""Who stands by reads the Lease so often, if nothing says that it changed."""
+"""How often a standby reads the Lease, if nothing shows that it changed."""
 
 SPARE_S = 1.0
-"""A Lease lasts so much longer than its holder believes in it without an answer."""
+"""How much longer a Lease lasts than its holder trusts it without an answer."""
 
 MAX_LEASE_S = 60.0
-"""Whatever a Lease says: whoever led is fenced by the log, if he is still there."""
+"""Limit on any Lease's duration: the log fences an earlier leader that is still there."""
 
 MAX_TRANSITIONS = 2**31 - 1
 
@@ -57,13 +57,13 @@ class Lease(NamedTuple):
 
     version: str
     holder: str
-    """Empty if it was given up."""
+    """Empty if the Lease was given up."""
     epoch: int
     lasts_s: float
 
 
 class KubernetesStore:
-    """A store that is `kept_in` another one, but for who leads. All methods belong to one event loop."""
+    """A store `kept_in` another one, except for the lock. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -84,23 +84,23 @@ class KubernetesStore:
         self._stack = AsyncExitStack()
         self._cluster: Cluster | None = None
         self._lease: Lease | None = None
-        """As it was last read or written; None if there is none, or nobody knows."""
+        """As last read or written; None if there is none, or it is unknown."""
         self._since_s = 0.0
-        """Since when it is the same."""
+        """Since when it has not changed."""
         self._read_s = -math.inf
         self._copy: str | None = None
-        """Who has the lock in the other store."""
+        """Owner of the lock in the other store."""
         self._epoch = 0
-        """There."""
+        """Epoch there."""
         self._renewed_s: float | None = None
-        """When the own Lease was last renewed; None if it is another's."""
+        """When our own Lease was last renewed; None if it is another's."""
         self._answers = True
 
     def __repr__(self) -> str:
         return f"<KubernetesStore {self._all}/{self._name}: {self._lease}>"
 
     async def look(self, after: str) -> Seen:
-        """Return what is there; see `Store`, as for all others. A Lease that has run out is none."""
+        """Return the current state; see `Store`, also for the other methods. An expired Lease counts as none."""
         seen = await self._log.look(after)
         is_due = seen.owner != self._copy or self._now_s() - self._read_s >= LOOK_S
         self._copy, self._epoch = seen.owner, seen.epoch
@@ -115,7 +115,7 @@ class KubernetesStore:
         return 0 if self._lease is None else self._lease.epoch
 
     def _owner(self) -> str | None:
-        """Return who has the Lease, as far as is known; empty if it was given up, None if it has run out."""
+        """Return the owner of the Lease, as far as known; empty if it was given up, None if it has expired."""
         lease = self._lease
         if lease is None or not lease.holder:
             return None if lease is None else GIVEN_UP
@@ -138,7 +138,7 @@ class KubernetesStore:
         return taken
 
     async def renew(self, owner: str, epoch: int) -> int:
-        """Keep the Lease, and the copy; without an answer of the API server the copy alone, as long as it is kept."""
+        """Renew the Lease and the copy; without an answer of the API server only the copy, as long as it is kept."""
         asked_s = self._now_s()
         try:
             async with self._in_time("the API server"):
@@ -153,7 +153,7 @@ class KubernetesStore:
         return await self._log.renew(owner, epoch)
 
     async def _write_anew(self, owner: str, epoch: int) -> bool:
-        """Write a Lease that somebody changed; False if it is another's by now."""
+        """Write a Lease again that somebody changed; return False if it is another's by now."""
         await self._read()
         return (self._lease is None or self._lease.holder in ("", owner)) and await self._write(owner, epoch)
 
@@ -165,16 +165,16 @@ class KubernetesStore:
             if self._is_late:
                 return 0
             raise
-        return 0 if kept == 2 and self._is_late else kept  # one that lost its data proves nothing
+        return 0 if kept == 2 and self._is_late else kept  # a store that lost its data proves nothing
 
     @property
     def _is_late(self) -> bool:
-        """Whether the own Lease may soon run out for others."""
+        """Whether our own Lease may soon expire for others."""
         return self._renewed_s is None or self._now_s() - self._renewed_s >= self._lock_s
 
     @asynccontextmanager
     async def _in_time(self, whom: str) -> AsyncIterator[None]:
-        """Wait a third of a lock: one renewal, an API server and a store that hang, and the Lease has not run out."""
+        """Wait at most a third of a lock: even if one renewal, API server and store hang, the Lease has not expired."""
         try:
             async with asyncio.timeout(self._lock_s / 3):
                 yield
@@ -190,7 +190,7 @@ class KubernetesStore:
                 log.error("lease_not_renewed", lease=self._name, why=error.message)
 
     async def give_up(self, owner: str) -> None:
-        """Leave the Lease to whoever comes, then the copy: its change is what others see first."""
+        """Give up the Lease, then the copy: others see the change of the Lease first."""
         try:
             await self._read()
             if self._lease is not None and self._lease.holder == owner:
@@ -209,7 +209,7 @@ class KubernetesStore:
         self._read_s = self._now_s()
 
     async def _write(self, holder: str | None, epoch: int, **more: str) -> bool:
-        """Write the Lease, if it is as it was last seen. Nobody has to wait for one without a holder."""
+        """Write the Lease, if it is as last seen. Nobody has to wait for one without a holder."""
         lasts_s = 1 if holder is None else math.ceil(self._lock_s + SPARE_S)
         times = {"renewTime": _now(), "leaseDurationSeconds": lasts_s, **more}
         spec = {"holderIdentity": holder, "leaseTransitions": epoch, **times}
@@ -246,7 +246,7 @@ class KubernetesStore:
 
     @asynccontextmanager
     async def _asked(self) -> AsyncIterator[Cluster]:
-        """Ask the API server. Raises `StoreError`: then nobody knows whether the Lease stays the same."""
+        """Ask the API server. Raises `StoreError`: then it is unknown whether the Lease stays the same."""
         try:
             if self._cluster is None:
                 self._cluster = await self._stack.enter_async_context(connected(self._access))
@@ -266,15 +266,15 @@ class KubernetesStore:
         await self._log.trim(where)
 
     async def stand_by(self) -> None:
-        """Say so."""
+        """Announce a standby."""
         await self._log.stand_by()
 
     async def has_standby(self) -> bool:
-        """Say whether somebody said that."""
+        """Return whether a standby was announced."""
         return await self._log.has_standby()
 
     async def warnings(self) -> list[str]:
-        """Return what of the other store's settings may lose what is written."""
+        """Return settings of the other store that may lose data."""
         return await self._log.warnings()
 
     async def close(self) -> None:
@@ -284,5 +284,5 @@ class KubernetesStore:
 
 
 def _now() -> str:
-    """Return the time as people read it in a Lease; no scheduler does."""
+    """Return the time for people who read a Lease; no scheduler uses it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -2,16 +2,16 @@
 
 Theory of operation
 ===================
-Who stands by runs all of a scheduler but its grants: replicas are polled, and gateways wait at its door. It looks into
-the store many times a second, follows the log into `Kept`, and watches a connection to the leader's port, on which
-nothing is said: when it ends, and nobody listens there any more, the leader's process is gone, and its lock is not
-waited for. When it has the lock it reads the log to its end - nobody can write there any more but itself - has the core
-adopt the programs, and lets gateways in.
+A standby runs all of a scheduler except its grants: replicas are polled, and gateways wait to connect. It reads the
+store many times a second, follows the log into `Kept`, and watches an idle connection to the leader's port. When that
+ends, and nobody listens there any more, the leader's process is gone, and its lock is not waited for. Once it has the
+lock it reads the log to its end (nobody else can write there any more), lets the core adopt the programs, and lets
+gateways in.
 
-Who leads writes its `Journal` in batches, and renews the lock. **A store that does not answer is no reason to stop**:
-nobody else can lead without it either. When it is back all is written again, for it may have come back with less. But
-one that says that the lock is another's is, and so is a gateway that knows of a higher epoch. Who steps down is over:
-it writes nothing more, and whoever runs it begins anew, standing by.
+The leader writes its `Journal` in batches, and renews the lock. **A store that does not answer is no reason to stop**:
+nobody else can lead without it either. When it is back everything is written again, because it may have lost data. But
+a store that says that the lock is another's is a reason, and so is a gateway that knows a higher epoch. A scheduler
+that steps down is over: it writes nothing more, and its owner starts again as a standby.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ from thunderagent.scale.scheduler.links import Links
 log = structlog.get_logger("thunderagent.scale")
 
 LOOK_S = 0.02
-"""Who stands by looks into the store so often."""
+"""How often a standby reads the store."""
 
 READ_COUNT = 8
-"""Entries of the log that are read without giving way to others: 10 ms."""
+"""Log entries that are read without yielding to others: 10 ms."""
 
 RETRY_S = 0.1
 
 FINISH_LIMIT_S = 1.0
-"""Who gives the lock up writes the last for so long at most."""
+"""Limit for the last write when giving up the lock."""
 
 LEAVE_LIMIT_S = 2.0
-"""Who gave the lock up goes on serving its gateways until they have left for another, for so long at most."""
+"""Limit for serving gateways after giving up the lock, until they have left for another scheduler."""
 
 
 class Leading:
-    """The place of a scheduler among those of its cell. All methods belong to one event loop."""
+    """The role of a scheduler in its cell. All methods belong to one event loop."""
 
     def __init__(
         self, store: Store, runtime: Runtime, links: Links, learned: LearnedState, *, url: str, lock_s: float
     ) -> None:
-        """Begin standing by. Others find this scheduler's process at `url`; empty: they cannot look there."""
+        """Start as standby. Others find this scheduler's process at `url`; empty: they cannot check it."""
         self.role = "standby"
         """`standby`, `leader`, or `over`."""
         self.over = asyncio.Event()
-        """Set once this scheduler has to begin anew."""
+        """Set once this scheduler has to start over."""
         self.epoch = 0
         self.owner = f"{links.gateways.leader_id:x}-{secrets.token_hex(4)} {url}"
         self.store_answers = True
         self.kept = Kept()
         self.writing = Writing(store, self.owner, runtime, links, learned, self._write_failed)
         self.took_over_s: float | None = None
-        """How long it took from having the lock until gateways were let in."""
+        """Time from getting the lock until gateways were let in."""
         self._store = store
         self._runtime = runtime
         self._links = links
@@ -84,14 +84,14 @@ class Leading:
         self._since_s: float | None = None
         self._has_standby = False
         self._taking = asyncio.Lock()
-        """While the lock is asked for, or left."""
+        """Held while the lock is requested or given up."""
         runtime.stands_by = True
 
     def __repr__(self) -> str:
         return f"<Leading: {self.role}, epoch {self.epoch}, {self.kept!r}>"
 
     def routes(self) -> list[web.RouteDef]:
-        """Return what an operator may ask, and what gateways come for."""
+        """Return the routes for operators and for gateways."""
         return [
             *(route for route in self._links.routes() if route.path == messages.PATH),
             web.get("/internal/leader", self._tell),
@@ -137,7 +137,7 @@ class Leading:
                 elif now_s() - said_s >= self._lock_s / 3:
                     said_s = now_s()
                     await self._store.stand_by()
-            except StoreError as error:  # as where it may be read and not written
+            except StoreError as error:  # for example if it may be read but not written
                 if error.message != told:
                     told = error.message
                     log.warning("lock_not_taken", why=told)
@@ -193,7 +193,7 @@ class Leading:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._renew())]
             await self._take_over()
-            if self.role == "over":  # it had to leave before it granted anything
+            if self.role == "over":  # it had to step down before it granted anything
                 tasks[0].cancel()
                 return
             self.took_over_s = self._runtime.now_s() - self._since_s
@@ -208,7 +208,7 @@ class Leading:
                 task.cancel()
 
     async def _take_over(self) -> None:
-        """Go on from what was kept; then let gateways in."""
+        """Continue from what was kept; then let gateways in."""
         while (seen := await self._look()) is None or seen.entries:
             if seen is None:
                 await asyncio.sleep(RETRY_S)
@@ -237,7 +237,7 @@ class Leading:
             self._answers(False, error)
 
     def _renewed(self, kept: int) -> None:
-        """Hear how the store answered a renewal."""
+        """Handle the store's answer to a renewal."""
         if not kept:
             self._step_down("the lock is another's")
         elif kept == 2:
@@ -245,7 +245,7 @@ class Leading:
             self.writing.tell_all()
 
     def _write_failed(self, error: StoreError | None) -> None:
-        """Hear how a write went: None is well."""
+        """Handle the result of a write: None is success."""
         if isinstance(error, FencedError):
             self._step_down("its epoch is over")
         else:
@@ -262,14 +262,14 @@ class Leading:
         self.over.set()
 
     def _heard_higher(self, epoch: int) -> None:
-        """Ask the store who is right, if a gateway knows of a higher epoch."""
+        """Ask the store who is right, if a gateway knows a higher epoch."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(epoch))
 
     async def _ask(self, epoch: int) -> None:
         try:
             kept = await self._store.renew(self.owner, self.epoch)
-            if kept:  # the store has lost an epoch: it is made up for
+            if kept:  # the store has lost an epoch: catch up
                 self._renewed(kept)
                 kept = await self._store.renew(self.owner, epoch + 1)
         except StoreError:
@@ -284,7 +284,7 @@ class Leading:
     # --- handing over
 
     async def give_up(self) -> None:
-        """Write the last, leave the lock to another, and serve gateways until they have left for that one."""
+        """Write the rest, give up the lock, and serve gateways until they have left for the next leader."""
         if self.role == "standby":
             await self._stand_by_no_more()
         if self.role != "leader":
@@ -293,7 +293,7 @@ class Leading:
             async with asyncio.timeout(FINISH_LIMIT_S):
                 await self.writing.finish()
         with suppress(StoreError, TimeoutError):
-            await self._store.give_up(self.owner)  # also if not all was written: gateways tell what they were not told
+            await self._store.give_up(self.owner)  # even if not all was written: gateways repeat the rest
             log.warning("gives_up", epoch=self.epoch)
             if self._has_standby:
                 async with asyncio.timeout(LEAVE_LIMIT_S):
@@ -301,7 +301,7 @@ class Leading:
         self._end()
 
     async def _stand_by_no_more(self) -> None:
-        """Take the lock no more; it may be had, whatever was answered, so it is left to another one."""
+        """Stop taking the lock; it may already be ours, whatever was answered, so it is given up."""
         self.role = "over"
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(FINISH_LIMIT_S), self._taking:
@@ -309,7 +309,7 @@ class Leading:
         self.over.set()
 
     async def _hand_over(self, request: web.Request) -> web.Response:
-        """Give the lock up, if somebody is there to take it. Raises `OperationRefusedError`."""
+        """Give up the lock, if a standby can take it. Raises `OperationRefusedError`."""
         if self.role != "leader":
             raise OperationRefusedError("this scheduler does not lead")
         try:
@@ -323,7 +323,7 @@ class Leading:
         return web.json_response({"gave_up_epoch": epoch})
 
     async def _tell(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Say what this scheduler is, and how far what it writes lags."""
+        """Report this scheduler's role, and how far its log lags."""
         return web.json_response(
             {
                 **self.report().model_dump(),
@@ -334,7 +334,7 @@ class Leading:
         )
 
     def report(self) -> CellReport:
-        """Say which place this scheduler has."""
+        """Return this scheduler's role."""
         lags_s = sorted(self.writing.lags_s)
         return self._links.report().model_copy(
             update={

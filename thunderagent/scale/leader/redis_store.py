@@ -1,14 +1,14 @@
-"""What schedulers of a cell share: a lock with an epoch, and the log of the one that leads. On Redis or Valkey.
+"""What schedulers of a cell share: a lock with an epoch, and the leader's log. On Redis or Valkey.
 
 Theory of operation
 ===================
-Each operation is one script or one command, so it happens as a whole. The epoch rises with each new owner of the lock,
-and an entry is appended only in the epoch of the day, and not while the lock is another's: whoever lost the lock cannot
-write any more, whatever it believes. It is appended to the entry before it and to no other: so a store that was started
-again between two commands, with older data, is found out. No decision waits for any of this.
+Each operation is one script or one command, so it is atomic. The epoch rises with each new owner of the lock. An entry
+is appended only in the current epoch, and not while the lock is another's: an owner that lost the lock cannot write any
+more, whatever it believes. It is appended only to the entry before it: so a store that was restarted between two
+commands, with older data, is detected. No decision waits for any of this.
 
-All keys begin with `ta:{CELL}:`, so that they are in one slot of a cluster. Whoever can write there decides what a new
-scheduler believes: keep it as safe as the schedulers themselves.
+All keys begin with `ta:{CELL}:`, so that they are in one slot of a cluster. Anybody who can write there decides what a
+new scheduler believes: keep it as safe as the schedulers themselves.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from thunderagent.errors import FencedError, StoreError
 from thunderagent.scale.leader.store import Seen, heeds_cancellation, seen_of
 
 ANSWER_LIMIT_S = 1.0
-"""A store that takes longer is one that is away."""
+"""A store that takes longer counts as away."""
 
 ENTRIES_COUNT = 200
-"""So many are read at once."""
+"""Entries read at once."""
 
 REPLICATED_LIMIT_MS = 100
-"""A new epoch waits so long for one copy of the store to have it, where there are copies."""
+"""How long a new epoch waits for one replica of the store to have it, if there are any."""
 
 TAKE = """
 local owner = redis.call('GET', KEYS[1])
@@ -83,25 +83,25 @@ class RedisStore:
     """A store at `redis://HOST:PORT/DATABASE`, or `rediss://`, or `unix://`."""
 
     def __init__(self, url: str, cell: str, lock_s: float) -> None:
-        """Connect at the first use. A lock lasts `lock_s` without being renewed."""
+        """Connect at the first use. A lock lasts `lock_s` without a renewal."""
         self._client = redis.asyncio.Redis.from_url(
             url,
             socket_timeout=ANSWER_LIMIT_S,
             socket_connect_timeout=ANSWER_LIMIT_S,
             protocol=2,
-            retry=Retry(NoBackoff(), 0),  # whoever asks tries again, and must not sleep through a store's return
+            retry=Retry(NoBackoff(), 0),  # callers retry themselves, and must not sleep through a store's return
         )
         prefix = f"ta:{{{cell}}}"
         self._lock, self._epoch, self._log = f"{prefix}:leader", f"{prefix}:epoch", f"{prefix}:log"
         self._standby = f"{prefix}:standby"
         self._lock_ms = int(lock_s * 1000)
         self._last = ""
-        """The entry that was last written; empty if that is not known."""
+        """The last written entry; empty if unknown."""
         self._take, self._renew = self._client.register_script(TAKE), self._client.register_script(RENEW)
         self._append, self._give_up = self._client.register_script(APPEND), self._client.register_script(GIVE_UP)
 
     async def look(self, after: str) -> Seen:
-        """Return what is there; see `Store`, as for all others."""
+        """Return the current state; see `Store`, also for the other methods."""
         async with _errors(), self._client.pipeline(transaction=True) as pipeline:
             pipeline.mget(self._lock, self._epoch)
             pipeline.xread({self._log: after}, count=ENTRIES_COUNT)
@@ -119,19 +119,19 @@ class RedisStore:
         return epoch
 
     async def _replicated(self) -> None:
-        """Wait a moment for a copy to have what was written, if there is one; if that fails, it is written still."""
+        """Wait briefly for a replica to have what was written, if there is one; if that fails, it is still written."""
         with contextlib.suppress(StoreError):
             async with _errors():
                 if (await self._client.info("replication")).get("connected_slaves"):
                     await self._client.wait(1, REPLICATED_LIMIT_MS)
 
     async def renew(self, owner: str, epoch: int) -> int:
-        """Keep the lock."""
+        """Renew the lock."""
         async with _errors():
             return int(await self._renew(keys=[self._lock, self._epoch], args=[owner, self._lock_ms, epoch]))
 
     async def append(self, owner: str, epoch: int, data: bytes) -> str:
-        """Write an entry. Whoever leads is the only one who writes: the log ends with what was written last."""
+        """Write an entry. Only the leader writes: the log ends with the last written entry."""
         last, self._last = self._last, ""
         async with _errors():
             keys = [self._epoch, self._log, self._lock]
@@ -154,17 +154,17 @@ class RedisStore:
             await self._give_up(keys=[self._lock], args=[owner])
 
     async def stand_by(self) -> None:
-        """Say so for as long as a lock lasts."""
+        """Announce a standby for as long as a lock lasts."""
         async with _errors():
             await self._client.set(self._standby, "1", px=self._lock_ms)
 
     async def has_standby(self) -> bool:
-        """Say whether somebody said that."""
+        """Return whether a standby was announced."""
         async with _errors():
             return bool(await self._client.exists(self._standby))
 
     async def warnings(self) -> list[str]:
-        """Return what of its settings may lose what is written, as far as it lets them be read."""
+        """Return settings that may lose data, as far as they can be read."""
         async with _errors():
             try:
                 found: dict[str, Any] = {
@@ -189,7 +189,7 @@ class RedisStore:
 
 @contextlib.asynccontextmanager
 async def _errors() -> AsyncIterator[None]:
-    """Map what the client raises, and bound how long it takes."""
+    """Convert the client's errors, and limit its time."""
     try:
         async with asyncio.timeout(2 * ANSWER_LIMIT_S):
             with heeds_cancellation():

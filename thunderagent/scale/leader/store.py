@@ -1,4 +1,4 @@
-"""What schedulers of a cell share: a lock with an epoch, and the log of the one that leads."""
+"""What schedulers of a cell share: a lock with an epoch, and the leader's log."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from thunderagent.scale.messages import MAX_EPOCH
 
 
 class Seen(NamedTuple):
-    """What is in the store."""
+    """The content of the store."""
 
     owner: str | None
-    """Of the lock; empty if he gave it up, None if there is none."""
+    """Of the lock; empty if it was given up, None if there is none."""
     epoch: int
     entries: Sequence[tuple[str, bytes]]
-    """Of the log, after the one that was asked from: where each stands, and what it says."""
+    """Of the log, after the requested position: each with its position and content."""
     has_more: bool
 
 
 def seen_of(
     owner: bytes | None, epoch: bytes | None, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], *, has_more: bool
 ) -> Seen:
-    """Return what a store holds, of what it answers; an entry without words is empty.
+    """Convert a store's answer; an entry without content is empty.
 
-    Raises `StoreError` for what no scheduler writes as its lock or its epoch: it has to be taken away by hand.
+    Raises `StoreError` for a lock or an epoch that no scheduler writes: it must be removed by hand.
     """
     try:
         name, number = owner.decode() if owner is not None else None, int(epoch or 0)
@@ -40,10 +40,10 @@ def seen_of(
 
 @contextmanager
 def heeds_cancellation() -> Iterator[None]:
-    """End the task after the block if it was cancelled within, though whoever was called there forgot it.
+    """End the task after the block if it was cancelled within, even if the cancellation was swallowed.
 
-    `asyncio.wait_for` does before Python 3.12, where the cancellation comes together with what it waits for, and
-    clients of stores wait by it: a scheduler that had to begin anew would go on for ever with what it was to end.
+    `asyncio.wait_for` swallows one before Python 3.12 if it comes together with the awaited result, and store clients
+    use it: a scheduler that had to start over would go on for ever with what it was to end.
     """
     task = asyncio.current_task()
     assert task is not None, "stores are asked by tasks"
@@ -56,7 +56,7 @@ def heeds_cancellation() -> Iterator[None]:
 
 
 class Store(Protocol):
-    """What schedulers share. Each method raises `StoreError` where that cannot be done now."""
+    """What schedulers share. Each method raises `StoreError` if it cannot be done now."""
 
     async def look(self, after: str) -> Seen:
         """Return the lock, the epoch, and the entries after one; "0" is before the first."""
@@ -65,25 +65,25 @@ class Store(Protocol):
         """Take the lock if it is free, empty, or `expected`'s; return the new epoch, above `least_epoch`, or 0."""
 
     async def renew(self, owner: str, epoch: int) -> int:
-        """Keep the lock, in this epoch at least: 0 if it is another's, 2 if the store knew of no epoch as high."""
+        """Renew the lock, in this epoch at least: 0 if it is another's, 2 if the store knew no epoch as high."""
 
     async def append(self, owner: str, epoch: int, data: bytes) -> str:
-        """Write an entry; return where it stands. Raises `FencedError` if another one leads, or has led since."""
+        """Write an entry; return its position. Raises `FencedError` if another one leads, or has led since."""
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""
 
     async def give_up(self, owner: str) -> None:
-        """Leave the lock empty, if it is still the owner's."""
+        """Empty the lock, if it is still the owner's."""
 
     async def stand_by(self) -> None:
-        """Say that somebody is ready to lead."""
+        """Announce that a standby is ready to lead."""
 
     async def has_standby(self) -> bool:
-        """Say whether somebody said that lately."""
+        """Return whether a standby was announced recently."""
 
     async def warnings(self) -> list[str]:
-        """Return what of its settings may lose what is written."""
+        """Return settings that may lose data."""
 
     async def close(self) -> None:
         """Close it."""

@@ -1,4 +1,4 @@
-"""Who stands by watches the process of whoever leads: by a connection to its port, on which nothing is said."""
+"""A standby watches the leader's process by an idle connection to its port."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import structlog
 log = structlog.get_logger("thunderagent.scale")
 
 DEAD_S = 0.03
-"""A leader whose port refuses us, and refuses us again so long after, and wrote nothing meanwhile, is gone."""
+"""A leader whose port refuses us twice, this far apart, and wrote nothing in between, is gone."""
 
 REACH_LIMIT_S = 0.5
 RETRY_S = 0.1
-"""It is asked so often, where nobody holds a connection for as long: a proxy may stand there. A process that ends may
-close its port a moment after its connections, so the first time after a long one it is asked `DEAD_S` later."""
+"""How often to connect if nobody keeps a connection open for as long: there may be a proxy. A process that ends may
+close its port a moment after its connections, so the first attempt after a long connection comes `DEAD_S` later."""
 
 
 class LeaderWatch:
-    """Watches one process at a time. One that cannot be reached may live: only one whose port is closed is gone."""
+    """Watches one process at a time. An unreachable one may live: only one whose port is closed is gone."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class LeaderWatch:
         *,
         rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Say `died` of an owner of the lock; `position` tells how far the log has come; `rest` so many seconds."""
+        """Call `died` with an owner of the lock; `position` returns how far the log has come; `rest` waits seconds."""
         self._died = died
         self._position = position
         self._rest = rest
@@ -37,7 +37,7 @@ class LeaderWatch:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, owner: str | None) -> None:
-        """Watch whoever has the lock: its name, a space, and its URL. Nobody is watched where that is none."""
+        """Watch the owner of the lock: its name, a space, and its URL. Without a URL nobody is watched."""
         if owner == self._owner:
             return
         self.stop()
@@ -52,7 +52,7 @@ class LeaderWatch:
             self._task = asyncio.create_task(self._until_dead(owner, host, port))
 
     def stop(self) -> None:
-        """Watch nobody."""
+        """Stop watching."""
         self._owner = None
         if self._task is not None:
             self._task.cancel()
@@ -80,11 +80,11 @@ class LeaderWatch:
 
 
 async def _held_open(host: str, port: int) -> bool:
-    """Hold a connection until it ends; False if there was none."""
+    """Hold a connection until it ends; return False if there was none."""
     try:
         async with asyncio.timeout(REACH_LIMIT_S):
             reader, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError, ValueError):  # the last: what cannot be a host's name
+    except (OSError, TimeoutError, ValueError):  # ValueError: an impossible host name
         return False
     try:
         await reader.read(1)
@@ -96,7 +96,7 @@ async def _held_open(host: str, port: int) -> bool:
 
 
 async def _is_refused(host: str, port: int) -> bool:
-    """Say whether nobody listens there: not whether it cannot be reached."""
+    """Return whether nobody listens there: not whether it is unreachable."""
     try:
         async with asyncio.timeout(REACH_LIMIT_S):
             _, writer = await asyncio.open_connection(host, port)

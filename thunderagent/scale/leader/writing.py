@@ -1,4 +1,4 @@
-"""A scheduler that leads writes down what the next one needs, in batches, off the way of turns."""
+"""A leading scheduler writes what the next one needs, in batches, off the path of turns."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from thunderagent.scale.scheduler.gateway import Gateway
 from thunderagent.scale.scheduler.links import Links
 
 BATCH_S = 0.001
-"""So long after the begin of a write the next one begins at the earliest: what changes meanwhile is gathered.
+"""Least time between the begins of two writes: changes in between are gathered.
 
-A write takes a tenth of a millisecond of the loop, however much it gathers: so the log takes a tenth of a core at most.
+A write takes a tenth of a millisecond of the loop, however much it gathers: so the log takes at most a tenth of a core.
 """
 
 RETRY_S = 0.1
 LEARNED_S = 5.0
-"""What was learned is written so often, if a turn ended: no more of it is lost in a crash."""
+"""How often learned knowledge is written, if a turn ended: a crash loses no more of it."""
 
 LAGS_COUNT = 10_000
 
 
 class Writing:
-    """Gathers in a `Journal`, and writes that into the store. All methods belong to one event loop."""
+    """Gathers changes in a `Journal`, and writes them into the store. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Writing:
         learned: LearnedState,
         went: Callable[[StoreError | None], None],
     ) -> None:
-        """Write nothing yet, then as `owner` of the lock. `went` hears how each write went; None is well."""
+        """Write nothing yet, later as `owner` of the lock. `went` is called with each write's result; None is success."""
         self.lags_s: deque[float] = deque(maxlen=LAGS_COUNT)
-        """How long the last entries took, from what came first in them until they were written."""
+        """Delay of the last entries, from their first change until they were written."""
         self.forgone_count = 0
-        """Turns that were acknowledged and not written."""
+        """Number of turns that were acknowledged and not written."""
         self._store = store
         self._owner = owner
         self._runtime = runtime
@@ -69,7 +69,7 @@ class Writing:
         return f"<Writing {self._journal!r}>"
 
     def begin(self, epoch: int, learned_content: bytes) -> None:
-        """Tell all, and from now on what changes."""
+        """Write everything, and from now on what changes."""
         self._learned_content = learned_content
         self._journal = Journal(epoch, changes=self._changes, everything=self._everything, sums=self._sums)
         for pool in self._runtime.pools.all:
@@ -86,37 +86,37 @@ class Writing:
             self._journal.epoch = epoch
 
     def tell_all(self) -> None:
-        """Have all be written again: the store has lost it."""
+        """Write everything again: the store has lost it."""
         if self._journal is not None:
             self._journal.tell_all()
             self._news.set()
 
     def end(self) -> None:
-        """Gather nothing more; turns that are counted from now on are not acknowledged."""
+        """Stop gathering; turns counted from now on are not acknowledged."""
         self._journal = None
         for stop in self._stops:
             stop()
 
     async def finish(self) -> None:
-        """End, with all written that was gathered so far, and no more. Raises `StoreError`."""
+        """Write all that was gathered so far, and end. Raises `StoreError`."""
         journal = self._journal
         self.end()
         if journal is None:
             return
         while journal.has_more:
             await self._write_entry(journal)
-        await self._write_entry(journal)  # what changes from now on is the next leader's
+        await self._write_entry(journal)  # later changes belong to the next leader
 
     # --- what is gathered
 
     def linked(self, gateway_id: str, boot_id: int) -> None:
-        """Write down that a gateway is there."""
+        """Record that a gateway is there."""
         if self._journal is not None:
             self._journal.linked(gateway_id, boot_id)
             self._news.set()
 
     def lost(self, gateway_id: str) -> None:
-        """Write down that a gateway is no longer there."""
+        """Record that a gateway is gone."""
         if self._journal is not None:
             self._journal.lost(gateway_id)
             self._news.set()
@@ -143,11 +143,11 @@ class Writing:
         return Sums(dict(runtime.outcome_counts), *tokens)
 
     def _changes(self) -> Iterator[Record]:
-        """Give the programs that changed, as they are when each is taken."""
+        """Yield the programs that changed, each in its state when taken."""
         for pool in list(self._runtime.pools.all):
             book = pool.scheduler.book
             changed, book.changed_programs = book.changed_programs, {}
-            if changed is None:  # a pool that nobody wrote down yet
+            if changed is None:  # a pool that nobody recorded yet
                 changed = dict[str, Program | None](book.programs)
             for program_id, program in changed.items():
                 if program is None or program.place is book.ended:
@@ -156,7 +156,7 @@ class Writing:
                     yield At(pool.name, record_of(program, book))
 
     def _everything(self) -> Iterator[Record]:
-        """Give all that there is; programs as they are when each is taken."""
+        """Yield everything; programs each in their state when taken."""
         for gateway in list(self._links.gateways.all.values()):
             yield Linked(gateway.gateway_id, gateway.boot_id)
             if gateway.counted:
@@ -183,7 +183,7 @@ class Writing:
         while True:
             await self._news.wait()
             began_s = now_s()
-            await asyncio.sleep(max(0.0, next_s - began_s))  # at least what this turn of the loop brings
+            await asyncio.sleep(max(0.0, next_s - began_s))  # at least what this iteration of the loop brings
             next_s = now_s() + BATCH_S
             self._news.clear()
             while (journal := self._journal) is not None:
@@ -201,7 +201,7 @@ class Writing:
                 began_s = now_s()
 
     async def _write_entry(self, journal: Journal) -> bool:
-        """Write what there is to be written, and acknowledge it; False if there is nothing. Raises `StoreError`."""
+        """Write what is gathered, and acknowledge it; return False if there is nothing. Raises `StoreError`."""
         async with self._lock:
             entry = journal.entry(self._runtime.now_s())
             if entry is None:
@@ -216,7 +216,7 @@ class Writing:
             return True
 
     async def note_learned(self) -> None:
-        """Write what was learned now and then, until cancelled."""
+        """Write learned knowledge now and then, until cancelled."""
         written_count = -1
         while True:
             await asyncio.sleep(LEARNED_S)
@@ -229,7 +229,7 @@ class Writing:
 
 
 def operated_of(runtime: Runtime) -> Operated:
-    """Return the routes there are, and what is suspended: not for a call under way, nor for what engines say again."""
+    """Return routes and suspensions, except those of a running call or that engines report again."""
     routes: dict[tuple[str, str], dict[str, float]] = {}
     causes: dict[tuple[str | None, str], None] = {}
     for scheduler in runtime.pools.schedulers:

@@ -1,1 +1,1 @@
-"""A scheduler's side of its links: its gateways, what they ask for, and what they are told."""
+"""A scheduler's side of its links: its gateways, their requests, and its messages to them."""

@@ -1,4 +1,4 @@
-"""What a scheduler knows of one gateway, and who grants what gateways ask for."""
+"""What a scheduler knows of one gateway, and the interface that grants its requests."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from thunderagent.leases import Lease, TurnAsk, TurnEnd
 from thunderagent.scale.messages import Card, Digest, Frame, Message, Ok, Progress, Released, Running
 
 LOST_IDS_COUNT = 1000
-"""So many turns without an answer are remembered of a gateway, for the attempt that takes the place of one."""
+"""How many turns without an answer are remembered per gateway, for the attempt that replaces one."""
 
 
 class Grants(Protocol):
-    """Who grants leases. Turns are named by the numbers that it gives."""
+    """Grants leases. Turns are named by the numbers that it gives."""
 
     def new_turn_id(self) -> int:
         """Return a number that no turn had before."""
 
     def asked(self, turn_id: int, ask: TurnAsk) -> None:
-        """Take in a turn that wants a lease; say of it later `granted`, `refused` or `held`."""
+        """Add a turn that wants a lease; later report `granted`, `refused` or `held`."""
 
     def adopted(self, turn_id: int, running: Running) -> None:
-        """Take in a turn that runs already."""
+        """Add a turn that already runs."""
 
     def progressed(self, turn_id: int, progress: Progress) -> None:
-        """Take in how a turn goes."""
+        """Record the progress of a turn."""
 
     def ended(self, turn_id: int, end: TurnEnd) -> None:
-        """Take in how a turn ended that was granted or adopted."""
+        """Record the end of a granted or adopted turn."""
 
     def left(self, turn_id: int) -> None:
-        """Take in that nobody waits for a turn any more."""
+        """Record that nobody waits for a turn any more."""
 
     def tried_again(self, turn_id: int) -> None:
-        """Take in that a turn will end because its client tried it again."""
+        """Record that a turn will end because its client retried it."""
 
     def released(self, word: Released) -> None:
-        """Take in that a program ended."""
+        """Record that a program ended."""
 
     def card(self, card: Card) -> None:
-        """Take in where a program was last."""
+        """Record where a program was last."""
 
     def seen(self, digest: Digest) -> None:
-        """Take in that a replica refused a gateway's connection, or failed its turn."""
+        """Record that a replica refused a gateway's connection, or failed its turn."""
 
     def tripped(self, replica_id: str, *, tripped: bool) -> None:
-        """Take in that a replica fails turn after turn, or may be tried; it may be said again."""
+        """Record that a replica fails turn after turn, or may be tried; may be repeated."""
 
 
 class GatewayTurn:
@@ -55,32 +55,32 @@ class GatewayTurn:
     __slots__ = ("lease", "own_id")
 
     def __init__(self, own_id: int) -> None:
-        """Begin held."""
+        """Create a held turn."""
         self.own_id = own_id
         self.lease: Lease | None = None
-        """As it was told; None while the turn is held."""
+        """As sent; None while the turn is held."""
 
 
 class Gateway:
-    """One run of a gateway, and what is known of its turns."""
+    """One run of a gateway, and its turns."""
 
     def __init__(self, gateway_id: str, boot_id: int) -> None:
-        """Begin with no turn and no link."""
+        """Start without turns and without a link."""
         self.gateway_id = gateway_id
         self.boot_id = boot_id
         self.link_number = 0
         self.is_linked = False
         self.is_told = False
-        """Whether it told all that it has, on this link."""
+        """Whether it has sent all that it has, on this link."""
         self.lost_since_s: float | None = None
         """Since when it has no link."""
         self.turns: dict[int, GatewayTurn] = {}
         """By its own numbers."""
         self.counted: dict[int, int] = {}
-        """Turns whose ends were counted: the frame in which that was acknowledged; 0 while it was not sent."""
+        """Turns whose ends were counted: the frame with the acknowledgement; 0 while it was not sent."""
         self.outbox: list[Message] = []
         self.uncounted_ids: list[int] = []
-        """Turns whose acknowledgement goes out with the next frame."""
+        """Turns to acknowledge in the next frame."""
         self.number = 0
         self.heard = 0
         self.told_ids: set[int] = set()
@@ -91,7 +91,7 @@ class Gateway:
     # --- its link
 
     def linked(self, link_number: int) -> None:
-        """Begin a link. Raises `BadFrameError` if there is a later one already."""
+        """Begin a link. Raises `BadFrameError` if there already is a later one."""
         if link_number <= self.link_number:
             raise BadFrameError(f"{self} has a later link than {link_number}")
         self.link_number, self.is_linked, self.is_told = link_number, True, False
@@ -101,7 +101,7 @@ class Gateway:
         self.outbox, self.uncounted_ids = [], []
 
     def hears(self, frame: Frame) -> bool:
-        """Say whether a frame that came is news. Raises `BadFrameError` if one is missing."""
+        """Return whether a received frame is new. Raises `BadFrameError` if one is missing."""
         if frame.number <= self.heard:
             return False
         if frame.number != self.heard + 1:
@@ -113,13 +113,13 @@ class Gateway:
         return True
 
     def all_told(self) -> None:
-        """Hear that it told all that it has; forget of its ends those that it knows to be counted."""
+        """Note that it has sent all that it has; forget ends that it knows to be counted."""
         self.counted = {each: number for each, number in self.counted.items() if each in self.told_ids}
         self.told_ids = set()
         self.is_told = True
 
     def frame(self, epoch: int) -> Frame:
-        """Return what is to be sent to it now."""
+        """Return the next frame for it."""
         messages, self.outbox = self.outbox, []
         self.number += 1
         if self.uncounted_ids:
@@ -132,7 +132,7 @@ class Gateway:
     # --- its turns
 
     def own_id(self, turn_id: int) -> int | None:
-        """Return the scheduler's number of a turn, also of one that ended a while ago without an answer."""
+        """Return the scheduler's number of a turn, including one that recently ended without an answer."""
         turn = self.turns.get(turn_id)
         return turn.own_id if turn is not None else self._lost_ids.get(turn_id)
 
@@ -148,5 +148,5 @@ class Gateway:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to send to it."""
+        """Return whether there is something to send to it."""
         return self.is_linked and bool(self.outbox or self.uncounted_ids)

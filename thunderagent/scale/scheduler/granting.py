@@ -1,7 +1,7 @@
-"""A scheduler's runtime, as gateways have it: what they say is done there, and what it decides is told to them.
+"""Connects gateways to a scheduler's runtime: carries out what they say, and reports the decisions to them.
 
-A turn that is held is a task that waits in `Runtime.lease`, as a handler of HTTP would. Turns that came before grants
-may begin are let go on a few at a time, so that the first grants go out before the last turn is looked at.
+A held turn is a task that waits in `Runtime.lease`, like an HTTP handler. Turns that came before grants may begin go on
+a few at a time, so that the first grants are sent before the last turn is processed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from thunderagent.scale.messages import Card, Digest, Progress, Released, Runnin
 from thunderagent.scale.scheduler.gateways import Gateways
 
 SLICE_COUNT = 50
-"""So many turns that waited for grants to begin go on without giving way to others."""
+"""Turns waiting for grants to begin that go on without yielding to others."""
 
 
 class Granting:
     """Grants by a runtime; see `Grants`. All methods belong to one event loop."""
 
     gateways: Gateways
-    """Who is told."""
+    """The gateways to notify."""
 
     def __init__(self, runtime: Runtime, watcher: Watcher) -> None:
-        """Grant nothing until it is told to `open`."""
+        """Grant nothing until `open` is called."""
         self._early: deque[asyncio.Event] | None = deque()
-        """What turns wait for that came before grants began; None: they have begun."""
+        """What early turns wait for; None: grants have begun."""
         self._opening: asyncio.Task[None] | None = None
         self._runtime = runtime
         self._watcher = watcher
         self._waits: dict[int, asyncio.Task[None]] = {}
         self._uncounted: dict[int, Running] = {}
-        """Turns that run where nothing can be counted now."""
+        """Turns running where nothing can be counted now."""
         self._is_closing = False
 
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ class Granting:
         return self._early is None
 
     def open(self) -> None:
-        """Begin to grant, first to those who came first."""
+        """Start to grant, in order of arrival."""
         early, self._early = self._early, None
         if early and _lets_some_go_on(early):
             self._opening = asyncio.create_task(_let_go_on(early))
@@ -63,7 +63,7 @@ class Granting:
             self.adopted(turn_id, running)
 
     def close(self) -> None:
-        """Have nobody wait any more."""
+        """Release all waiters."""
         self._is_closing = True
         if self._opening is not None:
             self._opening.cancel()
@@ -95,7 +95,7 @@ class Granting:
             self._waits.pop(turn_id, None)
 
     def adopted(self, turn_id: int, running: Running) -> None:
-        """Count a turn that runs already, now or as soon as that can be."""
+        """Count a turn that already runs, now or as soon as possible."""
         ask, replica_id = replace(running.ask, turn_id=turn_id), running.lease.replica_id
         state = self._runtime.replicas.get(replica_id)
         grants = state is not None and state.is_open and not state.suspended_for
@@ -127,7 +127,7 @@ class Granting:
             self._runtime.started(turn_id)
 
     def ended(self, turn_id: int, end: TurnEnd) -> None:
-        """Give its lease back, or count what it used if it had none here."""
+        """Return its lease, or count its usage if it had none here."""
         if self._uncounted.pop(turn_id, None) is not None:
             self._runtime.count_end(end)
         else:
@@ -140,7 +140,7 @@ class Granting:
             task.cancel()
 
     def tried_again(self, turn_id: int) -> None:
-        """Have it counted as one whose place the next attempt took."""
+        """Count it as replaced by the next attempt."""
         self._runtime.tried_again(turn_id)
 
     def released(self, word: Released) -> None:
@@ -148,7 +148,7 @@ class Granting:
         self._runtime.release(word.program_id, word.generation, word.outcome)
 
     def card(self, card: Card) -> None:
-        """Know a program that another scheduler knew, and where its cache is."""
+        """Register a program that another scheduler knew, and where its cache is."""
         runtime = self._runtime
         if card.program_id in runtime.programs:
             return
@@ -159,7 +159,7 @@ class Granting:
             runtime.dispatch(ResidencyReported(runtime.now_s(), card.replica_id, resident))
 
     def seen(self, digest: Digest) -> None:
-        """Have a replica looked at."""
+        """Have a replica checked."""
         if digest.seen == "refused":
             self._watcher.refused(digest.replica_id)
         elif digest.seen == "failed":
@@ -172,7 +172,7 @@ class Granting:
 
 
 def _lets_some_go_on(early: deque[asyncio.Event]) -> bool:
-    """Let the first ones go on; say whether others wait."""
+    """Let the first ones go on; return whether others wait."""
     for _ in range(min(SLICE_COUNT, len(early))):
         early.popleft().set()
     return bool(early)
@@ -198,4 +198,4 @@ class _Held:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say nothing: a grant or a refusal follows, or nobody waits any more."""
+        """Send nothing: a grant or a refusal follows, or nobody waits any more."""

@@ -1,4 +1,4 @@
-"""One websocket of a gateway, and who sends by it; and how all of them together give way to others."""
+"""One websocket of a gateway and its sending task; and how all links together yield to others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from aiohttp import web
 from thunderagent.scale.scheduler.gateway import Gateway
 
 GIVE_WAY_S = 0.01
-"""One turn of the loop takes in no more of what gateways tell, once it has taken so long, and one frame."""
+"""How long one iteration of the loop processes gateways' frames, and one frame more."""
 
 
 class Link:
-    """One websocket, and who sends by it."""
+    """One websocket, and its sending task."""
 
     def __init__(self, socket: web.WebSocketResponse, gateway: Gateway) -> None:
         self.socket = socket
@@ -26,30 +26,30 @@ class Link:
         self._closing: asyncio.Task[bool] | None = None
 
     def replaced(self) -> None:
-        """End it: its gateway has a later one, or another process goes by its gateway's name."""
+        """End it: its gateway has a later one, or another process uses its gateway's name."""
         self.sender.cancel()
         self._closing = asyncio.create_task(self.socket.close())
 
 
 class GivesWay:
-    """`async with` it do what many tasks may want at once: it takes little of one turn of the loop."""
+    """`async with` it for work that many tasks may start at once: it limits the work per loop iteration."""
 
     def __init__(self) -> None:
-        """Begin with nothing done."""
+        """Start with nothing done."""
         self._spent_s = self._began_s = 0.0
 
     async def __aenter__(self) -> None:
-        """Wait for a turn of the loop in which not much was done."""
+        """Wait for a loop iteration with little work."""
         while self._spent_s >= GIVE_WAY_S:  # noqa: ASYNC110 - nothing is waited for: others get their turn
             await asyncio.sleep(0)
         self._began_s = perf_counter()
 
     async def __aexit__(self, *_: object) -> None:
-        """Count what was done, without awaiting in between, and give way."""
+        """Count the work, which must not await in between, and yield."""
         if not self._spent_s:
             asyncio.get_running_loop().call_soon(self._begin_anew)
         self._spent_s += perf_counter() - self._began_s
-        await asyncio.sleep(0)  # who awaits what has come already does not give way
+        await asyncio.sleep(0)  # awaiting what has already arrived does not yield
 
     def _begin_anew(self) -> None:
         self._spent_s = 0.0

@@ -1,17 +1,17 @@
-"""A scheduler's links to its gateways: websockets, and the runtime that grants what comes by them.
+"""A scheduler's links to its gateways: websockets, and the runtime that grants their requests.
 
 Theory of operation
 ===================
-What gateways say is heard by `Gateways`, which has `Granting` do it. What they are to be told is sent by a task for
-each link, one frame at a time: what comes together while a frame goes out is in the next.
+`Gateways` processes the gateways' messages, and `Granting` carries them out. A task for each link sends to the gateway,
+one frame at a time: what gathers while a frame is sent is in the next.
 
-A scheduler that starts anew knows nothing. So it lets no gateway in before its replicas were polled once, and grants
-nothing for `RESYNC_S` after the first gateway came, and until those that came have told what runs: that is counted
+A freshly started scheduler knows nothing. So it lets no gateway in before its replicas were polled once. It grants
+nothing for `RESYNC_S` after the first gateway came, and until those that came have reported what runs: that is counted
 first. A gateway that never ran anything may well be the first of several.
 
-With a store it knows which gateways were there, and grants as soon as all of them have told, or `RESYNC_S` after it
-began to lead. While it stands by, whoever wants a link is kept waiting for the answer: so gateways have a link as soon
-as it leads, and need not ask. The first that a gateway hears is an empty frame of number 0, which it knows the epoch by
+With a store it knows which gateways were there, and grants as soon as all of them have reported, or `RESYNC_S` after it
+began to lead. While it stands by, requests for a link wait for the answer: so gateways have a link as soon as it leads,
+and need not ask again. The first thing that a gateway gets is an empty frame of number 0, which gives it the epoch
 before it says anything.
 """
 
@@ -44,32 +44,32 @@ from thunderagent.scale.scheduler.replica_news import ReplicaNews
 log = structlog.get_logger("thunderagent.scale")
 
 HEARTBEAT_S = 2.0
-"""The other side of a link is pinged so often; one that does not answer within half of it is gone."""
+"""How often the other side of a link is pinged; without an answer within half of it, it is gone."""
 
 MAX_FRAME_BYTES = 64 * 2**20
 HELLO_LIMIT_S = 5.0
 POLLED_LIMIT_S = 3.0
-"""A gateway is let in by then, whether all replicas were polled once or not."""
+"""When a gateway is let in at the latest, even if not all replicas were polled."""
 
 RESYNC_S = 1.0
 TOLD_LIMIT_S = 10.0
-"""The longest wait for gateways that came and have not yet told all."""
+"""The longest wait for gateways that came and have not yet reported everything."""
 
 STAND_LIMIT_S = 20.0
-"""A gateway waits so long for a scheduler that stands by to lead, then asks anew: its address may be another's."""
+"""How long a gateway waits for a standby to lead; then it asks again: its address may be another's."""
 
 LOOK_S = 0.25
-"""So often it is looked for gateways that are lost, and for turns that can be counted by now."""
+"""How often to check for lost gateways, and for turns that can be counted by now."""
 
 
 class LinkLog(Protocol):
-    """Who writes down which gateways are there."""
+    """Records which gateways are there."""
 
     def linked(self, gateway_id: str, boot_id: int) -> None:
-        """Take in that a gateway is there."""
+        """Record that a gateway is there."""
 
     def lost(self, gateway_id: str) -> None:
-        """Take in that a gateway is no longer there."""
+        """Record that a gateway is gone."""
 
 
 class Links:
@@ -84,9 +84,9 @@ class Links:
         gateway_lost_s: float,
         log_of: Callable[[], LinkLog | None] = lambda: None,
     ) -> None:
-        """Grant by `runtime`; a gateway without a link for `gateway_lost_s` is lost, and what it had is over.
+        """Grant by `runtime`; a gateway without a link for `gateway_lost_s` is lost, and its turns are over.
 
-        `log_of` returns who writes down which gateways are there.
+        `log_of` returns the recorder of gateways.
         """
         self.granting = Granting(runtime, watcher)
         self.gateways = self.granting.gateways = Gateways(self.granting, secrets.randbits(53), self._has_news)
@@ -99,9 +99,9 @@ class Links:
         if not runtime.stands_by:
             self._leads.set()
         self._since_s: float | None = None
-        """When it is counted from until grants begin: the first link, or the begin of an epoch."""
+        """Start of the wait until grants begin: the first link, or the begin of an epoch."""
         self._expected_ids: set[str] = set()
-        """Gateways that were there before, and have not told yet what they have."""
+        """Known gateways that have not yet reported their turns."""
         self._waits_for_all = False
         self._log_of = log_of
         self._say_replicas = ReplicaNews(runtime, replicas, self.gateways).say_all
@@ -110,7 +110,7 @@ class Links:
         self._closing = False
         self._gives_way = GivesWay()
         self.dropped_count = 0
-        """Messages of kinds that nobody here knows."""
+        """Number of messages of unknown kinds."""
         runtime.observe(self._program_ended, Release)
 
     def __repr__(self) -> str:
@@ -118,23 +118,23 @@ class Links:
 
     @property
     def linked_count(self) -> int:
-        """Gateways that have a link."""
+        """Number of gateways with a link."""
         return len(self._links)
 
     def share_polls(self, poller: Poller) -> None:
-        """Have gateways poll in place of the poller, while there are some."""
+        """Let gateways poll instead of the poller, while there are some."""
         self.polls = PollShares(poller, self.gateways)
 
     def routes(self) -> list[web.RouteDef]:
-        """Return where gateways come, and what an operator may ask."""
+        """Return the routes for gateways and for operators."""
         return [web.get(messages.PATH, self.handle), web.get("/internal/leader", self._tell)]
 
     async def _tell(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Say what this scheduler is, as `Leading` does where there is a store."""
+        """Report this scheduler's state, as `Leading` does with a store."""
         return web.json_response({**self.report().model_dump(), "took_over_s": None})
 
     def report(self) -> CellReport:
-        """Say what is there, of a scheduler without a store."""
+        """Return the report of a scheduler without a store."""
         return CellReport(
             role="leader",
             epoch=self.gateways.epoch,
@@ -147,13 +147,13 @@ class Links:
         )
 
     async def run(self) -> None:
-        """Look for gateways that are lost until cancelled."""
+        """Check for lost gateways until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Look for gateways that are lost, for turns that can be counted by now, and whether to grant."""
+        """Check for lost gateways, for turns that can be counted by now, and whether to grant."""
         now_s = self._runtime.now_s()
         for gateway in self.gateways.lose_silent(now_s, self._gateway_lost_s):
             log.warning("gateway_lost", gateway_id=gateway.gateway_id)
@@ -166,7 +166,7 @@ class Links:
                 self.granting.open()
 
     def lead(self, epoch: int, gateway_ids: Iterable[str]) -> None:
-        """Let gateways in, and grant once these have told what they have; no gateway is waited for long."""
+        """Let gateways in, and grant once these have reported their turns; the wait for a gateway is limited."""
         self.gateways.leads_in(epoch)
         self._expected_ids = set(gateway_ids)
         self._waits_for_all = bool(self._expected_ids)
@@ -176,7 +176,7 @@ class Links:
         self._leads.set()
 
     def _has_told(self, gateway: Gateway) -> None:
-        """Begin to grant once all that were there before have told what they have."""
+        """Start to grant once all known gateways have reported their turns."""
         self._expected_ids.discard(gateway.gateway_id)
         if not self._expected_ids:
             self._waits_for_all = False
@@ -187,9 +187,9 @@ class Links:
             link_log.lost(gateway.gateway_id)
 
     async def close(self) -> None:
-        """End all links, and take no more; gateways keep what they have for the next scheduler."""
+        """End all links, and accept no more; gateways keep their turns for the next scheduler."""
         self._closing = True
-        self._leads.set()  # whoever waits is told that it is over
+        self._leads.set()  # waiters are told that it is over
         self._runtime.replicas.on_push = None
         self.granting.close()
         for link in list(self._links.values()):
@@ -200,7 +200,7 @@ class Links:
     # --- links
 
     async def handle(self, request: web.Request) -> web.WebSocketResponse:
-        """Speak with one gateway for as long as its link holds."""
+        """Serve one gateway for as long as its link lasts."""
         await self._until_leading()
         await self.until_polled()
         if self._closing:
@@ -226,7 +226,7 @@ class Links:
                 if gateway.is_told:
                     self._take(gateway, frame)
                     continue
-                async with self._gives_way:  # all gateways of a cell tell what they have at once
+                async with self._gives_way:  # all gateways of a cell report their turns at once
                     self._take(gateway, frame)
         except BadFrameError as error:
             log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)
@@ -236,7 +236,7 @@ class Links:
         return socket
 
     async def _begin(self, socket: web.WebSocketResponse) -> tuple[Link, Frame]:
-        """Say the epoch, and hear who it is. Raises `BadFrameError`, and what a socket raises."""
+        """Send the epoch, and receive the gateway's identity. Raises `BadFrameError`, and what a socket raises."""
         epoch = self.gateways.epoch if self.gateways.on_higher is not None else 0
         await socket.send_bytes(messages.encode(Frame(0, 0, epoch, ())))
         async with asyncio.timeout(HELLO_LIMIT_S):
@@ -274,7 +274,7 @@ class Links:
         self.gateways.unlinked(gateway, link.number, self._runtime.now_s())
         if not gateway.is_linked and self.polls is not None:
             self.polls.went(gateway)
-        is_known = self.gateways.all.get(gateway.gateway_id) is gateway  # not another process of its name
+        is_known = self.gateways.all.get(gateway.gateway_id) is gateway  # not another process with its name
         if is_known and not gateway.is_linked and not gateway.turns:
             self._writes_lost(gateway)
         if self._links.get(gateway.gateway_id) is link:
@@ -290,7 +290,7 @@ class Links:
             await self._left.wait()
 
     async def _until_leading(self) -> None:
-        """Wait until this scheduler leads. Raises `StandingByError` if that takes long: then it is asked again."""
+        """Wait until this scheduler leads. Raises `StandingByError` if that takes long: then the gateway asks again."""
         try:
             async with asyncio.timeout(STAND_LIMIT_S):
                 await self._leads.wait()
@@ -298,12 +298,12 @@ class Links:
             raise StandingByError("another scheduler leads") from None
 
     async def until_polled(self) -> None:
-        """Wait until it is known of every replica whether it is up, so that what is there can be counted."""
+        """Wait until every replica is known to be up or down, so that running turns can be counted."""
         deadline_s = self._runtime.now_s() + POLLED_LIMIT_S
         while any(known.why_down == NOT_POLLED for known in self._replicas.known.values()):
             if self._runtime.now_s() >= deadline_s:
                 return
-            await asyncio.sleep(0.02)  # a replica that is down from the first is told by no event
+            await asyncio.sleep(0.02)  # a replica that is down from the start causes no event
 
     def _has_news(self, gateway: Gateway) -> None:
         link = self._links.get(gateway.gateway_id)
@@ -311,7 +311,7 @@ class Links:
             link.news.set()
 
     async def _send(self, link: Link) -> None:
-        """Send what there is to say by a link, until it ends."""
+        """Send messages by a link, until it ends."""
         try:
             while not link.socket.closed:
                 await link.news.wait()
@@ -322,7 +322,7 @@ class Links:
             pass
         except Exception:
             log.exception("link_sender_failed", gateway_id=link.gateway.gateway_id)
-        await link.socket.close()  # a link by which nothing can be said is none
+        await link.socket.close()  # a link that cannot send is useless
 
     # --- what gateways are told beside that
 

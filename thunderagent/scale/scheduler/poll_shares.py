@@ -1,15 +1,15 @@
-"""Which gateway polls which replica, and whose word against one counts.
+"""Which gateway polls which replica, and when a result counts.
 
 Theory of operation
 ===================
-A scheduler polls no replica while gateways do. Each URL is polled by the linked gateway that its hash with it ranks
-first (rendezvous hashing), so that one that comes or goes moves no more than its own share. What a gateway found is
-taken in by the scheduler's poller as if that had asked itself: the core hears the same, whoever polled.
+A scheduler polls no replica while gateways do. Each URL is polled by the linked gateway that ranks first by its hash
+with it (rendezvous hashing), so a gateway that comes or goes moves only its own share. The scheduler's poller processes
+a gateway's results like its own: the core hears the same, whoever polled.
 
-A gateway may be cut off from an engine that others reach. So a poll that failed counts once a second gateway, the next
-by the hash, has failed too, or if there is no other; else what the second one found counts.
+A gateway may be cut off from an engine that others reach. So a failed poll counts once a second gateway, the next by
+the hash, has failed too, or if there is no other; otherwise the second one's result counts.
 
-A gateway that is silent takes nothing with it: the poller asks by itself what nobody tells it of (`Poller`).
+A silent gateway loses nothing: the poller itself polls what nobody reports (`Poller`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WITNESSES_COUNT = 2
 
 
 class PollShares:
-    """Has gateways poll in place of a poller. All methods belong to one event loop."""
+    """Lets gateways poll instead of a poller. All methods belong to one event loop."""
 
     def __init__(self, poller: Poller, gateways: Gateways) -> None:
         """Share out what `poller` watches, from now on."""
@@ -35,13 +35,13 @@ class PollShares:
         self._gateways = gateways
         self._watches = {watch.number: watch for watch in poller.watches}
         self._polling: dict[str, Gateway] = {}
-        """Gateways that poll, by their ids."""
+        """Gateways that poll, by id."""
         self._of: dict[int, str] = {}
         """Which gateway polls a URL."""
         self._witnesses: dict[int, set[str]] = {}
-        """Gateways whose poll of a URL failed, until one more says what it finds."""
+        """Gateways whose poll of a URL failed, until one more reports."""
         self._changed_ids: set[str] = set()
-        """Gateways that are to be told their share anew."""
+        """Gateways whose new share must be sent."""
         poller.elsewhere = self
         gateways.on_polled = self.polled
 
@@ -50,7 +50,7 @@ class PollShares:
 
     @property
     def shared_count(self) -> int:
-        """URLs that gateways poll."""
+        """Number of URLs that gateways poll."""
         return len(self._of)
 
     # --- gateways come and go
@@ -66,7 +66,7 @@ class PollShares:
                 self._entrust(watch, gateway_id)
 
     def went(self, gateway: Gateway) -> None:
-        """Have others poll what a gateway polled."""
+        """Let others poll what a gateway polled."""
         gateway_id = gateway.gateway_id
         if self._polling.get(gateway_id) is not gateway:
             return
@@ -92,7 +92,7 @@ class PollShares:
         self._poller.entrusted(watch.number, elsewhere=gateway_id is not None)
 
     def _change(self, gateway_id: str) -> None:
-        """Tell a gateway its share, once all that changes now has changed."""
+        """Send a gateway its share, after all current changes."""
         if not self._changed_ids:
             asyncio.get_running_loop().call_soon(self._tell)
         self._changed_ids.add(gateway_id)
@@ -111,7 +111,7 @@ class PollShares:
     # --- what the poller says
 
     def watch(self, watch: Watch) -> None:
-        """Have a URL polled, or what changed of it known."""
+        """Poll a URL, or apply its changes."""
         self._watches[watch.number] = watch
         if (of_id := self._of.get(watch.number)) is not None:
             self._change(of_id)
@@ -119,14 +119,14 @@ class PollShares:
             self._entrust(watch, first_id)
 
     def unwatch(self, number: int) -> None:
-        """Have a URL polled no more."""
+        """Stop polling a URL."""
         self._watches.pop(number, None)
         self._witnesses.pop(number, None)
         if (of_id := self._of.pop(number, None)) is not None:
             self._change(of_id)
 
     def look(self, number: int) -> None:
-        """Have a URL polled at once, by whoever polls it."""
+        """Poll a URL at once, by its gateway."""
         of_id = self._of.get(number)
         if of_id is not None:
             self._gateways.say(self._polling[of_id], Look(self._watches[number]))
@@ -134,13 +134,13 @@ class PollShares:
     # --- what gateways find
 
     def polled(self, gateway: Gateway, word: Polled) -> None:
-        """Tell the poller what a gateway found; of a failure, ask another one first."""
+        """Report a gateway's result to the poller; after a failure, ask another one first."""
         watch = self._watches.get(word.number)
         if watch is None or self._polling.get(gateway.gateway_id) is not gateway:
             return
         witnesses = self._witnesses.get(word.number, set())
         asked_ids = (self._of.get(word.number), self._first_of(watch, witnesses) if witnesses else None)
-        if gateway.gateway_id not in asked_ids:  # its share was another one's before this came
+        if gateway.gateway_id not in asked_ids:  # its share changed before this came
             return
         if word.found.is_bad:
             witnesses = self._witnesses.setdefault(word.number, witnesses)

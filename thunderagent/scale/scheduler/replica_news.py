@@ -1,4 +1,4 @@
-"""What a scheduler tells its gateways of the replicas: all of them at the begin of a link, then what changed."""
+"""A scheduler's messages to gateways on the replicas: all of them at the begin of a link, then changes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from thunderagent.scale.scheduler.gateways import Gateways
 
 
 class ReplicaNews:
-    """Hears what the runtime pushes, and says it to gateways."""
+    """Takes what the runtime pushes, and sends it to gateways."""
 
     def __init__(self, runtime: Runtime, replicas: Replicas, gateways: Gateways) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         self._runtime = runtime
         self._replicas = replicas
         self._gateways = gateways
@@ -26,7 +26,7 @@ class ReplicaNews:
         runtime.replicas.on_push = self._pushed
 
     def say_all(self, gateway: Gateway) -> None:
-        """Tell one gateway all of them."""
+        """Send all of them to one gateway."""
         runtime = self._runtime
         everything = [self._remote(state) for state in runtime.replicas.states.values()]
         self._told.update((each.state.replica_id, each) for each in everything)
@@ -34,7 +34,7 @@ class ReplicaNews:
         self._gateways.say(gateway, messages.Replicas(tuple(everything), (), *flags, is_whole=True))
 
     def _pushed(self, states: Sequence[ReplicaState], removed_ids: Sequence[str]) -> None:
-        """Tell all gateways what changed of the replicas."""
+        """Send changes of replicas to all gateways."""
         stayed_ids = {each.replica_id for each in states if each.is_up and self._was_up(each.replica_id)}
         self._gateways.trips.begin_anew([*({each.replica_id for each in states} - stayed_ids), *removed_ids])
         remote = [self._remote(state) for state in states]

@@ -1,11 +1,11 @@
-"""A turn that a client tried again, at another gateway: the earlier attempt is ended first, then the next is asked for.
+"""A turn that a client retried at another gateway: the earlier attempt ends first, then the next is requested.
 
 Theory of operation
 ===================
-Pure. Attempts at one turn bear the same key (`TurnAsk.attempt_key`). One that comes while an earlier one is with
-another gateway has that told to end it, and waits until its end was heard, so that no turn is generated twice at a
-time. A gateway that does not end it, as one of a version that knows no `Revoke`, is waited for a few seconds; then both
-run, as if they were two turns.
+Pure. Attempts at one turn have the same key (`TurnAsk.attempt_key`). If an earlier one is with another gateway, that
+gateway is told to end it, and the new one waits until its end was reported, so that no turn is generated twice at a
+time. A gateway that does not end it, for example because its version has no `Revoke`, is waited for a few seconds; then
+both run, as if they were two turns.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from thunderagent.leases import TurnAsk
 
 LOOKS_COUNT = 20
-"""So often it is looked, before an earlier attempt that does not end is waited for no longer."""
+"""How many checks to wait for an earlier attempt that does not end."""
 
 
 class TriedAgain:
-    """The last attempt at each turn that has a key, and who waits for the end of an earlier one."""
+    """The last attempt at each turn with a key, and those that wait for the end of an earlier one."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start empty."""
         self._last: dict[str, int] = {}
         self._keys: dict[int, str] = {}
         self._behind: dict[int, list[TurnAsk]] = {}
@@ -32,7 +32,7 @@ class TriedAgain:
         return len(self._behind)
 
     def comes(self, ask: TurnAsk) -> int | None:
-        """Take in an attempt; return the number of the earlier one that is not over yet, if there is one."""
+        """Add an attempt; return the number of the earlier one that is not over yet, if there is one."""
         if not ask.attempt_key:
             return None
         earlier_id = self._last.get(ask.attempt_key)
@@ -40,14 +40,14 @@ class TriedAgain:
         return earlier_id
 
     def waits(self, ask: TurnAsk, earlier_id: int) -> None:
-        """Have an attempt wait until an earlier one is over; or that for which the earlier one waits itself."""
+        """Let an attempt wait until an earlier one is over; or the one for which the earlier one waits itself."""
         behind = self._behind.items()
         first_id = next((first for first, asks in behind if earlier_id in {each.turn_id for each in asks}), earlier_id)
         self._behind.setdefault(first_id, []).append(ask)
         self._looks[first_id] = 0
 
     def left(self, turn_id: int) -> bool:
-        """Have an attempt wait no more; False if it did not wait."""
+        """Stop an attempt's wait; return False if it did not wait."""
         for asks in self._behind.values():
             for ask in asks:
                 if ask.turn_id == turn_id:
@@ -56,7 +56,7 @@ class TriedAgain:
         return False
 
     def over(self, turn_id: int) -> list[TurnAsk]:
-        """Take in that an attempt is over; return those that waited for it."""
+        """Record that an attempt is over; return those that waited for it."""
         key = self._keys.pop(turn_id, None)
         if key is None:
             return []
@@ -66,7 +66,7 @@ class TriedAgain:
         return self._behind.pop(turn_id, [])
 
     def late(self) -> Iterator[TurnAsk]:
-        """Give those that waited for long enough; call it now and then."""
+        """Yield those that waited for long enough; call it now and then."""
         for earlier_id in list(self._looks):
             self._looks[earlier_id] += 1
             if self._looks[earlier_id] >= LOOKS_COUNT:

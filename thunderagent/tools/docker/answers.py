@@ -1,4 +1,4 @@
-"""What a Docker engine answers, as far as it is needed: containers in a list, where they are, what they take."""
+"""The needed parts of a Docker engine's answers: containers in a list, their places, their resource use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Volume(msgspec.Struct, rename="pascal"):
 
 
 class Listed(msgspec.Struct, rename="pascal"):
-    """A container in a list: of some 3 KB only what is needed, as a list of a thousand holds the interpreter."""
+    """A container in a list: only the needed part of some 3 KB, because a list of a thousand blocks the interpreter."""
 
     id: str
     state: str = ""
@@ -48,7 +48,7 @@ class Listed(msgspec.Struct, rename="pascal"):
 
     @property
     def volume_names(self) -> list[str]:
-        """Return which volumes it has."""
+        """Return its volumes."""
         return [each.name for each in self.mounts or () if each.type == "volume"]
 
     def found(self) -> Found:
@@ -65,7 +65,7 @@ class _Actor(msgspec.Struct, rename="pascal"):
 
 
 class Event(msgspec.Struct, rename="pascal"):
-    """Something that happened to a container."""
+    """An event of a container."""
 
     action: str
     actor: _Actor
@@ -100,7 +100,7 @@ def _place(handle: str, name: str, addresses: Iterable[str], published: Iterable
 
 
 def place_of(info: Json) -> Place:
-    """Return where a container is, from what the engine tells of it alone."""
+    """Return where a container is, from the engine's information on it alone."""
     settings = info["NetworkSettings"]
     published = [
         (int(inside.partition("/")[0]), bound["HostIp"], int(bound["HostPort"]))
@@ -125,13 +125,13 @@ def labels_of(listed: Listed) -> Mapping[str, str]:
 
 
 def volume_bytes_of(client: APIClient) -> dict[str, int]:
-    """Return for each volume of the engine's how large it is."""
+    """Return the size of each volume of the engine."""
     volumes = _DISK_USAGE.decode(get_bytes(client, "/system/df?type=volume")).volumes or []
     return {each.name: max(0, each.usage_data.size) for each in volumes if each.usage_data is not None}
 
 
 def memory_bytes_of(client: APIClient, handle: str) -> int | None:
-    """Return what a container's processes hold, as `docker stats` counts it: without the page cache that can go."""
+    """Return a container's memory as `docker stats` counts it: without reclaimable page cache."""
     stats = none_if_missing(lambda: client.stats(handle, stream=False, one_shot=True))
     memory = (stats or {}).get("memory_stats") or {}
     if "usage" not in memory:
@@ -142,6 +142,6 @@ def memory_bytes_of(client: APIClient, handle: str) -> int | None:
 
 
 def expires_s(labels: Mapping[str, str]) -> float:
-    """Return when what bears these labels ends, in Unix time; 0 if they do not say."""
+    """Return when the owner of these labels expires, in Unix time; 0 if they do not say."""
     expires = labels.get(EXPIRES_LABEL, "")
     return float(expires) if expires.isdecimal() else 0.0

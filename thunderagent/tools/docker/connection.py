@@ -1,6 +1,6 @@
-"""How a Docker engine is reached with its library: connections that are kept, and requests that it has no call for.
+"""Connecting to a Docker engine by its library: persistent connections, and requests without a library call.
 
-All of this waits: it is called in threads.
+All of this blocks: it is called in threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from docker.utils import kwargs_from_env  # type: ignore[import-untyped]
 T = TypeVar("T")
 
 _OLDEST_VERSION = "1.41"
-"""Of the engine's API: the first that tells memory without waiting for a second sample."""
+"""Of the engine's API: the first that reports memory without waiting for a second sample."""
 _KEPT_CONNECTIONS = 32
 
 
@@ -43,9 +43,10 @@ class _UnixPool(UnixHTTPConnectionPool):  # type: ignore[misc]
 
 
 class _UnixAdapter(UnixHTTPAdapter):  # type: ignore[misc]
-    """Connections to the engine's socket that are kept and used again.
+    """Persistent connections to the engine's socket.
 
-    The library's own keeps a pool for each URL and closes the oldest of 25, perhaps just before another thread uses it.
+    The library's own adapter keeps a pool for each URL and closes the oldest of 25, perhaps just before another thread
+    uses it.
     """
 
     def __init__(self, socket_path: str, timeout_s: float) -> None:
@@ -62,7 +63,7 @@ class _UnixAdapter(UnixHTTPAdapter):  # type: ignore[misc]
 
 
 def connect(url: str, timeout_s: float) -> APIClient:
-    """Return a client of the engine at `url`, or where the environment says. Waits; raises the library's errors."""
+    """Return a client of the engine at `url`, or the environment's. Blocks; raises the library's errors."""
     options = kwargs_from_env()
     if url:
         options["base_url"] = url
@@ -76,7 +77,7 @@ def _new_client(options: Mapping[str, Any], version: str, timeout_s: float) -> A
     adapter = client.adapters.get("http+docker://")
     if isinstance(adapter, UnixHTTPAdapter):
         client.mount("http+docker://", _UnixAdapter(adapter.socket_path, timeout_s))
-        client.trust_env = False  # neither proxies nor .netrc, read anew for each request, are for a socket
+        client.trust_env = False  # proxies and .netrc, read again for each request, do not apply to a socket
     return client
 
 
@@ -86,12 +87,12 @@ def url_of(client: APIClient, path: str) -> str:
 
 
 def encoded(filters: Mapping[str, Sequence[str]]) -> str:
-    """Return filters as a query has them."""
+    """Return filters in query format."""
     return quote(msgspec.json.encode(filters))
 
 
 def raise_for_status(response: Any) -> None:
-    """Raise the library's error for an answer that is one."""
+    """Raise the library's error for an error answer."""
     try:
         response.raise_for_status()
     except requests.HTTPError as error:
@@ -99,14 +100,14 @@ def raise_for_status(response: Any) -> None:
 
 
 def get_bytes(client: APIClient, path: str) -> bytes:
-    """Return an answer as it comes: the library would make objects of all that is in it."""
+    """Return an answer's raw bytes: the library would build objects of everything in it."""
     response = client.get(url_of(client, path), timeout=client.timeout)
     raise_for_status(response)
     return response.content  # type: ignore[no-any-return]
 
 
 def none_if_missing(function: Callable[..., T], *args: Any) -> T | None:
-    """Call it; return None if what it asks for is not there."""
+    """Call it; return None if its object is missing."""
     try:
         return function(*args)
     except errors.NotFound:
@@ -114,7 +115,7 @@ def none_if_missing(function: Callable[..., T], *args: Any) -> T | None:
 
 
 def ignoring(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call it; that what it is for is gone, not running or in use is no error."""
+    """Call it; ignore that its object is gone, not running or in use."""
     try:
         function(*args, **kwargs)
     except errors.APIError as error:
@@ -123,7 +124,7 @@ def ignoring(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 def try_to_remove(client: APIClient, handle: str) -> bool:
-    """Remove a container with its anonymous volumes; say whether it is gone, or somebody's removal not yet over."""
+    """Remove a container with its anonymous volumes; return whether it is gone, or another removal is still running."""
     try:
         client.remove_container(handle, force=True, v=True)
     except errors.NotFound:

@@ -2,17 +2,17 @@
 
 Theory of operation
 ===================
-Everything that must be found again is written on the containers and networks themselves, as labels: a proxy that
-restarts knows nothing and still finds what is its own. What bears none of our labels is never touched.
+Everything that must be found again is in labels on the containers and networks themselves: a restarted proxy knows
+nothing and still finds its own. Objects without our labels are never touched.
 
-The engine has no time to live for containers, so each has its own: its first process is a small shell script
-(`scripts.py`) that starts the command, and that ends, and with it the container, when the time is over, whatever
-became of the proxy. The engine then removes it (auto-remove). What is left for others is networks: `reclaim`, `sweep`,
-and the reaper (`reaper.py`), a process that outlives a proxy which dies.
+The engine has no time to live for containers, so each has its own. Its first process is a small shell script
+(`scripts.py`) that starts the command and ends, with the container, when the time is over, whatever happened to the
+proxy. The engine then removes it (auto-remove). Networks are left to others: `reclaim`, `sweep`, and the reaper
+(`reaper.py`), a process that outlives a dead proxy.
 
-The library waits, so its calls run in threads (`engine.py`). Short ones share a bounded pool. Pulls have threads
-of their own, and so has each answer that streams (a container's output, a command that runs inside, the engine's
-events): the pool must not wait for what a sandbox does. One preparation, and its undoing, is `prepare.py`.
+The library blocks, so its calls run in threads (`engine.py`). Short ones share a bounded pool. Pulls have threads of
+their own, and so has each streaming answer (a container's output, a command that runs inside, the engine's events): the
+pool must not wait for what a sandbox does. One preparation, and its undoing, is `prepare.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from thunderagent.tools.docker.watch import changes
 
 _log = structlog.get_logger(__name__)
 
-# How often to look for the end of a container, and for how long.
+# How often to check for the end of a container, and for how long.
 _POLL_S = 0.05
 _LONGEST_POLL_S = 0.5
 _REMOVAL_S = 20.0
@@ -62,7 +62,7 @@ _ENDED_COUNT = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What goes with a container that is gone."""
+    """What belongs to a removed container."""
 
     network: str = ""
     image: str = ""
@@ -84,10 +84,10 @@ class DockerDriver:
         request_timeout_s: float = 60.0,
         max_pulls_count: int = 2,
     ) -> None:
-        """Connect at the first use; `url` is the engine's, by default what DOCKER_HOST says.
+        """Connect at the first use; `url` is the engine's, by default that of DOCKER_HOST.
 
         `concurrency_count` calls to the engine run at a time. With `reclaim_images`, images that were pulled for a
-        sandbox go when none needs them, besides `keep_images`.
+        sandbox are removed when none needs them, except `keep_images`.
         """
         self._owner = owner
         self._engine = Engine(url, concurrency_count=concurrency_count, request_timeout_s=request_timeout_s)
@@ -98,7 +98,7 @@ class DockerDriver:
         self._adopted: set[str] = set()
         self._probed: dict[str, bool] = {}
         """Given containers in which commands ran since a watch began, and whether they have a health check."""
-        # Whose end was told of lately: nobody could know yet that one still in preparation was meant.
+        # Recently reported ends: it was not known yet that a sandbox still in preparation was meant.
         self._ended: deque[str] = deque(maxlen=_ENDED_COUNT)
         self._stop_deadlines_s: dict[str, float] = {}
         self._reaper_pipe: int | None = None
@@ -107,7 +107,7 @@ class DockerDriver:
         return f"<DockerDriver at {self._engine.url or 'the default engine'}: {len(self._preparing)} preparing>"
 
     async def open(self) -> None:
-        """Start the process that removes what is left when this one dies without a word; it ends by itself."""
+        """Start the process that cleans up if this one dies; it ends by itself."""
         if self._reaper_pipe is None:
             reading, self._reaper_pipe = os.pipe()  # its end is our end: nobody inherits it
             try:
@@ -116,7 +116,7 @@ class DockerDriver:
                 os.close(reading)
 
     async def close(self) -> None:
-        """Let go of connections and threads once what was begun is removed; sandboxes stay."""
+        """Close connections and threads once started removals are done; sandboxes stay."""
         await self._engine.close()
         self._images.close()
         if self._reaper_pipe is not None:
@@ -137,7 +137,7 @@ class DockerDriver:
             if place.handle in self._ended:
                 await preparation.check()
         except BaseException:
-            # To its end, though whoever is cancelled once more leaves.
+            # Run to its end, even if the caller is cancelled again.
             await asyncio.shield(self._engine.later(self._undo(preparation)))
             raise
         self._made[place.handle] = _Made(preparation.network, preparation.image)
@@ -155,7 +155,7 @@ class DockerDriver:
     # --- reclaiming ---------------------------------------------------------------------------------------------------
 
     async def adopt(self, name: str, reclaim_url: str) -> Place:
-        """Return where a container is that a client made itself; `name` may be its id.
+        """Return where a client's own container is; `name` may be its id.
 
         Raises `NotFoundError`, `SandboxError`.
         """
@@ -173,8 +173,8 @@ class DockerDriver:
     async def reclaim(self, handle: str) -> None:
         """Remove a container with its anonymous volumes, then its network and its image if nobody else needs them.
 
-        One of ours gets its template's time to end by itself. Raises `SandboxError`; `SandboxRefusedError` for one
-        that we neither made nor were given.
+        One of ours gets its template's time to end by itself. Raises `SandboxError`; `SandboxRefusedError` for one that
+        we neither made nor were given.
         """
         info = await self._engine.inspect(handle)
         made = self._made.get(handle, _Made())
@@ -196,7 +196,7 @@ class DockerDriver:
         return PROGRAM_LABEL in labels or handle in self._adopted
 
     async def _stop(self, handle: str, grace_s: float) -> None:
-        """Ask a container to end, and wait; asking again, after a reclaiming was cut short, gives it no more time."""
+        """Ask a container to end, and wait; repeating that, after an interrupted reclaiming, gives it no more time."""
         if grace_s <= 0:
             return
         deadline_s = self._stop_deadlines_s.get(handle)
@@ -217,7 +217,7 @@ class DockerDriver:
         self._stop_deadlines_s.pop(handle, None)
 
     async def _drop_unused(self, made: _Made) -> None:
-        """Remove a network that no container is left on, and a pulled image that none needs. Never raises."""
+        """Remove a network without containers, and a pulled image that none needs. Never raises."""
         try:
             if made.network:
                 await self._networks.drop_unused(made.network)
@@ -229,7 +229,7 @@ class DockerDriver:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     async def find(self) -> Sequence[Found]:
-        """Return all containers of this owner, those given to us by their label, and those that were adopted."""
+        """Return all containers of this owner, those given to us by their label, and adopted ones."""
         adopted = list(self._adopted)
 
         def ask(client: APIClient) -> list[Listed]:
@@ -242,7 +242,7 @@ class DockerDriver:
         return list(found.values())
 
     async def sweep(self) -> None:
-        """Remove what no sandbox is left for: networks and stopped containers of this owner, images that we pulled."""
+        """Remove leftovers without a sandbox: networks and stopped containers of this owner, images that we pulled."""
         ours = {"label": [f"{OWNER_LABEL}={self._owner.owner_id}"]}
         for each in await self._engine.ask(lambda client: list_all(client, ours)):
             is_over = each.state in ("created", "exited", "dead")
@@ -254,14 +254,14 @@ class DockerDriver:
     def watch(self) -> AsyncGenerator[Change | Command, None]:
         """Yield each given container that appears, and each labelled one that ends, from this call on.
 
-        And each command that is run inside a labelled one.
+        Also yield each command that is run inside a labelled one.
 
         Raises `SandboxEngineError` when the engine is lost. Closing it ends its thread and its connection.
         """
         return self._watch(time.time())
 
     async def _watch(self, since_s: float) -> AsyncGenerator[Change | Command, None]:
-        self._probed.clear()  # the end of some may have been missed
+        self._probed.clear()  # some ends may have been missed
         async with contextlib.aclosing(changes(self._engine, since_s)) as told:
             async for change in told:
                 if isinstance(change, tuple):
@@ -281,9 +281,9 @@ class DockerDriver:
                     yield Change(Found(handle, labels, True, place_of(info)), ended=False)
 
     async def _is_probed(self, command: Command, labels: Mapping[str, str]) -> bool:
-        """Say whether a command may be a probe of the engine's own, which nobody can tell from what an agent runs.
+        """Return whether a command may be the engine's own probe, which looks like an agent's command.
 
-        What we make has no health check. A given container is looked at when a command first runs in it.
+        Our containers have no health check. A given container is inspected when a command first runs in it.
         """
         if SANDBOX_LABEL in labels:
             return False
@@ -294,7 +294,7 @@ class DockerDriver:
         return self._probed[command.handle]
 
     async def _bury(self, handle: str) -> None:
-        """Remove what goes with a container of ours that ended by itself; the engine removes that."""
+        """Remove what belongs to our container that ended by itself; the engine removes the container."""
         made = self._made.get(handle)
         if made is None:
             return
@@ -308,7 +308,7 @@ class DockerDriver:
                 await asyncio.sleep(2 * _POLL_S)
 
     async def measure(self, handles: Sequence[str]) -> Usage:
-        """Return what these take on disk, anonymous volumes included, and in memory, page cache excluded.
+        """Return disk use, including anonymous volumes, and memory use, without page cache.
 
         Costs the engine a walk through what each has written, and a call for each.
         """
@@ -317,7 +317,7 @@ class DockerDriver:
         listed = await self._engine.ask(lambda client: list_all(client, {"id": list(handles)}, with_sizes=True))
         volume_bytes: dict[str, int] = {}
         if any(each.volume_names for each in listed):
-            with contextlib.suppress(SandboxError):  # it takes one such question at a time
+            with contextlib.suppress(SandboxError):  # it takes one such request at a time
                 volume_bytes = await self._engine.ask(volume_bytes_of)
         disk_bytes = {
             each.id: each.size_rw + sum(volume_bytes.get(name, 0) for name in each.volume_names) for each in listed

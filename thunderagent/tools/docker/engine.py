@@ -1,4 +1,4 @@
-"""A Docker engine, asked from the event loop: its library's calls run in threads, and its errors become ours here."""
+"""A Docker engine, called from the event loop: its library runs in threads, and its errors become ours here."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from thunderagent.tools.threads import Threads
 T = TypeVar("T")
 
 _CLOSE_S = 10.0
-# How long a container that is being removed by somebody else may take, and how often to look.
+# How long another party's removal of a container may take, and how often to check.
 _REMOVAL_S = 20.0
 _POLL_S = 0.05
-# What an answer's text tells beyond its status.
+# What an answer's text says beyond its status.
 _SPACE = re.compile(
     r"no space left on device|disk quota exceeded|cannot allocate memory|not enough space"
     r"|address pool|predefined address pools",
@@ -57,7 +57,7 @@ LIBRARY_ERRORS = (
 
 
 def mapped(error: Exception) -> SandboxError:
-    """Return which of our errors one of the library's is."""
+    """Return our error for one of the library's."""
     if isinstance(error, SandboxError):
         return error
     if isinstance(error, errors.APIError):
@@ -100,15 +100,15 @@ class Engine:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def ask(self, what: Callable[[APIClient], T], threads: Threads | None = None) -> T:
-        """Ask something in a thread. Raises `SandboxError`."""
+        """Call something in a thread. Raises `SandboxError`."""
         return await (threads or self.threads).call(self._in_thread, what)
 
     async def inspect(self, handle: str) -> Json | None:
-        """Return what the engine knows of a container; None if it is not there. Raises `SandboxError`."""
+        """Return the engine's information on a container; None if it does not exist. Raises `SandboxError`."""
         return await self.ask(lambda client: none_if_missing(client.inspect_container, handle))
 
     async def remove(self, handle: str) -> None:
-        """Remove a container, running or not, and wait until it is gone; it may be already. Raises `SandboxError`."""
+        """Remove a container, running or not, and wait until it is gone; it may be gone already. Raises `SandboxError`."""
         give_up_s = time.monotonic() + _REMOVAL_S
         while not await self.ask(lambda client: try_to_remove(client, handle)):
             if time.monotonic() > give_up_s:
@@ -121,7 +121,7 @@ class Engine:
         except LIBRARY_ERRORS as error:
             ours = mapped(error)
             if isinstance(ours, SandboxEngineError):
-                self._connected = None  # one that comes back may speak another version
+                self._connected = None  # a restarted engine may speak another version
             raise ours from error
 
     def _client(self) -> APIClient:
@@ -133,7 +133,7 @@ class Engine:
     def stream(
         self, name: str, method: str, path: str, read: Callable[[Any], None], body: Json | None = None
     ) -> Stream:
-        """Return an answer that streams, not yet asked for; `read` reads it, in a thread of its own."""
+        """Return a streaming answer, not yet requested; `read` reads it, in a thread of its own."""
         # Silence is no error in a stream: the time limit is for connecting alone.
         limits_s = (self.request_timeout_s, None)
 
@@ -144,24 +144,24 @@ class Engine:
         return Stream(f"docker {name}", ask, read)
 
     async def open(self, stream: Stream) -> None:
-        """Wait until the engine begins to answer. Raises `SandboxError`."""
+        """Wait until the engine starts to answer. Raises `SandboxError`."""
         await self.ask(lambda _: stream.open(self.request_timeout_s))
 
     def later(self, what: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Do it beside everything else; it is waited for when all is closed."""
+        """Run it in the background; closing waits for it."""
         task = asyncio.create_task(what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def whole(self, what: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Do it to its end, though whoever waits for it under a shield may leave, and nobody hears how it ends."""
+        """Run it to its end, even if its shielded waiter leaves; nobody sees its result then."""
         task = self.later(what)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
     async def close(self) -> None:
-        """Let go of connections and threads, once what was begun is done."""
+        """Close connections and threads, once what was begun is done."""
         self.is_closing = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S)

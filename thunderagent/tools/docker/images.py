@@ -1,4 +1,4 @@
-"""The images of Docker sandboxes: pulled once for all who wait for them, removed when nobody needs them."""
+"""The images of Docker sandboxes: pulled once for all waiters, removed when nobody needs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Images:
-    """The images of one engine. With `reclaims`, those that were pulled here go again, besides `keep`."""
+    """The images of one engine. With `reclaims`, those pulled here are removed again, except `keep`."""
 
     def __init__(self, engine: Engine, *, keep: Collection[str], reclaims: bool, max_pulls_count: int) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class Images:
         self._users -= Counter([name])
 
     async def get(self, name: str) -> Json:
-        """Return what the engine knows of an image; pull it if it is not there. Raises `SandboxError`."""
+        """Return the engine's information on an image; pull it if it is missing. Raises `SandboxError`."""
         while (info := await self._engine.ask(lambda client: none_if_missing(client.inspect_image, name))) is None:
             if name not in self._pulls:
                 self._pulls[name] = self._engine.whole(self._pull(name))
@@ -69,7 +69,7 @@ class Images:
 
     async def drop_unused(self, name: str) -> None:
         """Remove an image that was pulled here, unless somebody needs it. Raises `SandboxError`."""
-        # Whoever begins to need it while it goes finds that out, and pulls it anew.
+        # A preparation that needs it while it is removed finds that out, and pulls it again.
         is_droppable = self._reclaims and name in self._pulled and name not in self._keep and not self._users[name]
         if is_droppable and await self._engine.ask(lambda client: _drop(client, name)):
             self._pulled.discard(name)
@@ -81,7 +81,7 @@ class Images:
             await self.drop_unused(name)
 
     def close(self) -> None:
-        """Pull nothing more."""
+        """Stop pulling."""
         self._threads.close()
 
 

@@ -1,4 +1,4 @@
-"""The networks of programs at a Docker engine: each shared by one program's sandboxes, gone with the last of them."""
+"""Networks of programs in a Docker engine: each shared by one program's sandboxes, gone with the last of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Networks:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def claim(self, order: Order) -> str:
-        """Return the name of an order's network, and keep it from being removed. What is kept warm has its own."""
+        """Return the name of an order's network, and keep it from being removed. A warm sandbox has its own."""
         of = f"program/{order.program_id}" if order.program_id else f"sandbox/{order.sandbox_id}"
         name = "thunderagent-" + hashlib.sha256(f"{self._owner.owner_id}/{of}".encode()).hexdigest()[:24]
         self._users[name] += 1
@@ -39,7 +39,7 @@ class Networks:
         self._users -= Counter([name])
 
     async def make(self, name: str, order: Order) -> None:
-        """Make a network unless it is there. Whoever is cancelled leaves; it is made all the same."""
+        """Make a network unless it exists. A cancelled caller leaves; it is made all the same."""
         labels = {
             OWNER_LABEL: self._owner.owner_id,
             RUN_LABEL: self._owner.run_id,
@@ -60,7 +60,7 @@ class Networks:
                 await self._engine.ask(lambda client: remove_network(client, name))
 
     async def sweep(self) -> None:
-        """Remove what nobody needs, if an earlier run made it or its time is over. Raises `SandboxError`."""
+        """Remove unneeded networks that an earlier run made or that expired. Raises `SandboxError`."""
         ours = {"label": [f"{OWNER_LABEL}={self._owner.owner_id}"]}
         now_s = time.time()
         for network in await self._engine.ask(lambda client: client.networks(filters=ours)):
@@ -81,7 +81,7 @@ def _make(client: APIClient, name: str, labels: Mapping[str, str]) -> None:
 
 
 def remove_network(client: APIClient, name: str) -> bool:
-    """Remove a network unless a container, running or not, is on it; say whether it is gone. Waits."""
+    """Remove a network unless a container, running or not, is on it; return whether it is gone. Blocks."""
     if list_all(client, {"network": [name]}):
         return False
     try:

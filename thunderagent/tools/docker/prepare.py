@@ -1,7 +1,7 @@
-"""One preparation of a Docker sandbox, from the order to a container that is usable, and how it is undone.
+"""One preparation of a Docker sandbox, from the order to a usable container, and its undoing.
 
-A call in a thread runs to its end even if its caller is cancelled. So a preparation writes down what it began, and its
-undoing waits for the call that still runs before it removes.
+A call in a thread runs to its end even if its caller is cancelled. So a preparation records what it began, and its
+undoing waits for the running call before it removes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ STOP_GRACE_LABEL = f"{LABEL_PREFIX}stop-grace-s"
 NETWORK_LABEL = f"{LABEL_PREFIX}network"
 """Of a container: the network of its program, which goes with the last container on it."""
 
-# A command inside is over when its process is, though something that it left behind may hold its output.
+# A command inside is over when its process is, even if a leftover of it holds its output.
 _LOOK_S = 1.0
 _LONGEST_LOOK_S = 8.0
-# What the engine says of an end follows the end of the output within moments.
+# The engine reports an end within moments after the end of the output.
 _POLL_S = 0.05
 _POLLS_COUNT = 20
 
 
 class Preparation:
-    """What one preparation has begun so far: all that must go if it does not come to its end."""
+    """What one preparation has begun so far: all that must go if it does not finish."""
 
     def __init__(self, order: Order, owner: Owner, engine: Engine, images: Images, networks: Networks) -> None:
         self.name = f"thunderagent-{order.sandbox_id}"
@@ -76,7 +76,7 @@ class Preparation:
             await self._networks.make(self.network, self._order)
         try:
             place = await self._launch(image)
-        except SandboxImageError:  # it went since we looked
+        except SandboxImageError:  # it was removed since the check
             place = await self._launch(await self._images.get(self.image))
         for command in template.setup:
             await self._run("setup", command, [command])
@@ -91,7 +91,7 @@ class Preparation:
         return place
 
     def unclaim(self) -> None:
-        """Stop listening, and need network and image no longer: the engine knows of them, or nobody does."""
+        """Stop listening, and release network and image: the engine knows of them, or nobody does."""
         if self._stream is not None:
             self._stream.close()
         if self.network:
@@ -100,7 +100,7 @@ class Preparation:
             self._images.unclaim(self.image)
 
     async def undo(self) -> None:
-        """Remove the container, as far as the engine can be reached, and take back what it claimed."""
+        """Remove the container, as far as the engine can be reached, and release what it claimed."""
         if self._launching is not None:
             await asyncio.wait([self._launching])
         try:
@@ -125,11 +125,11 @@ class Preparation:
         return await asyncio.shield(self._launching)
 
     def _launch_in_thread(self, client: APIClient, image: Json) -> Place:
-        """Create and start it; its output is listened to from its first line on, as it goes with it."""
+        """Create and start it; read its output from the first line on: it is deleted with the container."""
         self._is_uncertain = True
         try:
             self._handle = self._create(client, image)["Id"]
-        except errors.APIError:  # it said no
+        except errors.APIError:  # it refused
             self._is_uncertain = False
             raise
         path = f"/containers/{self._handle}/attach?stream=1&stdout=1&stderr=1"
@@ -144,7 +144,7 @@ class Preparation:
 
     def _create(self, client: APIClient, image: Json) -> Json:
         order, template, config = self._order, self._order.template, image["Config"] or {}
-        # What runs first is ours, and starts what the image would.
+        # Our first process starts what the image would.
         command = [*(config.get("Entrypoint") or ()), *template.command] if template.command else []
         ttl_s = max(1, math.ceil(order.expires_at_s - time.time()))
         signal = str(config.get("StopSignal") or "TERM").removeprefix("SIG")
@@ -187,13 +187,13 @@ class Preparation:
             await self.check()
             raise
         if code != 0:
-            # A container that ends takes what runs inside with it, by KILL, and nothing can be run inside any more.
+            # A container that ends kills what runs inside, and nothing can be run inside any more.
             if code in (None, 126, 137):
                 await self.check()
             raise SandboxSetupError(_told(f"{what} `{told}` failed with exit code {code}", output))
 
     async def _run_inside(self, command: list[str]) -> tuple[int | None, Output]:
-        """Return a command's exit code and what it said."""
+        """Return a command's exit code and its output."""
         exec_id = (await self._engine.ask(lambda client: client.exec_create(self._handle, command)))["Id"]
         output = Output()
         path, body = f"/exec/{exec_id}/start", {"Detach": False, "Tty": False}

@@ -1,6 +1,6 @@
-"""What Docker sandboxes leave behind when the proxy dies: how the reaper is started, and what it then removes.
+"""Leftovers of Docker sandboxes when the proxy dies: starting the reaper, and its removals.
 
-All of this waits.
+All of this blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TIMEOUT_S = 60.0
 
 
 def spawn_reaper(owner: Owner, url: str, reading: int) -> None:
-    """Start it in a group of its own, so that what ends us does not end it; only the pipe's end does."""
+    """Start it in its own process group, so that what ends us does not end it; only the pipe's end does."""
     arguments = ["--owner", owner.owner_id, "--run", owner.run_id, "--url", url]
     null = os.open(os.devnull, os.O_RDWR)
     try:
@@ -35,9 +35,9 @@ def spawn_reaper(owner: Owner, url: str, reading: int) -> None:
 
 
 def reap(url: str, of: Owner, now_s: float) -> float | None:
-    """Remove what has expired of one run: containers, and networks that no container is on.
+    """Remove what has expired of one run: containers, and networks without containers.
 
-    Returns when the next of what is left expires, in Unix time as `now_s` is; None if nothing is left. Raises
+    Returns when the next remaining object expires, in Unix time as `now_s` is; None if nothing is left. Raises
     `SandboxError`.
     """
     ours = {"label": [f"{OWNER_LABEL}={of.owner_id}", f"{RUN_LABEL}={of.run_id}"]}

@@ -1,4 +1,4 @@
-"""What runs inside a Docker sandbox for us: its first process, and the checks of whether it is usable."""
+"""Our scripts inside a Docker sandbox: its first process, and the checks of whether it is usable."""
 
 # The first process of each container. Arguments: its time to live in seconds, the signal that asks the command to end,
 # the command. Needs only a POSIX shell and `sleep`, and holds whether or not it has process id 1.
@@ -45,14 +45,14 @@ exit $code
 """
 
 # Run inside until it succeeds: one command there instead of one call to the engine for each check.
-_SLEEP = 'sleep "$interval" 2>/dev/null || sleep 1'  # not every `sleep` takes parts of a second
+_SLEEP = 'sleep "$interval" 2>/dev/null || sleep 1'  # not every `sleep` accepts fractions of a second
 UNTIL_COMMAND = f"""\
 command=$1 interval=$2
 until sh -c "$command" >/dev/null 2>&1; do {_SLEEP}; done
 """
-# Whether somebody listens is asked of the kernel inside. The published port would not tell: the engine's own proxy
-# accepts there before anybody does inside. 0A is the state of listening; the excepted addresses are loopback. Under its
-# head a table has who listens, and then connections, of which there may be thousands: they are not read.
+# The kernel inside is asked whether somebody listens. The published port would not tell: the engine's own proxy accepts
+# there before anybody does inside. 0A is the state of listening; the excluded addresses are loopback. After its header
+# a table lists listeners, and then connections, of which there may be thousands: they are not read.
 UNTIL_PORT = f"""\
 port=$1 interval=$2
 is_open() {{

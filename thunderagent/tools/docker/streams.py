@@ -1,4 +1,4 @@
-"""Answers of a Docker engine that stream: what a container or a command inside it says, and what happens."""
+"""Streaming answers of a Docker engine: output of a container or a command inside it, and events."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TOLD_LINES = 10
 
 
 class Stream:
-    """An answer that goes on for long, read by a thread of its own until it ends or is closed."""
+    """A long-running answer, read by a thread of its own until it ends or is closed."""
 
     def __init__(self, name: str, ask: Callable[[], Any], read: Callable[[Any], None]) -> None:
         """Do nothing yet; `ask` returns the library's response, `read` reads it to its end."""
         self.ended: Future[Exception | None] = Future()
-        self.ended.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+        self.ended.set_running_or_notify_cancel()  # its waiters cannot cancel it
         self._opened: Future[None] = Future()
         self._ask = ask
         self._read = read
@@ -33,12 +33,12 @@ class Stream:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def open(self, timeout_s: float) -> None:
-        """Wait until the engine begins to answer; not to be called on the event loop. Raises the library's errors."""
+        """Wait until the engine starts to answer; must not run on the event loop. Raises the library's errors."""
         self._thread.start()
         self._opened.result(timeout_s)
 
     def close(self) -> None:
-        """End it and its thread, promptly; never waits."""
+        """End it and its thread, promptly; never blocks."""
         with self._lock:
             self._is_closed = True
             if self._twin is not None:
@@ -64,7 +64,7 @@ class Stream:
             self.ended.set_result(why)
 
     def _can_begin(self, response: Any) -> bool:
-        """Keep a second hand on the connection: shutting that down ends a read that waits in another thread."""
+        """Duplicate the connection's descriptor: shutting that down ends a read that waits in another thread."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -75,7 +75,7 @@ class Stream:
 
 
 class Output:
-    """The last of what a container or a command inside it says, on both of its streams."""
+    """The end of the output of a container or a command inside it, on both streams."""
 
     def __init__(self) -> None:
         self._tail = b""

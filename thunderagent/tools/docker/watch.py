@@ -1,4 +1,4 @@
-"""What happens to the containers of a Docker engine."""
+"""Events of the containers of a Docker engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from thunderagent.tools.docker.connection import encoded
 from thunderagent.tools.docker.engine import Engine, mapped
 
 EXEC_START = "exec_start"
-"""How the action begins of a command that is run inside; after a colon comes the command."""
+"""Prefix of the action of a command that is run inside; after a colon comes the command."""
 
 
 async def changes(engine: Engine, since_s: float) -> AsyncGenerator[Change | tuple[Command, Mapping[str, str]], None]:
     """Yield each container that starts or ends, whoever made it, from that Unix time on.
 
-    And each command that is run inside one, with the container's labels.
+    Also yield each command that is run inside one, with the container's labels.
 
     Raises `SandboxError` when the engine is lost. Closing it ends its thread and its connection.
     """
@@ -59,14 +59,14 @@ def _command(event: Event) -> Command | None:
 
 
 class _Seen:
-    """Makes one change of all that the engine says of a container's end."""
+    """Merges all of the engine's reports on a container's end into one change."""
 
     def __init__(self) -> None:
         self._ended: set[str] = set()
         self._out_of_memory: set[str] = set()
 
     def change(self, event: Event) -> Change | None:
-        """Return what an event tells that was not told yet."""
+        """Return an event's change if it is new."""
         handle, attributes = event.actor.id, event.actor.attributes
         found = Found(handle, attributes, event.action == "start", Place(handle))
         if event.action == "oom":

@@ -1,7 +1,6 @@
-"""How the Kubernetes API is asked: connections, the few requests that are needed, and what its errors mean.
+"""Requests to the Kubernetes API: connections, the few requests that are needed, and the meaning of errors.
 
-All of this waits: it is called in threads. A thread that reads a watch is told to leave by a `Stop`, which takes the
-connection away under it.
+All of this blocks: it is called in threads. A `Stop` ends a thread that reads a watch, by closing its connection.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from thunderagent.tools.kubernetes.objects import POD_METRICS, Json, Resource, v
 
 _log = structlog.get_logger(__name__)
 
-# How long a watch lasts before it is asked for anew: so a connection that died in silence is noticed.
+# How long a watch lasts before it is renewed: so a silently broken connection is noticed.
 _WATCH_S = 60
 _ATTEMPTS_COUNT = 3
-# How the server says that rights are missing; quotas, pod security and webhooks answer 403 as well.
+# How the server reports missing rights; quotas, pod security and webhooks answer 403 as well.
 _LACKS_RIGHT = re.compile(r" cannot \S+ (resource|path) ")
 
 
@@ -43,11 +42,11 @@ class GoneError(SandboxEngineError):
 
 
 class RightError(SandboxRefusedError):
-    """Our account may not do that (403)."""
+    """Our account has no right to do that (403)."""
 
 
 class Stop:
-    """Tells a thread to leave, even while it waits for what the API server says next."""
+    """Tells a thread to leave, even while it waits for the API server."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -56,23 +55,23 @@ class Stop:
 
     @property
     def is_set(self) -> bool:
-        """Say whether the thread should leave."""
+        """Return whether the thread should leave."""
         return self._event.is_set()
 
     def set(self) -> None:
-        """Have the thread leave; from any thread, at once."""
+        """Make the thread leave; from any thread, at once."""
         with self._lock:
             self._event.set()
             if self._response is not None:
                 _shut(self._response)
 
     def wait(self, limit_s: float) -> None:
-        """Wait, but not if it should leave."""
+        """Wait, unless it should leave."""
         self._event.wait(limit_s)
 
     @contextlib.contextmanager
     def reading(self, response: urllib3.HTTPResponse) -> Iterator[None]:
-        """Read a response that `set` breaks off."""
+        """Read a response that `set` can break off."""
         with self._lock:
             self._response = response
             if self._event.is_set():
@@ -90,10 +89,10 @@ def _shut(response: urllib3.HTTPResponse) -> None:
 
 
 class Api:
-    """The few requests that are needed, in plain JSON. All of them wait; all raise `SandboxError`, and nothing else.
+    """The few requests that are needed, in plain JSON. All of them block; they raise only `SandboxError`.
 
     After a restart the server refuses everybody until it has loaded the rights: a request that was allowed before is
-    tried again for as long as a request may take.
+    repeated for as long as a request may take.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Api:
         connections_count: int,
         page_items_count: int,
     ) -> None:
-        """Connect to nothing yet; `backoff_s` is for who tries again."""
+        """Connect to nothing yet; `backoff_s` is for callers that retry."""
         self.backoff_s = backoff_s
         self._kubeconfig = kubeconfig
         self._api_url = api_url
@@ -120,14 +119,14 @@ class Api:
         self._allowed: set[tuple[str, Resource, str]] = set()
 
     def close(self) -> None:
-        """Close connections that nobody uses; the others close with their requests, which are not tried again."""
+        """Close unused connections; the others close with their requests, which are not retried."""
         self._closed.set()
         with self._lock:
             if self._client is not None:
                 self._client.rest_client.pool_manager.clear()
 
     def problem(self) -> str:
-        """Say what is wrong with the cluster's version; empty if nothing is, or if it does not tell us."""
+        """Return what is wrong with the cluster's version; empty if nothing is, or it does not tell us."""
         try:
             answer = self._call("GET", "/version")
         except client.ApiException:
@@ -160,8 +159,8 @@ class Api:
             raise _mapped(error, "get", resource) from error
 
     def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> bool:
-        """Delete an object if its uid is that one, with all that it made; say whether it is going or gone."""
-        # How long it may take to stop is in the pod's own specification.
+        """Delete an object if it has that uid, with all that it made; return whether it is going or gone."""
+        # The pod's own specification says how long it may take to stop.
         options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         try:
             answer = self._request("delete", resource, namespace, name, body=options)
@@ -178,7 +177,7 @@ class Api:
         return True
 
     def list_all(self, resource: Resource, namespace: str, selector: str) -> tuple[list[Json], str]:
-        """Return all objects that a label selector selects, and the version that this list is of."""
+        """Return all objects that a label selector selects, and the version of this list."""
         for _ in range(_ATTEMPTS_COUNT):
             with contextlib.suppress(GoneError):
                 return self._pages(resource, namespace, selector)
@@ -199,7 +198,7 @@ class Api:
                 return items, version_of(page)
 
     def list_metrics(self, namespace: str, selector: str) -> list[Json] | None:
-        """Return what pods take, or nothing if the cluster does not tell, or not us."""
+        """Return the resource use of pods, or None if the cluster does not report it, or not to us."""
         query = [("labelSelector", selector)]
         try:
             items: list[Json] = self._request("list", POD_METRICS, namespace, query=query).get("items") or []
@@ -212,7 +211,7 @@ class Api:
     def stream(
         self, resource: Resource, namespace: str, selector: str, version: str, stop: Stop
     ) -> Iterator[dict[str, Any]]:
-        """Yield the events of one watch, until it ends or breaks. Raises `GoneError` if it is to begin too early."""
+        """Yield the events of one watch, until it ends or breaks. Raises `GoneError` if its version is too old."""
         query = [
             ("watch", "true"),
             ("allowWatchBookmarks", "true"),
@@ -225,7 +224,7 @@ class Api:
         except client.ApiException as error:
             refusal = _mapped(error, "watch", resource)
             if isinstance(refusal, RightError) and ("list", resource, namespace) in self._allowed:
-                raise SandboxEngineError(str(refusal)) from error  # who watches tries again
+                raise SandboxEngineError(str(refusal)) from error  # the watcher retries
             raise refusal from error
         try:
             with stop.reading(response):
@@ -235,14 +234,14 @@ class Api:
                     yield json.loads(line)
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
             if isinstance(error, AttributeError) and not stop.is_set:
-                raise  # only a TLS socket that is shut down while it is read from looks like that
+                raise  # only a TLS socket that is shut down while being read looks like that
             if not stop.is_set:
                 _log.info("kubernetes_watch_broken", resource=resource.plural, namespace=namespace, why=repr(error))
         finally:
             response.close()
 
     def _request(self, verb: str, resource: Resource, namespace: str, name: str = "", **options: Any) -> Json:
-        """Send a request and return the answer; see `_send`. Bears with the loss of a right that was there."""
+        """Send a request and return the answer; see `_send`. Tolerates the loss of a right that was there."""
         right = (verb, resource, namespace)
         patient_until_s = time.monotonic() + self._timeout_s
         while True:
@@ -257,7 +256,7 @@ class Api:
                 _log.info("kubernetes_right_lost", verb=verb, resource=resource.plural, namespace=namespace)
                 self._closed.wait(self.backoff_s)
             else:
-                # Who may make something may remove it: else it would stay.
+                # Rights to make something include removing it: otherwise it would stay.
                 self._allowed |= {right, ("delete", resource, namespace)} if verb == "create" else {right}
                 break
         if not isinstance(answer, dict):
@@ -278,7 +277,7 @@ class Api:
         body: Json | None = None,
         is_stream: bool = False,
     ) -> Any:
-        """Send a request. Raises `client.ApiException` for an answer that is an error, else `SandboxEngineError`."""
+        """Send a request. Raises `client.ApiException` for an error answer, otherwise `SandboxEngineError`."""
         read_timeout_s = self._timeout_s + (_WATCH_S if is_stream else 0)
         try:
             return self._connected().call_api(
@@ -312,7 +311,7 @@ class Api:
     def _configuration(self) -> Any:
         configuration = cluster_configuration(self._api_url, self._kubeconfig)
         configuration.connection_pool_maxsize = self._connections_count
-        # Once more for a connection that had been closed by the other side; never a second POST.
+        # Retry once if the other side had closed the connection; never repeat a POST.
         configuration.retries = urllib3.Retry(
             1, status=0, redirect=0, allowed_methods={"GET", "DELETE"}, respect_retry_after_header=False
         )
@@ -320,7 +319,7 @@ class Api:
 
 
 def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
-    """Yield the lines of a body as they come; what is left of one that broke off is nothing."""
+    """Yield the lines of a body as they arrive; the rest of a broken one is dropped."""
     rest = b""
     for data in response.stream(amt=None):
         *lines, rest = (rest + data).split(b"\n")
@@ -328,7 +327,7 @@ def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
 
 
 def _status_of(error: client.ApiException) -> Json:
-    """Return what the server says of an error."""
+    """Return the server's description of an error."""
     try:
         status = json.loads(error.body or b"")
     except ValueError:

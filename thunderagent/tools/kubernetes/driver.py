@@ -2,15 +2,15 @@
 
 Theory of operation
 ===================
-The official client waits, so all of its calls run in threads. Whatever is done for one preparation is done by one
-thread, from the manifest to the pod that is ready: it alone knows what it began, and removes it when it fails, when the
-time is over or when the caller is gone, even if the caller left while the API server had not answered yet.
+The official client blocks, so all of its calls run in threads. One thread does everything for one preparation, from the
+manifest to the ready pod. It alone knows what it began, and removes it when it fails, when the time is over or when the
+caller is gone, even if the caller left while the API server had not answered yet.
 
-An object is removed under the condition that it is the one that is meant (its uid): a name may have been taken by
-another one since. What bears neither our owner nor the label of a program is never touched.
+An object is removed only if it has the expected uid: a name may have been reused since. Objects with neither our owner
+nor the label of a program are never touched.
 
-What the manifests say, and why no help is needed once they are given, is in `manifests.py`; how changes are
-followed, in `watch.py`.
+`manifests.py` says what the manifests contain, and why no help is needed once they are submitted; `watch.py` follows
+changes.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ from thunderagent.tools.threads import Threads
 
 _log = structlog.get_logger(__name__)
 
-# How long a caller that is cancelled waits for what was begun to be removed. It is removed all the same.
+# How long a cancelled caller waits for what was begun to be removed. It is removed all the same.
 _CANCEL_LIMIT_S = 5.0
-# How long it is remembered that the cluster tells nothing of what pods take.
+# How long it is remembered that the cluster does not report pods' resource use.
 _NO_METRICS_S = 300.0
 _ATTEMPTS_COUNT = 3
-# A Job's pod is there in well under a second: one that is not by then may be refused.
+# A Job's pod appears in well under a second: one that has not by then may be refused.
 _POD_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What was learnt of a sandbox, to save a request. `uid` is empty if it is not known."""
+    """Known facts of a sandbox, to save a request. `uid` is empty if unknown."""
 
     uid: str
     network: str
-    # It bears no label: that it is ours to remove stands only here.
+    # It has no label: only this says that we may remove it.
     is_adopted: bool = False
 
 
 class KubernetesDriver:
-    """Make sandboxes in a cluster. Implements `base.Driver`."""
+    """Makes sandboxes in a cluster. Implements `base.Driver`."""
 
     kind = "kubernetes"
 
@@ -103,11 +103,11 @@ class KubernetesDriver:
         """Connect to nothing yet.
 
         `namespace` is for templates that name none; `namespaces` are others to look for sandboxes in. Without
-        `kubeconfig` the pod that we run in says where the API is, or else the user's own configuration. `owner_pod`,
-        name and uid of that pod, lets the cluster remove what we made in its namespace when the pod is deleted; in
-        others it owns nothing. `concurrency_count` is how many are prepared at once. `backoff_s` lies between two
-        attempts where the server answers at once, but not with what was asked for; and so long the end of a sandbox
-        waits to be told, in case a better reason for it comes.
+        `kubeconfig` the pod that we run in says where the API is, or otherwise the user's own configuration.
+        `owner_pod`, name and uid of that pod, lets the cluster remove what we made in its namespace when the pod is
+        deleted; in others it owns nothing. `concurrency_count` is how many are prepared at once. `backoff_s` is the
+        time between two attempts if the server answers at once, but not with what was requested; the end of a sandbox
+        is reported this much later, in case a better reason for it comes.
         """
         self._owner = owner
         self._namespace = namespace
@@ -123,7 +123,7 @@ class KubernetesDriver:
             connections_count=2 * concurrency_count + 8,
             page_items_count=page_items_count,
         )
-        # Preparations wait for minutes: they must not keep anything from being removed.
+        # Preparations wait for minutes: they must not block removals.
         self._preparing = Threads("kubernetes-prepare", concurrency_count)
         self._calls = Threads("kubernetes", concurrency_count)
         self._known: dict[str, _Known] = {}
@@ -140,7 +140,7 @@ class KubernetesDriver:
     # --- prepare ----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Begin nothing: it connects when it is asked for something."""
+        """Do nothing: it connects on demand."""
 
     async def prepare(self, order: Order) -> Place:
         """Make a sandbox and return once it is usable; see `base.Driver`.
@@ -150,7 +150,7 @@ class KubernetesDriver:
         errand = Errand()
         timeout_s = order.template.prepare_timeout_s
         late = asyncio.get_running_loop().call_later(max(0.9 * timeout_s, timeout_s - 2.0), errand.stop.set)
-        # Not cancelled with us: the thread must be heard to its end, for what it began to be removed.
+        # Not cancelled with us: the thread must finish, so that what it began is removed.
         working = asyncio.ensure_future(self._preparing.call(self._prepare, order, errand))
         working.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._errands.add(errand)
@@ -169,7 +169,7 @@ class KubernetesDriver:
             self._errands.discard(errand)
 
     async def _ask_for_pod(self, order: Order, errand: Errand) -> None:
-        """Have a preparation whose Job gets no pod fail for the reason."""
+        """Fail a preparation whose Job gets no pod, with the reason."""
         if order.template.kubernetes_kind != "job":
             return
         ref = self._ref(order)
@@ -189,12 +189,12 @@ class KubernetesDriver:
             await self._calls.call(self._discard, self._ref(order))
 
     def _prepare(self, order: Order, errand: Errand) -> Place:
-        """Do all of a preparation; in a thread."""
+        """Do a whole preparation; in a thread."""
         errand.begin()
         if errand.stop.is_set:
             raise SandboxSetupError(f"not ready in time: {errand.delay}")
         ref = self._ref(order)
-        # From before it is made on: a pod that fails at once is removed at once, with the Job that failed.
+        # From before it is made on: a pod that fails at once is removed at once, with its failed Job.
         selector = f"{owned_selector(self._owner)},{sandbox_selector(order.sandbox_id)}"
         items, version = self._api.list_all(RESOURCES["pod"], ref.namespace, selector)
         if items:
@@ -215,13 +215,13 @@ class KubernetesDriver:
         return Ref(template.kubernetes_kind, template.namespace or self._namespace, sandbox_name(order.sandbox_id))
 
     def _meet(self, namespace: str) -> None:
-        """Look for sandboxes in one more namespace from now on; it is known to exist, and to be open to us."""
+        """Look for sandboxes in one more namespace from now on, which exists and is open to us."""
         self._namespaces = {*self._namespaces, namespace}
         for following in tuple(self._followings):
             following.add(namespace)
 
     def _create(self, order: Order, ref: Ref) -> None:
-        """Create the sandbox, and before it the policy of its network."""
+        """Create the sandbox, and before it its network policy."""
         owner_pod = self._owner_pod_in(ref.namespace)
         ttl_s = max(1, math.ceil(order.expires_at_s - time.time()))
         manifest = sandbox_manifest(order, self._owner, ref.namespace, ttl_s=ttl_s, owner_pod=owner_pod)
@@ -245,7 +245,7 @@ class KubernetesDriver:
         self._known[ref.handle] = _Known(uid_of(made), network)
 
     def _owner_pod_in(self, namespace: str) -> tuple[str, str] | None:
-        """Return our own pod if it is in that namespace: what an owner elsewhere owns is collected as garbage."""
+        """Return our own pod if it is in that namespace: objects with an owner elsewhere are garbage-collected."""
         if self._owner_pod is None:
             return None
         if namespace not in self._has_owner_pod:
@@ -259,7 +259,7 @@ class KubernetesDriver:
     # --- adopt ------------------------------------------------------------------------------------------------------
 
     async def adopt(self, name: str, reclaim_url: str) -> Place:
-        """Return where a pod or Job is that a client made itself; see `base.Driver`.
+        """Return where a client's own pod or Job is; see `base.Driver`.
 
         `name` is that of a pod, `NAMESPACE/NAME`, or a handle. A pod that a Job made stands for the Job.
         """
@@ -283,7 +283,7 @@ class KubernetesDriver:
         return place_of(ref, self._pod_of(ref, there))
 
     def _pod_of(self, ref: Ref, manifest: Json) -> Json:
-        """Return the pod of a sandbox, one that runs if there is any; nothing if it has none."""
+        """Return the pod of a sandbox, a running one if there is any; empty if it has none."""
         if ref.kind == "pod":
             return manifest
         pods, _ = self._api.list_all(RESOURCES["pod"], ref.namespace, f"job-name={ref.name}")
@@ -317,7 +317,7 @@ class KubernetesDriver:
         self._networks.leave(ref.namespace, known.network)
 
     def _delete(self, ref: Ref, uid: str) -> None:
-        """Delete an object if it is that one, and see to it that it will go."""
+        """Delete an object if it has that uid, and make sure that it goes."""
         for _ in range(_ATTEMPTS_COUNT):
             if self._api.delete(ref.resource, ref.namespace, ref.name, uid):
                 break
@@ -333,7 +333,7 @@ class KubernetesDriver:
     # --- find, sweep, measure ---------------------------------------------------------------------------------------
 
     async def find(self) -> Sequence[Found]:
-        """Return what is there; see `base.Driver`. What is being removed is not there any more."""
+        """Return what exists; see `base.Driver`. What is being removed does not count."""
         return await self._calls.call(self._find)
 
     def _find(self) -> list[Found]:
@@ -349,7 +349,7 @@ class KubernetesDriver:
         return found
 
     def _find_in(self, namespace: str) -> Iterator[Found]:
-        # The pods first: a Job made in the meantime is then there without its pod, and not the other way round.
+        # The pods first: a Job made in the meantime then has no pod here, instead of a pod without its Job.
         pods: dict[str, Json] = {}
         for pod in self._api.list_all(RESOURCES["pod"], namespace, LABELLED_SELECTOR)[0]:
             handle = ref_of("pod", pod).handle
@@ -364,13 +364,13 @@ class KubernetesDriver:
         for pod in pods.values():
             ref, labels, controller = ref_of("pod", pod), truth(pod), controller_of(pod)
             found = found_of(ref, labels, pod)
-            # A pod of ours without its Job is about to be removed by the cluster.
+            # The cluster is about to remove our pod without its Job.
             if is_for_us(labels, self._owner) and (controller is None or found.is_given):
                 self._known[ref.handle] = _Known(controller[1] if controller else uid_of(pod), network_in(pod))
                 yield found
 
     def _find_adopted(self, handles: set[str]) -> Iterator[Found]:
-        """Look for what was adopted and bears no label, besides these."""
+        """Find adopted objects without a label, besides these."""
         for handle, known in tuple(self._known.items()):
             if known.is_adopted and handle not in handles:
                 ref = Ref.parse(handle)
@@ -384,16 +384,16 @@ class KubernetesDriver:
         for handle, known in before.items():
             if handle not in handles and self._known.get(handle) is known:
                 del self._known[handle]
-                with contextlib.suppress(SandboxError):  # the next sweep sees to it
+                with contextlib.suppress(SandboxError):  # the next sweep handles it
                     self._networks.leave(Ref.parse(handle).namespace, known.network)
 
     async def sweep(self) -> None:
-        """Remove network policies that no sandbox is left for; see `base.Driver`."""
+        """Remove network policies without a sandbox; see `base.Driver`."""
         for namespace in sorted(self._namespaces):
             await self._calls.call(self._networks.sweep, namespace)
 
     async def measure(self, handles: Sequence[str]) -> Usage:
-        """Return the memory that sandboxes take, if the cluster has a metrics server; it tells nothing of disks."""
+        """Return the memory of sandboxes, if the cluster has a metrics server; it reports no disk use."""
         if not handles or time.monotonic() < self._no_metrics_until_s:
             return Usage()
         return Usage(memory_bytes=await self._calls.call(self._memory_of, {Ref.parse(each) for each in handles}))
@@ -418,7 +418,7 @@ class KubernetesDriver:
     # --- watch ------------------------------------------------------------------------------------------------------
 
     async def watch(self) -> AsyncGenerator[Change, None]:
-        """Yield what happens from now on; see `base.Driver`. What is there already is not told: `find` tells it."""
+        """Yield events from now on; see `base.Driver`. Existing sandboxes are not reported: `find` does that."""
         following = Following(self._api, self._owner, explanation_limit_s=self._api.backoff_s)
         self._followings.add(following)
         try:
@@ -431,7 +431,7 @@ class KubernetesDriver:
             following.stop()
 
     async def close(self) -> None:
-        """Let go of connections and threads; preparations that run fail, and remove what they began."""
+        """Close connections and threads; running preparations fail, and remove what they began."""
         self._is_closed = True
         for errand in tuple(self._errands):
             errand.stop.set()
@@ -443,6 +443,6 @@ class KubernetesDriver:
 
 
 def _labels_of(manifest: Json) -> dict[str, str]:
-    """Return the labels of an object, or else those of the pods that it makes."""
+    """Return the labels of an object, or otherwise those of the pods that it makes."""
     template = (manifest.get("spec") or {}).get("template") or {}
     return truth(manifest) or truth(template)

@@ -1,15 +1,15 @@
-"""What Kubernetes is told: manifests made of templates.
+"""Kubernetes manifests made from templates.
 
 Theory of operation
 ===================
-A sandbox is a Job with one pod (or a bare pod). All that must happen to it is in the manifest, so that it needs nobody
-afterwards, and of us no right to run commands in pods:
+A sandbox is a Job with one pod (or a bare pod). The manifest contains all that must happen to it, so it needs nobody
+afterwards, and we need no right to run commands in pods:
 
 - setup commands run before the sandbox's own command, in a shell that then becomes it; the first to fail ends the pod;
-- a *startup* probe says when it is usable. Such a probe runs until it succeeds once, and then never again, where a
+- a *startup* probe says when it is usable. Such a probe runs until it succeeds once, and then never again, whereas a
   readiness probe would run `ready_command` inside for as long as the sandbox lives;
-- a Job is given up by the cluster at its deadline, and removed right after: nobody's help is needed for that. A bare
-  pod is stopped at its deadline, and what remains of it is removed by who finds it.
+- the cluster ends a Job at its deadline, and removes it right after, without anybody's help. A bare pod is stopped at
+  its deadline, and its finder removes what remains of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from thunderagent.tools.template import Template
 
 _MARKER_FOLDER = "/run/thunderagent"
 _MARKER = f"{_MARKER_FOLDER}/set-up"
-# PID 1 of a pod hears no signal that it does not ask for: without the trap, each stop would take the whole grace.
+# PID 1 of a pod gets no signal without a handler: without the trap, each stop would take the whole grace period.
 _WAIT_SCRIPT = 'trap "exit 0" TERM INT; while :; do sleep 3600 & wait $!; done'
 _READY_COMMAND_LIMIT_S = 30
 
@@ -44,7 +44,7 @@ _READY_COMMAND_LIMIT_S = 30
 def sandbox_manifest(
     order: Order, owner: Owner, namespace: str, *, ttl_s: int, owner_pod: tuple[str, str] | None = None
 ) -> Json:
-    """Return the Job or pod that an order asks for. Raises `SandboxRefusedError` for what Kubernetes cannot do."""
+    """Return the Job or pod for an order. Raises `SandboxRefusedError` for what Kubernetes cannot do."""
     template = order.template
     if template.pids_count is not None:
         raise SandboxRefusedError("Kubernetes limits processes for each machine (podPidsLimit), not for each pod")
@@ -74,7 +74,7 @@ def sandbox_manifest(
 
 
 def rehearsal_manifest(order: Order, owner: Owner, namespace: str) -> Json:
-    """Return the pod that the cluster would make of an order's Job: the server says whether it may."""
+    """Return the pod that the cluster would make of an order's Job: the server says whether it is allowed."""
     template = sandbox_manifest(order, owner, namespace, ttl_s=1)["spec"]["template"]
     metadata = {"generateName": f"{sandbox_name(order.sandbox_id)}-", **template["metadata"]}
     pod = RESOURCES["pod"]
@@ -82,11 +82,11 @@ def rehearsal_manifest(order: Order, owner: Owner, namespace: str) -> Json:
 
 
 def policy_manifest(order: Order, owner: Owner, namespace: str, *, owner_pod: tuple[str, str] | None = None) -> Json:
-    """Return the network policy for an order whose template does not have the cluster's own network.
+    """Return the network policy for an order whose template does not use the cluster's own network.
 
-    `none` lets nothing in or out. `own` lets in each other, and to `ports` everybody but other sandboxes; what they
-    reach outside is as everywhere in the cluster. Sandboxes of one program with other ports add a policy each: what
-    one of them allows is allowed.
+    `none` lets nothing in or out. `own` lets the program's sandboxes in, and to `ports` everybody except other
+    sandboxes; outgoing access is the cluster's default. Sandboxes of one program with other ports add a policy each:
+    whatever one of them allows is allowed.
     """
     network = network_of(order)
     assert network, "the cluster's own network needs no policy"
@@ -148,7 +148,7 @@ def _pod_spec(template: Template) -> Json:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security,
-        # With 0 the API would forget the pod at once, while what runs in it may still run.
+        # With 0 the API would forget the pod at once, while its processes may still run.
         "terminationGracePeriodSeconds": max(1, math.ceil(template.stop_grace_s)),
         "containers": [main],
         "volumes": volumes,
@@ -175,7 +175,7 @@ def _volumes(template: Template) -> tuple[list[Json], list[Json]]:
         volumes.append({"name": name, **source})
         mounts.append({"name": name, "mountPath": mount.target, "readOnly": mount.read_only})
     if template.setup:
-        # A place to leave the mark in, whoever the image's user is and whatever it may write to.
+        # A place for the mark, whatever the image's user and its permissions are.
         volumes.append({"name": "thunderagent", "emptyDir": {}})
         mounts.append({"name": "thunderagent", "mountPath": _MARKER_FOLDER})
     return volumes, mounts
@@ -191,15 +191,15 @@ def _resources(template: Template) -> Json:
     if limits:
         resources["limits"] = limits
     if template.disk_bytes:
-        # What it is expected to write: a place for it is looked for, and who writes more is not evicted for that.
+        # Its expected writes: the scheduler finds a place for them, and exceeding them causes no eviction.
         resources["requests"] = {"ephemeral-storage": str(template.disk_bytes)}
     return resources
 
 
 def start_command(template: Template, marker: str = _MARKER) -> list[str]:
-    """Return what a sandbox runs: its setup commands, one after the other, and then its command instead of them.
+    """Return what a sandbox runs: its setup commands, one after the other, and then its command in their place.
 
-    Without setup, a command runs as it is: the image needs no shell.
+    Without setup, a command runs directly: the image needs no shell.
     """
     command = list(template.command) or ["/bin/sh", "-c", _WAIT_SCRIPT]
     if not template.setup:
@@ -210,7 +210,7 @@ def start_command(template: Template, marker: str = _MARKER) -> list[str]:
 
 
 def ready_command(template: Template, marker: str = _MARKER) -> list[str]:
-    """Return what succeeds inside once it is set up and usable; empty if it is so as soon as it runs."""
+    """Return a command that succeeds inside once it is set up and usable; empty if it is usable as soon as it runs."""
     checks = [f"test -e {shlex.quote(marker)}"] if template.setup else []
     if template.ready_command:
         checks.append(f"/bin/sh -c {shlex.quote(template.ready_command)}")
@@ -222,7 +222,7 @@ def _probes(template: Template) -> Json:
     period_s = max(1, round(template.ready_interval_s))
     startup: Json = {
         "periodSeconds": period_s,
-        # A startup probe that fails so often ends the pod: never before the preparation has failed anyway.
+        # A startup probe that fails this often ends the pod: never before the preparation has failed anyway.
         "failureThreshold": math.ceil(template.prepare_timeout_s / period_s) + 1,
         "timeoutSeconds": _READY_COMMAND_LIMIT_S,
     }
@@ -236,5 +236,5 @@ def _probes(template: Template) -> Json:
 
 
 def literal(text: str) -> str:
-    """Return what Kubernetes makes `text` of: it replaces $(NAME) in commands, probes and values, and $$ by $."""
+    """Escape `text` for Kubernetes, which replaces $(NAME) in commands, probes and values, and $$ by $."""
     return text.replace("$", "$$")

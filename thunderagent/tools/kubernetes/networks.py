@@ -1,4 +1,4 @@
-"""The networks of sandboxes in a Kubernetes cluster: policies that go when nobody is left in them."""
+"""The networks of sandboxes in a Kubernetes cluster: policies that are removed when nobody uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOCKS_COUNT = 64
 
 
 class Networks:
-    """The networks of one owner. All of this waits; all of it raises `SandboxError`."""
+    """The networks of one owner. All methods block and raise `SandboxError`."""
 
     def __init__(self, api: Api, owner: Owner) -> None:
         self._api = api
@@ -34,14 +34,14 @@ class Networks:
 
     @contextlib.contextmanager
     def made(self, namespace: str, network: str, policy: Json) -> Iterator[None]:
-        """Make a policy, and keep it until what moves into its network is there: the last one's end would take it."""
+        """Make a policy, and keep it until the sandbox in its network exists: the last one's end would remove it."""
         with self._lock(namespace, network):
             with contextlib.suppress(SandboxConflictError):
                 self._api.create(POLICIES, namespace, policy)
             yield
 
     def leave(self, namespace: str, network: str) -> None:
-        """Remove a network's policies if nobody is left in it; nothing if it is the cluster's own."""
+        """Remove a network's policies if nobody is left in it; do nothing for the cluster's own."""
         if not network:
             return
         selector = owned_selector(self._owner, network)
@@ -55,7 +55,7 @@ class Networks:
                 self._api.delete(POLICIES, namespace, policy["metadata"]["name"], uid_of(policy))
 
     def sweep(self, namespace: str) -> None:
-        """Remove the policies that no sandbox is left for."""
+        """Remove policies without a sandbox."""
         policies, _ = self._api.list_all(POLICIES, namespace, owned_selector(self._owner))
         for network in {network_in(policy) for policy in policies}:
             self.leave(namespace, network)

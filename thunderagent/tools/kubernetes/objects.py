@@ -1,7 +1,7 @@
-"""What Kubernetes calls things: where the API has them, how sandboxes are named, and what labels and metadata say.
+"""Names in Kubernetes: API paths, sandbox names, and the meaning of labels and metadata.
 
 Program and owner ids may be any text; a label's value may not. So labels hold a hash, to select by, and annotations of
-the same names the truth. Labels that users set on pods of their own hold the plain value.
+the same names the true value. Labels that users set on their own pods hold the plain value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thunderagent.tools.base import EXPIRES_LABEL, LABEL_PREFIX, OWNER_LABEL, PR
 Json = dict[str, Any]
 
 NETWORK_LABEL = "thunderagent.network"
-"""What a network policy selects by: sandboxes with the same value reach each other, or nobody."""
+"""The selector of a network policy: sandboxes with the same value reach each other, or nobody."""
 NO_NETWORK = "none"
 
 _PLAIN_LABELS = frozenset({SANDBOX_LABEL, EXPIRES_LABEL})
@@ -29,7 +29,7 @@ _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of object, and where the API has it."""
+    """A kind of object, and its API path."""
 
     kind: str
     api_version: str
@@ -57,13 +57,13 @@ class Ref:
     name: str
 
     def __post_init__(self) -> None:
-        # They become parts of a path, in which `..` would mean something quite different from a sandbox.
+        # They become parts of a path, in which `..` would have another meaning.
         if not (_NAME.fullmatch(self.namespace) and _OBJECT_NAME.fullmatch(self.name)):
             raise SandboxRefusedError(f"{self.namespace!r} and {self.name!r} are not names in Kubernetes")
 
     @classmethod
     def parse(cls, handle: str) -> Ref:
-        """Read a handle; raise `SandboxRefusedError` if it is none."""
+        """Parse a handle; raise `SandboxRefusedError` if it is invalid."""
         parts = handle.split("/")
         if len(parts) != 3 or parts[0] not in RESOURCES:
             raise SandboxRefusedError(f"{handle!r} is not a handle of a sandbox in Kubernetes, as job/default/NAME is")
@@ -89,22 +89,22 @@ def digest(text: str) -> str:
 
 
 def label_value(key: str, value: str) -> str:
-    """Return the value of a label of ours: a hash, except for what we choose."""
+    """Return the value of our label: a hash, except for values that we choose."""
     if not value or (key in _PLAIN_LABELS and _LABEL_VALUE.fullmatch(value)):
         return value
     return digest(value)
 
 
 def sandbox_name(sandbox_id: str) -> str:
-    """Return the name that a sandbox has in the cluster."""
+    """Return the name of a sandbox in the cluster."""
     name = f"thunderagent-{sandbox_id}"
     return name if _NAME.fullmatch(name) else f"thunderagent-{digest(sandbox_id)}"
 
 
 def network_of(order: Order) -> str:
-    """Return by what the policy of its network selects it; empty if it has the cluster's own network.
+    """Return the network label of an order; empty if it uses the cluster's own network.
 
-    What is kept warm belongs to nobody yet, so it is alone in its network, and stays so.
+    A warm sandbox belongs to nobody yet, so it is alone in its network, and stays so.
     """
     if order.template.network == "default":
         return ""
@@ -125,11 +125,11 @@ def sandbox_selector(sandbox_id: str) -> str:
 
 
 LABELLED_SELECTOR = PROGRAM_LABEL
-"""Selects ours and those given to us at once: ours bear the label of a program even if they have none."""
+"""Selects ours and those given to us at once: ours have a program's label even without a program."""
 
 
 def marks_of(labels: Mapping[str, str]) -> Json:
-    """Return labels as an object's metadata has them."""
+    """Return labels as an object's metadata."""
     return {
         "labels": {key: label_value(key, value) for key, value in labels.items()},
         "annotations": {key: value for key, value in labels.items() if value},
@@ -137,19 +137,19 @@ def marks_of(labels: Mapping[str, str]) -> Json:
 
 
 def truth(manifest: Json) -> dict[str, str]:
-    """Return what our labels on an object say: annotations hold the true value where both are there."""
+    """Return the true values of our labels on an object: annotations take precedence."""
     metadata = manifest.get("metadata") or {}
     labels = {**(metadata.get("labels") or {}), **_of_ours(metadata.get("annotations"))}
     return {key: value for key, value in _of_ours(labels).items() if value and key != NETWORK_LABEL}
 
 
 def network_in(manifest: Json) -> str:
-    """Return in which network an object is; empty if in none of ours."""
+    """Return an object's network; empty if it is none of ours."""
     return str(((manifest.get("metadata") or {}).get("labels") or {}).get(NETWORK_LABEL, ""))
 
 
 def is_for_us(labels: Mapping[str, str], owner: Owner) -> bool:
-    """Say whether this proxy may remove a thing with these true labels: it made it, or was given it."""
+    """Return whether this proxy may remove an object with these true labels: it made it, or was given it."""
     if labels.get(SANDBOX_LABEL):
         return labels.get(OWNER_LABEL) == owner.owner_id
     return bool(labels.get(PROGRAM_LABEL))
@@ -163,7 +163,7 @@ def _of_ours(mapping: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def uid_of(manifest: Json) -> str:
-    """Return what tells an object from all others, earlier ones of the same name too."""
+    """Return an object's uid, which also distinguishes it from earlier ones of the same name."""
     return str((manifest.get("metadata") or {}).get("uid") or "")
 
 
@@ -173,7 +173,7 @@ def version_of(manifest: Json) -> str:
 
 
 def is_going(manifest: Json) -> bool:
-    """Say whether somebody removed an object: it stays as long as a pod needs to stop, or a finalizer keeps it."""
+    """Return whether an object is being removed: it stays while a pod stops, or a finalizer keeps it."""
     return bool((manifest.get("metadata") or {}).get("deletionTimestamp"))
 
 
@@ -186,7 +186,7 @@ def controller_of(pod: Json) -> tuple[str, str] | None:
 
 
 def ref_of(kind: str, manifest: Json) -> Ref:
-    """Return the sandbox that an object belongs to: a Job's pod belongs to the Job, which would make another one."""
+    """Return the sandbox of an object: a Job's pod belongs to the Job, which would make another one."""
     metadata = manifest["metadata"]
     if kind == "pod" and (controller := controller_of(manifest)) is not None:
         return Ref("job", metadata["namespace"], controller[0])

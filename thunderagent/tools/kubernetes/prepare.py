@@ -17,7 +17,7 @@ from thunderagent.tools.kubernetes.watch import follow
 
 
 class Stage(enum.Enum):
-    """How far it is."""
+    """The progress of a preparation."""
 
     WAITING = enum.auto()
     BEGUN = enum.auto()
@@ -33,22 +33,22 @@ class Errand:
         # What is waited for, and whether that is room in the cluster; written by the thread, read when it is over.
         self.delay = "too many others are being prepared"
         self.is_for_room = False
-        # Whether its Job is there, but no pod of it; and what the server says of such a pod.
+        # Whether its Job exists without a pod; and the server's answer about such a pod.
         self.lacks_pod = False
         self.refusal: SandboxError | None = None
         self._stage = Stage.WAITING
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Begin. Raises `SandboxSetupError` if it is not wanted any more."""
+        """Begin. Raises `SandboxSetupError` if it is no longer wanted."""
         self._step(Stage.WAITING, Stage.BEGUN)
 
     def finish(self) -> None:
-        """Hand over what was made. Raises `SandboxSetupError` if nobody wants it: then it is the thread's to remove."""
+        """Hand over the result. Raises `SandboxSetupError` if nobody wants it: then the thread must remove it."""
         self._step(Stage.BEGUN, Stage.DONE)
 
     def give_up(self) -> Stage:
-        """Want it no longer; return how far it was. What was done by then is the caller's to remove."""
+        """Stop wanting it; return its progress. The caller must remove what was done by then."""
         with self._lock:
             before, self._stage = self._stage, Stage.GIVEN_UP
         self.stop.set()
@@ -62,9 +62,9 @@ class Errand:
 
 
 async def rehearse(errand: Errand, ask: Callable[[], Awaitable[object]], *, first_s: float) -> None:
-    """End an errand whose Job gets no pod with the reason: `ask` has the server say whether such a pod may be.
+    """End an errand whose Job gets no pod with the reason: `ask` has the server check such a pod.
 
-    Asks for the first time after `first_s`, and then ever less often, until cancelled.
+    Asks for the first time after `first_s`, and then less and less often, until cancelled.
     """
     pause_s = first_s
     while errand.refusal is None:
@@ -74,16 +74,16 @@ async def rehearse(errand: Errand, ask: Callable[[], Awaitable[object]], *, firs
             try:
                 await ask()
             except (SandboxEngineError, RightError):
-                continue  # that says nothing of the pod
+                continue  # that says nothing about the pod
             except SandboxError as refusal:
                 errand.refusal = refusal
                 errand.stop.set()
 
 
 def wait_until_ready(api: Api, ref: Ref, errand: Errand, selector: str, version: str, *, patience_s: float) -> Json:
-    """Return the pod of a sandbox once it is usable; bear with an API server that is away for less than `patience_s`.
+    """Return the pod of a sandbox once it is usable; tolerate an API server that is away for less than `patience_s`.
 
-    Waits, in the thread that does the errand. Raises `SandboxError`.
+    Blocks, in the thread that does the errand. Raises `SandboxError`.
     """
     lost_at_s: float | None = None
     errand.delay = "the cluster has made no pod for it"

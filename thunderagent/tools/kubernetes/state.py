@@ -1,4 +1,4 @@
-"""What Kubernetes tells: what the state of a pod or a Job means, and where a sandbox is."""
+"""What the state of a pod or a Job means, and where a sandbox is."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SPACE_REASONS = frozenset({"Evicted", "Preempted", "Preempting"})
 
 
 def address_of(pod: Json) -> str:
-    """Return the IP address of a pod that runs; empty for any other."""
+    """Return the IP address of a running pod; empty for any other."""
     status = pod.get("status") or {}
     return str(status.get("podIP") or "") if status.get("phase") == "Running" and not is_going(pod) else ""
 
 
 def ports_of(pod: Json) -> list[int]:
-    """Return the ports that a pod says it listens on."""
+    """Return the ports that a pod declares."""
     parts = (pod.get("spec") or {}).get("containers") or ()
     return [int(port["containerPort"]) for part in parts for port in part.get("ports") or ()]
 
@@ -39,13 +39,13 @@ def place_of(ref: Ref, pod: Json) -> Place:
 
 
 def found_of(ref: Ref, labels: Mapping[str, str], pod: Json, *, is_ended: bool = False) -> Found:
-    """Return a sandbox that is there, by its true labels and its pod, which may be empty."""
+    """Return a sandbox by its true labels and its pod, which may be empty."""
     place = place_of(ref, pod)
     return Found(handle=ref.handle, labels=labels, running=bool(place.address) and not is_ended, place=place)
 
 
 def is_ready(pod: Json) -> bool:
-    """Say whether a pod runs, has an address, and its probes have succeeded."""
+    """Return whether a pod runs, has an address, and its probes have succeeded."""
     return bool(address_of(pod)) and _condition(pod, "Ready").get("status") == "True"
 
 
@@ -66,7 +66,7 @@ def end_of(kind: str, manifest: Json) -> str:
 
 
 def fault_of(pod: Json) -> SandboxError | None:
-    """Return why a pod will never be usable; nothing if it is, or may yet become so."""
+    """Return why a pod will never be usable; None if it is, or may become usable."""
     if is_going(pod):
         return SandboxSetupError("the pod was removed by somebody else before it was usable")
     status = pod.get("status") or {}
@@ -86,7 +86,7 @@ def fault_of(pod: Json) -> SandboxError | None:
 
 
 def delay_of(pod: Json) -> tuple[str, bool]:
-    """Return why a pod is not usable yet, and whether that is for want of room."""
+    """Return why a pod is not usable yet, and whether that is for lack of room."""
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         reason = str(scheduled.get("reason") or "not scheduled")
@@ -111,7 +111,7 @@ def _waiting(pod: Json) -> list[tuple[str, str]]:
 
 
 def _failure(pod: Json) -> str:
-    """Return how a pod failed, with what its process left as explanation."""
+    """Return how a pod failed, with the explanation that its process left."""
     status = pod.get("status") or {}
     if status.get("reason"):
         return _sentence(status["reason"], status.get("message"))

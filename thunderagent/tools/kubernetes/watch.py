@@ -1,13 +1,13 @@
-"""What happens to the sandboxes of a Kubernetes cluster.
+"""Events of the sandboxes in a Kubernetes cluster.
 
 Theory of operation
 ===================
-What is watched is followed as Kubernetes wants it: a list, then its changes from the list's version on. A stream that
-ends goes on from the last version heard of, bookmarks included. If the server no longer knows that version (410), the
-list is made again, and what differs from what was known is what happened.
+Watching works as in Kubernetes generally: a list, then its changes from the list's version on. A stream that ends
+continues from the last version heard of, including bookmarks. If the server no longer knows that version (410), the
+list is read again, and its differences from the known state are the events.
 
-A sandbox is a Job and its pod, and both are heard of, in any order. `Following` makes of that what `base.Driver` tells:
-each sandbox appears once, and ends once, for the best reason that was given.
+A sandbox is a Job and its pod, and both are reported, in any order. `Following` combines these for `base.Driver`: each
+sandbox appears once, and ends once, with the best reason given.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _log = structlog.get_logger(__name__)
 def follow(
     api: Api, resource: Resource, namespace: str, selector: str, stop: Stop, since: str = ""
 ) -> Generator[tuple[str, Json], None, None]:
-    """Yield what is there as LISTED, then what is ADDED, MODIFIED or DELETED, until told to stop.
+    """Yield existing objects as LISTED, then events as ADDED, MODIFIED or DELETED, until told to stop.
 
-    `since` is the version of a list that was empty: what happened after it is told, and no list is made.
-    Raises `SandboxError` when the server is lost: what happens from then on must be found out by a new list.
+    `since` is the version of an empty list: later events are reported, and no list is read. Raises `SandboxError` when
+    the server is lost: later events must be found by a new list.
     """
     known: dict[str, Json] | None = {} if since else None
     version = since
@@ -93,7 +93,7 @@ def _changes(
 
 
 def _differences(before: Mapping[str, Json], now: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    """Yield what must have happened between two lists, by uid; what is gone first, for its name may be taken."""
+    """Yield the events between two lists, by uid; removals first, because a name may be reused."""
     yield from (("DELETED", manifest) for uid, manifest in before.items() if uid not in now)
     for uid, manifest in now.items():
         if uid not in before:
@@ -103,10 +103,10 @@ def _differences(before: Mapping[str, Json], now: Mapping[str, Json]) -> Iterato
 
 
 class Following:
-    """Follows labelled objects in threads, one for each namespace and kind, and says what that means on the loop."""
+    """Follows labelled objects in threads, one for each namespace and kind, and reports their meaning on the loop."""
 
     def __init__(self, api: Api, owner: Owner, *, explanation_limit_s: float) -> None:
-        """Follow nothing yet. The reason why a sandbox ended is waited for so long, once it has."""
+        """Follow nothing yet. `explanation_limit_s` is how long to wait for the reason of a sandbox's end."""
         self._api = api
         self._owner = owner
         self._explanation_limit_s = explanation_limit_s
@@ -116,12 +116,12 @@ class Following:
         self._stops: list[Stop] = []
         self._is_stopped = False
         self._lock = threading.Lock()
-        # What has not ended, with the uid of its object; and which of these were told by the object itself.
+        # Sandboxes that have not ended, with the uid of their object; and which of these the object itself reported.
         self._alive: dict[str, tuple[Found, str]] = {}
         self._told: set[str] = set()
-        # Of those the uids of the last that ended: their pods may be heard of a little longer.
+        # The uids of the last that ended: their pods may still be reported for a while.
         self._over: deque[str] = deque(maxlen=1000)
-        # What ended without a word why, with its uid: kept back until then for a better word.
+        # Sandboxes that ended without a reason, with their uid: kept back until then for a better one.
         self._unexplained: dict[str, tuple[float, str, Change]] = {}
         self._changes: deque[Change] = deque()
 
@@ -145,7 +145,7 @@ class Following:
                 stop.set()
 
     async def next_change(self) -> Change:
-        """Return what happened next; raise `SandboxError` if the API server is lost."""
+        """Return the next event; raise `SandboxError` if the API server is lost."""
         while not self._changes:
             due_at_s = min((due_at_s for due_at_s, _, _ in self._unexplained.values()), default=None)
             try:
@@ -171,7 +171,7 @@ class Following:
             self._loop.call_soon_threadsafe(self._heard.put_nowait, heard)
 
     def _take(self, kind: str, event: str, manifest: Json) -> None:
-        """Take in an event: each sandbox appears once, and ends once."""
+        """Process an event: each sandbox appears once, and ends once."""
         ref = ref_of(kind, manifest)
         controller = controller_of(manifest) if ref.kind != kind else None
         uid = controller[1] if controller is not None else uid_of(manifest)
@@ -193,12 +193,12 @@ class Following:
             self._changes.append(Change(found, ended=False))
 
     def _ended(self, handle: str, uid: str, why: str, *, is_part: bool) -> None:
-        """Tell that a sandbox ended.
+        """Report that a sandbox ended.
 
-        A Job and its pod are heard of in any order, and often only one of them knows why it ended: the pod that it
-        failed, or the Job that its time was over. What only says that it is gone waits a moment for the other.
+        A Job and its pod are reported in any order, and often only one of them knows the reason: the pod that it
+        failed, or the Job that its time was over. A report without a reason waits a moment for the other.
         """
-        # When a Job fails or completes, a pod of it has said more; when a pod is removed, its Job may know why.
+        # When a Job fails or completes, its pod has said more; when a pod is removed, its Job may know why.
         is_vague = why == "removed" if is_part else why.startswith(("BackoffLimitExceeded", "Complet"))
         if self._uid_of(handle) != uid:
             return
@@ -209,7 +209,7 @@ class Following:
             return
         found, _ = self._alive[handle]
         if is_part and found.is_given and handle in self._told:
-            return  # one pod of a Job that was given to us may be followed by another: the Job tells when it ends
+            return  # another pod may follow in a Job that was given to us: the Job reports its end
         del self._alive[handle]
         if handle in self._told:
             self._told.remove(handle)
@@ -221,7 +221,7 @@ class Following:
             self._changes.append(change)
 
     def _tell_due(self) -> None:
-        """Tell what ended and will not be explained any more."""
+        """Report what ended and will not be explained any more."""
         now_s = self._loop.time()
         for handle, (due_at_s, _, change) in list(self._unexplained.items()):
             if due_at_s <= now_s:
@@ -229,7 +229,7 @@ class Following:
                 self._changes.append(change)
 
     def _uid_of(self, handle: str) -> str:
-        """Return the uid of the object that a handle was last known to be; empty if it ended, or is not known."""
+        """Return the last known uid of a handle's object; empty if it ended, or is unknown."""
         if handle in self._alive:
             return self._alive[handle][1]
         return self._unexplained[handle][1] if handle in self._unexplained else ""

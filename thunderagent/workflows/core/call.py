@@ -1,4 +1,4 @@
-"""What the machines pass on and keep: a call, what came of it, and its origin's record."""
+"""What the machines pass on and store: a call, its result, and its origin's record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an agent's declaration says to its controllers."""
+    """The parts of an agent's declaration that its controllers need."""
 
     is_stateful: bool = False
     """A session's calls run in order, on one instance, which it never leaves."""
@@ -29,19 +29,19 @@ class Rules:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a call: a value, or an error."""
+    """The result of a call: a value, or an error."""
 
     value: Any = None
     error: BaseException | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
     lead_s: float | None = None
-    """After how long it made its first turn at the proxy, where somebody wants to know; None if it made none."""
+    """Time to its first turn at the proxy, if wanted; None if it made none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Whose code makes calls: one run of a driver, or of a call. All that it makes share it."""
+    """The code that makes calls: one run of a driver, or of a call. All its calls share it."""
 
     session: str
     origin: str
@@ -53,7 +53,7 @@ class Maker:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of an agent's method: what travels between controllers."""
+    """One call of an agent's method, as it travels between controllers."""
 
     call_id: int
     maker: Maker
@@ -63,20 +63,20 @@ class Call:
     stage_count: int = 1
     """Its depth in the graph of calls."""
     returns_count: int = 0
-    """How many stages after its agent's first call in the session it is: it goes back to where the work has been."""
+    """How many stages it comes after its agent's first call in the session: it returns to earlier work."""
     created_s: float = 0.0
     missing: dict[int, str] | None = None
-    """Calls whose values it needs and has not got, and who makes each, as far as is known."""
+    """Calls whose values it still needs, and who makes each, as far as known."""
     values: dict[int, Any] | None = None
-    """The values that it needs and has got."""
+    """Values that it needs and has."""
     home_version: int = 0
-    """Of its session's home, as its origin knew it; 0 where the agent is not pinned."""
+    """Of its session's home, as its origin knew it; 0 if the agent is not pinned."""
     born_version: int = 0
-    """The version with which that home began without any state."""
+    """The version at which that home began without state."""
     checkpoint: Any = None
-    """What its interrupted run left behind."""
+    """The state that its interrupted run left."""
     moves_count: int = 0
-    """How often it went to another instance."""
+    """How often it moved to another instance."""
 
     @property
     def session(self) -> str:
@@ -95,7 +95,7 @@ class Call:
 
 
 class Record:
-    """What an origin knows of a call of its own. Metadata change, the outcome never does once it is there."""
+    """An origin's record of its own call. Metadata changes, but never the outcome once it is there."""
 
     __slots__ = (
         "call",
@@ -113,11 +113,11 @@ class Record:
     def __init__(self, call: Call, needs: tuple[Record, ...] = ()) -> None:
         self.call = call
         self.needs = needs
-        """The calls whose values it takes, as long as it is not resolved."""
+        """The calls whose values it takes, until it is resolved."""
         self.executor = ""
-        """The instance where it is to run; "" until one is chosen."""
+        """The instance where it will run; "" until one is chosen."""
         self.left = ""
-        """While it moves, the instance that it comes from."""
+        """While it moves, the instance that it leaves."""
         self.moves_count = 0
         self.outcome: Outcome | None = None
         self.edges_count = 0
@@ -125,9 +125,9 @@ class Record:
         self.owed: list[tuple[str, int]] | None = None
         """Who asked the origin for its value: a location, and the call there."""
         self.consumers: list[str] | None = None
-        """Where its value is needed, for whoever looks."""
+        """Where its value is needed, for reports."""
         self.waiters: list[Any] | None = None
-        """The shell's own: whom to tell when it is resolved."""
+        """The shell's own: whom to notify when it is resolved."""
 
     @property
     def creator(self) -> str:
@@ -136,16 +136,16 @@ class Record:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """What leads to the call, agent by agent; last where it is, if it is anywhere."""
+        """The path to the call, agent by agent; last where it is, if it is anywhere."""
         return (*self.call.chain, self.executor) if self.executor else self.call.chain
 
     @property
     def dependencies(self) -> list[tuple[int, str]]:
-        """The calls whose values it still waits for, and where each is to run."""
+        """The calls whose values it still waits for, and where each will run."""
         return [(need.call.call_id, need.executor) for need in self.needs if need.outcome is None]
 
     def add_consumer(self, location: str) -> None:
-        """Note where the value is needed."""
+        """Note where its value is needed."""
         if self.consumers is None:
             self.consumers = []
         if location not in self.consumers:

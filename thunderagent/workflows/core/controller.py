@@ -24,17 +24,17 @@ class Controller:
         self.queue = SessionQueue(is_ordered=rules.is_stateful)
         self.running: dict[int, Call] = {}
         self.states: dict[str, Any] = {}
-        """By session, the managed state; what is in it is the shell's."""
+        """By session, the managed state; its content belongs to the shell."""
         self.homes: dict[str, int] = {}
-        """Sessions that are at home here, with the version of their home."""
+        """Sessions that have their home here, with its version."""
         self.changed: set[str] = set()
-        """Sessions whose calls here have changed since the shell looked."""
+        """Sessions whose calls here changed since the shell last looked."""
         self.here: dict[int, Call] = {}
-        """All calls that are not over: queued, held back, on the move, running."""
+        """All unfinished calls: queued, held back, moving, running."""
         self.lacking: dict[int, Call] = {}
         """Those that lack a value."""
         self.subscribers: dict[int, list[tuple[str, int]]] = {}
-        """By call, who is to get its value: a location, and the call there."""
+        """By call, who gets its value: a location, and the call there."""
         self.moves = Moves(self)
         self._is_interrupting = False
         self.gone: set[str] = set()
@@ -65,11 +65,11 @@ class Controller:
 
     @property
     def is_retiring(self) -> bool:
-        """Say whether it takes no new calls."""
+        """Return whether it takes no new calls."""
         return self.moves.retires_to is not None
 
     def handle(self, message: Any) -> list[Any]:
-        """Take one message; return what to send and what to do."""
+        """Process one message; return what to send and what to do."""
         self.out = []
         self._handlers[type(message)](message)
         if self.moves.retires_to is not None:
@@ -77,7 +77,7 @@ class Controller:
         return self.out
 
     def holds(self, call_id: int) -> bool:
-        """Say whether a call is here: queued, held back or running."""
+        """Return whether a call is here: queued, held back or running."""
         return call_id in self.here
 
     # --- calls come
@@ -107,7 +107,7 @@ class Controller:
             self.send(call.origin, m.Bounced(call.call_id, self.location))
         elif not (self.running or call.missing or self.queue.calls_count or self.moves.is_busy):
             self.here[call.call_id] = call
-            self._begin([call])  # as queue and dispatch would, at a quarter of the price
+            self._begin([call])  # like queue and dispatch, at a quarter of the cost
         else:
             self._accept(call)
             self.dispatch()
@@ -120,7 +120,7 @@ class Controller:
         self.send(DIRECTORY, m.Expected(call.session, self.agent, self.location, call.home_version))
 
     def _send_after(self, call: Call, to: str, version: int) -> None:
-        """Have the origin send a call after its session."""
+        """Ask the origin to send a call after its session."""
         if to:
             self.send(call.origin, m.Home(call.session, self.agent, to, version, call.born_version))
         self.send(call.origin, m.Bounced(call.call_id, self.location))
@@ -153,7 +153,7 @@ class Controller:
     # --- calls run
 
     def dispatch(self) -> None:
-        """Run what goes next if nothing runs; else interrupt what runs for a session of higher priority."""
+        """Run the next call if nothing runs; otherwise interrupt the running one for a session of higher priority."""
         if not self.running:
             self._is_interrupting = False
             if not self.queue.calls_count:
@@ -174,7 +174,7 @@ class Controller:
         self.out.append(m.Run(calls))
 
     def interrupt(self) -> None:
-        """Have what runs stop, if it can."""
+        """Stop the running call, if it can be stopped."""
         if self.rules.is_preemptable and not self._is_interrupting:
             self._is_interrupting = True
             self.out.append(m.Interrupt(list(self.running.values())))
@@ -205,7 +205,7 @@ class Controller:
         self.dispatch()
 
     def _complete(self, call: Call, outcome: Outcome) -> None:
-        """Push what came of a call to whoever needs it, its origin last."""
+        """Push a call's result to all that need it, its origin last."""
         self.changed.add(call.session)
         if self.here.pop(call.call_id, None) is None:
             self._drop_state(call.session)
@@ -216,7 +216,7 @@ class Controller:
         self.send(call.origin, m.Result(call.call_id, 0, outcome))
 
     def _drop_state(self, session: str) -> None:
-        """Drop what a call of a session that had ended has left behind."""
+        """Drop the state left by a call of an ended session."""
         if session not in self.homes:
             self.states.pop(session, None)
 
@@ -297,7 +297,7 @@ class Controller:
         self.dispatch()
 
     def _lose_producer(self, call: Call, location: str) -> None:
-        """Ask the origin for the values that come from a location no more."""
+        """Ask the origin for values whose producer is gone."""
         move = self.moves.under_way.get(call.session)
         for need_id, producer in (call.missing or {}).items():
             if producer == location:
@@ -306,7 +306,7 @@ class Controller:
                     move.forget_edge((need_id, call.call_id))
 
     def _take_out(self, call: Call) -> None:
-        """Forget a call that does not run."""
+        """Forget a call that is not running."""
         if call.session in self.moves.under_way:
             self.moves.under_way[call.session].forget(call)
         elif call in self.moves.held.get(call.session, ()):
@@ -338,5 +338,5 @@ class Controller:
         self.dispatch()
 
     def send(self, to: str, message: Any) -> None:
-        """Have a message carried."""
+        """Send a message."""
         self.out.append(m.Send(to, message))

@@ -1,13 +1,13 @@
-"""The directory: at which instance each session of a pinned agent is at home.
+"""The directory: the instance that is the home of each session of a pinned agent.
 
 A version has two parts: the incarnation, which counts how often any session was given a home without state, and the
 moves since. So of two versions the higher is always the later one.
 
-A home that is lost with its state is not replaced, or the session would go on as if it had never said anything: whoever
-asks for it is told so, until the session has ended.
+A home that is lost with its state is not replaced, because the session would go on as if it had never said anything.
+Requests for it report the loss, until the session has ended.
 
-A call may bear a home of which its controller has not heard. Mostly the state is on its way there; but it may have come
-and gone, if the end of the session overtook the call. So the controller asks, and hears of it if that home is over.
+A call may carry a home that its controller has not heard of. Mostly the state is on its way there; but it may have come
+and gone, if the end of the session overtook the call. So the controller asks, and is told if that home is over.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Directory:
         self.homes: dict[tuple[str, str], m.Home] = {}
         self.router = Router()
         self._askers: dict[tuple[str, str], list[m.AskHome]] = {}
-        """Who waits for an agent to have an instance."""
+        """Requests that wait for an agent to have an instance."""
         self._arriving: dict[tuple[str, str], str] = {}
-        """Homes that the state has not reached, and who sent it."""
+        """Homes that the state has not reached, and its sender."""
         self._expected: dict[tuple[str, str], dict[str, int]] = {}
         """By location, the version of a home that calls wait for there."""
         self._lost: dict[tuple[str, str], str] = {}
-        """Homes whose state is lost, and where it was."""
+        """Homes whose state is lost, and its last location."""
         self._incarnations_count = 0
         self._gone: dict[str, bool] = {}
         """Locations that are gone, and whether nothing was lost with them."""
@@ -50,7 +50,7 @@ class Directory:
         }
 
     def handle(self, message: Any) -> list[Any]:
-        """Take one message; return what to send."""
+        """Process one message; return what to send."""
         self._out = []
         self._handlers[type(message)](message)
         return self._out
@@ -98,7 +98,7 @@ class Directory:
         elif self._set(key, message.location, message.version) or self.homes[key].version == message.version:
             self._arriving.pop(key, None)
             self._expected.get(key, {}).pop(message.location, None)
-            if self._gone.get(message.location) is False:  # it said so before it was lost
+            if self._gone.get(message.location) is False:  # it reported that before it was lost
                 self._forget(key, lost_at=message.location)
             self._answer_all(key)
 
@@ -114,7 +114,7 @@ class Directory:
             self._out.append(m.Send(location, m.HomeOver(key[0], version)))
 
     def _set(self, key: tuple[str, str], location: str, version: int) -> bool:
-        """Take a later version of a home; say whether it is one."""
+        """Set a later version of a home; return whether it is later."""
         home = self.homes.get(key)
         if home is None or home.version >= version:
             return False
@@ -137,14 +137,14 @@ class Directory:
             sender = self._arriving.get(key, "")
             if not message.is_clean or self._gone.get(sender) is False:
                 self._forget(key, lost_at=location)
-            elif not sender or sender in self._gone:  # else who sent it there takes it back
+            elif not sender or sender in self._gone:  # otherwise its sender takes it back
                 self._forget(key)
         if not message.is_clean:
             for key in [key for key, sender in self._arriving.items() if sender == location]:
                 self._lose_on_the_way(key)
 
     def _lose_on_the_way(self, key: tuple[str, str]) -> None:
-        """Have a home go on without its state, if that was lost on its way there."""
+        """Continue a home without its state, if that was lost on its way there."""
         home = self.homes[key]
         if home.location in self._gone:
             self._forget(key, lost_at=home.location)

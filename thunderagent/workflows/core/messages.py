@@ -1,4 +1,4 @@
-"""The messages between origins, controllers and the directory, and the instructions to whoever runs them."""
+"""Messages between origins, controllers and the directory, and instructions to their executors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from thunderagent.workflows.core.call import Call, Outcome, Record
 
 @dataclass(slots=True)
 class Create:
-    """Make the call of a new record, which says whose values it takes."""
+    """Make the call of a new record, which names the values it takes."""
 
     record: Record
 
 
 @dataclass(slots=True)
 class Result:
-    """What came of a call, for a call that needs it; `for_id` 0 is its origin."""
+    """A call's result, for a call that needs it; `for_id` 0 is its origin."""
 
     call_id: int
     for_id: int
@@ -28,7 +28,7 @@ class Result:
 
 @dataclass(slots=True)
 class ExecutorChanged:
-    """A call is on its way to another instance: step 4 of a move."""
+    """A call moves to another instance: step 4 of a move."""
 
     call_id: int
     to: str
@@ -37,7 +37,7 @@ class ExecutorChanged:
 
 @dataclass(slots=True)
 class Arrived:
-    """Calls have come to another instance; each with the number of its move."""
+    """Calls have arrived at another instance; each with the number of its move."""
 
     at: str
     calls: list[tuple[int, int]]
@@ -87,17 +87,17 @@ class Leaving:
 
 @dataclass(slots=True)
 class Gone:
-    """Whatever was at a location is lost; to all machines. `is_clean` says that nothing was there any more."""
+    """All at a location is lost; to all machines. `is_clean` says that nothing was there any more."""
 
     location: str
     is_clean: bool = False
     why: str = ""
-    """What whoever ran it says of its end."""
+    """The executor's reason for its end."""
 
 
 @dataclass(slots=True)
 class SetRoute:
-    """Send an agent's calls, or those of one session, to some instances by weight. No weights: as nobody said."""
+    """Send an agent's calls, or those of one session, to some instances by weight. No weights: the default."""
 
     agent: str
     session: str
@@ -116,7 +116,7 @@ class SessionEnded:
 
 @dataclass(slots=True)
 class AskHome:
-    """Ask where a session of a pinned agent is at home; `hint` is where the asker would have it."""
+    """Ask for the home of a session of a pinned agent; `hint` is the asker's preference."""
 
     session: str
     agent: str
@@ -147,7 +147,7 @@ class HomeArrived:
 
 @dataclass(slots=True)
 class Expected:
-    """A call came to a location with a version of its session's home that is not there yet: say if it is over."""
+    """A call came to a location with a version of its session's home that is not there yet: reply if it is over."""
 
     session: str
     agent: str
@@ -168,7 +168,7 @@ class HomeOver:
 
 @dataclass(slots=True)
 class Adopt:
-    """Be a session's home without its state if that has not come: its sender is lost."""
+    """Become a session's home without its state if that has not come: its sender is lost."""
 
     session: str
     version: int
@@ -183,7 +183,7 @@ class Submit:
 
 @dataclass(slots=True)
 class Subscribe:
-    """Push a call's value to a consumer, for its call `for_id`; `origin` is who knows if the producer does not."""
+    """Push a call's value to a consumer, for its call `for_id`; `origin` knows if the producer does not."""
 
     call_id: int
     origin: str
@@ -232,7 +232,7 @@ class Transfer:
     priority: float
     calls: list[Call]
     subscribers: dict[int, list[tuple[str, int]]]
-    """Who is to get the values of these calls."""
+    """Who gets the values of these calls."""
 
 
 @dataclass(slots=True)
@@ -244,14 +244,14 @@ class Activated:
 
 @dataclass(slots=True)
 class SetPriorities:
-    """Have sessions' calls go before those of sessions with a lower priority; 0 is what all have."""
+    """Order sessions' calls before those of lower priority; 0 is the default."""
 
     priorities: dict[str, float]
 
 
 @dataclass(slots=True)
 class Retire:
-    """Give everything that waits to other instances, and end when the rest is through."""
+    """Give all waiting calls to other instances, and end after the rest."""
 
     others: tuple[str, ...]
 
@@ -266,7 +266,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Interrupted:
-    """The instance has left a call, which can be begun again from its checkpoint."""
+    """The instance has stopped a call, which can restart from its checkpoint."""
 
     call_id: int
     checkpoint: Any
@@ -292,7 +292,7 @@ class Run:
 
 @dataclass(slots=True)
 class Interrupt:
-    """Have the instance leave these calls: each is answered by `Interrupted`, or by `Finished` if that is sooner."""
+    """Stop these calls on the instance: each is answered by `Interrupted`, or earlier by `Finished`."""
 
     calls: list[Call]
 
@@ -306,7 +306,7 @@ class Settled:
 
 @dataclass(slots=True)
 class Moved:
-    """A session has left, with this many calls; `why_not` says why it did not."""
+    """A session has left, with this many calls; `why_not` is the reason if it did not."""
 
     session: str
     to: str

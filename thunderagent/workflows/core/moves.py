@@ -1,4 +1,4 @@
-"""A move as the controller that a session leaves keeps it: what must happen before its calls and its state go."""
+"""A move from the view of the controller that a session leaves: what must happen before its calls and state go."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Move:
     asked: set[tuple[int, int]] = field(default_factory=set)
     """Edges whose producer has not answered."""
     in_flight: set[tuple[int, int]] = field(default_factory=set)
-    """Edges whose value has left for here."""
+    """Edges whose value is on its way here."""
 
     @property
     def waits_for_values(self) -> bool:
@@ -38,12 +38,12 @@ class Move:
             self.in_flight.add(edge)
 
     def forget_edge(self, edge: tuple[int, int]) -> None:
-        """Wait for a value no more: it is here, or comes from elsewhere."""
+        """Stop waiting for a value: it is here, or comes from elsewhere."""
         self.asked.discard(edge)
         self.in_flight.discard(edge)
 
     def forget(self, call: Call) -> None:
-        """Take out a call that will not go."""
+        """Remove a call that will not go."""
         self.calls = [each for each in self.calls if each is not call]
         for edges in (self.asked, self.in_flight):
             edges -= {edge for edge in edges if edge[1] == call.call_id}
@@ -56,26 +56,26 @@ class Moves:
         self.of = of
         self.under_way: dict[str, Move] = {}
         self.left_for: dict[str, tuple[str, int]] = {}
-        """Sessions that left, where to, and their home's version since; "" if that place is gone."""
+        """Sessions that left, their target, and their home's version since; "" if that place is gone."""
         self.held: dict[str, list[Call]] = {}
-        """Calls that came before their session's state did."""
+        """Calls that came before their session's state."""
         self.sent: dict[int, m.Transfer] = {}
         """What left and has not arrived."""
         self.retires_to: list[str] | None = None
-        """If the instance is to end, those that take what it has."""
+        """If the instance is to end, the instances that take over."""
         self._transfers_count = 0
 
     @property
     def is_busy(self) -> bool:
-        """Say whether a call that comes cannot simply begin."""
+        """Return whether a new call cannot simply begin."""
         return bool(self.under_way) or self.retires_to is not None
 
     def forget_sent(self, message: m.Activated) -> None:
-        """Let go of what has arrived."""
+        """Drop what has arrived."""
         self.sent.pop(message.transfer_id, None)
 
     def migrate(self, session: str, to: str) -> None:
-        """Take step 1 and 2, or say why not."""
+        """Do steps 1 and 2, or report why not."""
         why_not = self._why_not(session, to)
         if why_not:
             self.of.out.append(m.Moved(session, to, 0, why_not))
@@ -104,7 +104,7 @@ class Moves:
         return ""
 
     def take_answer(self, message: m.Retargeted) -> None:
-        """Take step 3."""
+        """Do step 3."""
         call = self.of.lacking.get(message.for_id)
         edge = (message.call_id, message.for_id)
         for move in self.under_way.values():
@@ -115,7 +115,7 @@ class Moves:
                 return
 
     def leave_if_ready(self, move: Move) -> None:
-        """Take steps 4 and 5 as soon as no value and no run is waited for."""
+        """Do steps 4 and 5 as soon as no value and no run is waited for."""
         session, to = move.session, move.to
         runs = self.of.rules.is_pinned and any(call.session == session for call in self.of.running.values())
         if move.waits_for_values or runs:
@@ -147,11 +147,11 @@ class Moves:
         self.of.out.append(m.Moved(session, to, len(move.calls)))
 
     def take_in(self, message: m.Transfer) -> None:
-        """Take step 6: the session goes on here."""
+        """Do step 6: the session continues here."""
         session = message.session
         if message.version and message.version <= self._known_version(session):
             self.of.send(message.sender, m.Activated(message.transfer_id))
-            return  # the session has begun anew without it: its calls have failed
+            return  # the session has restarted without it: its calls have failed
         self.of.subscribers.update(message.subscribers)
         if message.priority:
             self.of.queue.set_priorities({session: message.priority})
@@ -166,7 +166,7 @@ class Moves:
         self.release_held(session)
 
     def take_back_sent(self, transfer: m.Transfer) -> None:
-        """Go on here with what was sent to an instance that has retired in the meantime."""
+        """Continue here what was sent to an instance that has retired in the meantime."""
         del self.sent[transfer.transfer_id]
         for call in transfer.calls:
             call.moves_count += 1
@@ -174,10 +174,10 @@ class Moves:
         self.take_in(transfer)
 
     def adopt(self, message: m.Adopt) -> None:
-        """Be a session's home without its state, if that has not come."""
+        """Become a session's home without its state, if that has not come."""
         session, version = message.session, message.version
         if version <= self._known_version(session):
-            return  # the state came all the same
+            return  # the state came after all
         self.left_for.pop(session, None)
         self.of.homes[session] = version
         self.of.send(DIRECTORY, m.HomeArrived(session, self.of.agent, self.of.location, version))
@@ -187,14 +187,14 @@ class Moves:
         return max(self.of.homes.get(session, 0), self.left_for.get(session, ("", 0))[1])
 
     def release_held(self, session: str) -> None:
-        """Queue the calls that came before their session's state did."""
+        """Queue the calls that came before their session's state."""
         self.of.accept_all(self.held.pop(session, ()))
         self.of.dispatch()
         if self.retires_to is not None:
             self.leave_for_good(session)
 
     def send_held_back(self, message: m.HomeOver) -> None:
-        """Have calls be sent elsewhere whose session's state will not come here."""
+        """Send calls elsewhere whose session's state will not come here."""
         held = self.held.pop(message.session, [])
         stays = [call for call in held if call.home_version > message.version]
         if stays:
@@ -207,7 +207,7 @@ class Moves:
                 self.of.send(call.origin, m.Bounced(call.call_id, self.of.location))
 
     def retire(self, message: m.Retire) -> None:
-        """Begin to give everything away."""
+        """Start to give everything away."""
         if self.of.rules.is_stateful and self.of.homes:
             self.of.out.append(m.Stays())
             return
@@ -216,7 +216,7 @@ class Moves:
             self.leave_for_good(session)
 
     def leave_for_good(self, session: str) -> None:
-        """Give a session away, as the instance retires."""
+        """Give a session away, because the instance retires."""
         others = [each for each in self.retires_to or () if each not in self.of.gone]
         if not others:
             self.retires_to = None  # there is nobody to give it to
@@ -226,7 +226,7 @@ class Moves:
             self.migrate(session, others[0])
 
     def stay(self, move: Move) -> None:
-        """Give up a move whose aim is gone."""
+        """Cancel a move whose target is gone."""
         del self.under_way[move.session]
         self.of.accept_all(move.calls)
         if self.retires_to is not None:

@@ -1,4 +1,4 @@
-"""The origin: makes calls, chooses where each goes, and knows what becomes of it."""
+"""The origin: makes calls, chooses where each goes, and knows their state."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ DIRECTORY = "directory"
 
 
 class Origin:
-    """All calls that are made on one node. `rules` says which agents there are."""
+    """All calls made on one node. `rules` defines the agents."""
 
     def __init__(self, name: str, rules: Mapping[str, Rules]) -> None:
         self.name = name
         self.rules = rules
         self.router = Router()
         self.records: dict[int, Record] = {}
-        """Calls that are not resolved, or whose value a call of this node waits for."""
+        """Calls that are unresolved, or whose value a call of this node waits for."""
         self._homes: dict[tuple[str, str], m.Home] = {}
         self._unrouted: dict[tuple[str, str], list[Record]] = {}
         """Calls that wait for a home, or, under the session "", for an instance."""
         self._gone: dict[str, bool] = {}
         """Locations that are gone, and whether nothing was lost with them."""
         self._why: dict[str, str] = {}
-        """What is known of their end."""
+        """Known reasons for their end."""
         self._out: list[Any] = []
         self._handlers: dict[type, Any] = {
             m.Create: self._create,
@@ -52,13 +52,13 @@ class Origin:
         return f"<Origin {self.name}: {len(self.records)} calls>"
 
     def handle(self, message: Any) -> list[Any]:
-        """Take one message; return what to send and what is settled."""
+        """Process one message; return what to send and what is settled."""
         self._out = []
         self._handlers[type(message)](message)
         return self._out
 
     def waits_for_instance(self, agent: str) -> bool:
-        """Say whether a call waits for an agent to have an instance, or for its session to have a home."""
+        """Return whether a call waits for an agent to have an instance, or for its session to have a home."""
         return any(key[1] == agent and records for key, records in self._unrouted.items())
 
     def _create(self, message: m.Create) -> None:
@@ -69,7 +69,7 @@ class Origin:
         self._route(record)
 
     def _route(self, record: Record, avoid: str = "") -> None:
-        """Send a call where it is to run, as soon as there is such a place."""
+        """Send a call to its instance, as soon as there is one."""
         call = record.call
         if not self.rules[call.agent].is_pinned:
             location = self.router.pick(call.session, call.agent, (*call.chain, avoid) if avoid else call.chain)
@@ -122,7 +122,7 @@ class Origin:
             self._resolve(record, message.outcome)
 
     def _resolve(self, record: Record, outcome: Outcome) -> None:
-        """Give a record its outcome, once, and pass it on to who asked the origin for it."""
+        """Resolve a record, once, and pass the outcome to those that asked the origin for it."""
         if record.outcome is not None:
             return
         record.outcome = outcome
@@ -171,7 +171,7 @@ class Origin:
                 self._tell_dependents(record)
 
     def _tell_dependents(self, lost_record: Record) -> None:
-        """Push what the executor would have pushed: who had subscribed there is lost with it."""
+        """Push what the executor would have pushed: its subscriptions are lost with it."""
         assert lost_record.outcome is not None
         for record in self.records.values() if lost_record.edges_count else ():
             if record.outcome is None and record.executor and lost_record in record.needs:
@@ -196,7 +196,7 @@ class Origin:
         self._push_or_owe(message.call_id, message.consumer, message.for_id)
 
     def _retarget(self, message: m.Retarget) -> None:
-        """Answer for a producer that has none of the call any more: the value may be on its way to the old place."""
+        """Answer for a producer that no longer has the call: the value may be on its way to the old place."""
         record = self.records.get(message.call_id)
         is_sent = record is None or record.outcome is not None
         self._push_or_owe(message.call_id, message.consumer if is_sent else message.to, message.for_id)
@@ -204,7 +204,7 @@ class Origin:
 
     def _push_or_owe(self, call_id: int, location: str, for_id: int) -> None:
         record = self.records.get(call_id)
-        if record is None:  # nobody of this node waits for it, so whoever asks is no longer waited for, either
+        if record is None:  # nobody of this node waits for it, so nobody waits for the asker either
             outcome = Outcome(error=LostError("internal: a value without a waiting call"))
         elif record.outcome is not None:
             outcome = record.outcome
@@ -227,7 +227,7 @@ class Origin:
         self._route_all(key)
 
     def _lose_home(self, message: m.HomeLost) -> None:
-        """Fail the calls of a session whose state is lost: they would find none."""
+        """Fail the calls of a session whose state is lost."""
         for record in self._unrouted.pop((message.session, message.agent), ()):
             error = state_lost(record, message.location, self._why.get(message.location, ""))
             self._resolve(record, Outcome(error=error))
@@ -244,7 +244,7 @@ class Origin:
                 self._route(record)
 
     def _lose(self, message: m.Gone) -> None:
-        """Fail what was at a location, or, where nothing was, send again what was on its way there."""
+        """Fail what was at a location, or, if nothing was, resend what was on its way there."""
         location = message.location
         if location in self._gone:
             return
@@ -259,7 +259,7 @@ class Origin:
                 continue
             if not message.is_clean:
                 self._fail_if_lost(record)
-            elif not record.left:  # else who sent it there takes it back
+            elif not record.left:  # otherwise its sender takes it back
                 record.executor = ""
                 self._route(record)
 
@@ -282,14 +282,14 @@ class Origin:
 
 
 def lost(record: Record, location: str, why: str = "") -> LostError:
-    """Return the error of a call that was at a location which is gone; `why` is what is known of its end."""
+    """Return the error of a call at a lost location; `why` is the known reason."""
     call = record.call
     text = f"{call.agent}.{call.method} of session {call.session!r} was at {location}, which is gone"
     return _lost_error(record, location, text, why)
 
 
 def state_lost(record: Record, location: str, why: str = "") -> LostError:
-    """Return the error of a call whose session had its state at a location which is gone."""
+    """Return the error of a call whose session's state was at a lost location."""
     call = record.call
     text = (
         f"{call.agent}.{call.method} did not run: the state of session {call.session!r} was at {location}, which is "

@@ -1,8 +1,7 @@
 """The queue of an instance: a heap of sessions, each with its calls in order.
 
-To change a session's priority costs O(log sessions), whatever it has waiting: its entry in the heap is replaced by a
-new one, and the old one is skipped when it comes up. Among equals the session goes first whose next call was made
-first.
+Changing a session's priority costs O(log sessions), however many calls wait: a new entry replaces its entry in the
+heap, and the old one is skipped when it comes up. Of equal sessions, the one whose next call was made first goes first.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from thunderagent.workflows.core.call import Call
 class SessionQueue:
     """Calls that wait at one instance.
 
-    `is_ordered`: a call is not begun before one of its session that its origin made before it. Between origins there is
-    no order: two could wait for each other's calls crosswise.
+    `is_ordered`: a call does not begin before an earlier one of its session from the same origin. Between origins there
+    is no order: two could wait for each other's calls crosswise.
     """
 
     def __init__(self, *, is_ordered: bool = False) -> None:
         self._is_ordered = is_ordered
         self._lines: dict[str, deque[Call]] = {}
         self._waiting: dict[str, dict[int, Call]] = {}
-        """By session, calls that lack a value, where the order does not matter."""
+        """By session, calls that lack a value, if the order does not matter."""
         self._heap: list[tuple[float, float, str]] = []
         self._entries: dict[str, tuple[float, float, str]] = {}
         self.priorities: dict[str, float] = {}
         self.calls_count = 0
-        """Those that lack a value too."""
+        """Including those that lack a value."""
 
     def __len__(self) -> int:
         return self.calls_count
 
     def push(self, call: Call) -> None:
-        """Let a call wait."""
+        """Add a call."""
         self.calls_count += 1
         if call.missing and not self._is_ordered:
             self._waiting.setdefault(call.session, {})[call.call_id] = call
@@ -44,13 +43,13 @@ class SessionQueue:
         self._append(call)
 
     def push_front(self, call: Call) -> None:
-        """Let a call wait before all others of its session: it was begun already."""
+        """Add a call before all others of its session: it had already begun."""
         self.calls_count += 1
         self._lines.setdefault(call.session, deque()).appendleft(call)
         self._enter(call.session)
 
     def make_ready(self, call: Call) -> None:
-        """Say that a call has all its values."""
+        """Note that a call has all its values."""
         if self._is_ordered:
             self._enter(call.session)
             return
@@ -61,7 +60,7 @@ class SessionQueue:
         self._append(call)
 
     def set_priorities(self, changes: dict[str, float]) -> None:
-        """Order sessions among the others; higher goes first, 0 is what all have."""
+        """Set sessions' priorities; higher goes first, 0 is the default."""
         self.priorities.update(changes)
         for session in changes.keys() & self._entries.keys():
             self._enter(session)
@@ -87,7 +86,7 @@ class SessionQueue:
         return found
 
     def take(self, session: str) -> list[Call]:
-        """Take all calls of a session, in order; those that lack a value too."""
+        """Take all calls of a session, in order, including those that lack a value."""
         found = list(self._lines.pop(session, ()))
         found += self._waiting.pop(session, {}).values()
         self._entries.pop(session, None)
@@ -95,7 +94,7 @@ class SessionQueue:
         return found
 
     def remove(self, call: Call) -> None:
-        """Take out one call."""
+        """Remove one call."""
         self.calls_count -= 1
         waiting = self._waiting.get(call.session, {})
         if waiting.pop(call.call_id, None) is not None:
@@ -109,7 +108,7 @@ class SessionQueue:
         self._enter(call.session)
 
     def sessions(self) -> list[str]:
-        """Return the sessions with calls here, in the order in which they came."""
+        """Return the sessions with calls here, in order of arrival."""
         return list(dict.fromkeys((*self._lines, *self._waiting)))
 
     def calls_of(self, session: str) -> Iterator[Call]:
@@ -130,7 +129,7 @@ class SessionQueue:
             self._enter(call.session)
 
     def _enter(self, session: str) -> None:
-        """Put a session into the heap where it belongs now, if its first call can run."""
+        """Put a session at its place in the heap, if its first call can run."""
         line = self._lines.get(session)
         index = self._next_of(line) if line else None
         if line is None or index is None:
@@ -151,7 +150,7 @@ class SessionQueue:
         return None
 
     def _next_of(self, line: deque[Call]) -> int | None:
-        """Return which call of a line goes next; None if none can."""
+        """Return a line's next call; None if none can go."""
         if not self._is_ordered:
             return 0
         waiting: set[str] = set()

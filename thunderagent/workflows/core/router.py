@@ -1,10 +1,10 @@
-"""Which instance of an agent a call goes to: what a policy said, else the one with the fewest calls outstanding."""
+"""Which instance of an agent a call goes to: by a policy's route, otherwise the one with fewest outstanding calls."""
 
 from __future__ import annotations
 
 
 class Router:
-    """The instances that an origin knows, how much it has sent to each, and the routes that policies set."""
+    """An origin's known instances, its calls at each, and the routes that policies set."""
 
     def __init__(self) -> None:
         self.instances: dict[str, list[str]] = {}
@@ -15,14 +15,14 @@ class Router:
         self._credits: dict[str, dict[str, float]] = {}
 
     def add(self, location: str) -> None:
-        """Take an instance in."""
+        """Add an instance."""
         known = self.instances.setdefault(agent_of(location), [])
         if location not in known:
             known.append(location)
         self.outstanding.setdefault(location, 0)
 
     def remove(self, location: str, *, is_gone: bool) -> None:
-        """Send nothing there any more. What is `is_gone` is forgotten."""
+        """Stop sending there. An instance that `is_gone` is forgotten."""
         known = self.instances.get(agent_of(location), [])
         if location in known:
             known.remove(location)
@@ -30,12 +30,12 @@ class Router:
             self.outstanding.pop(location, None)
 
     def count(self, location: str, change_count: int) -> None:
-        """Note calls that went to a location, or came back."""
+        """Count calls that went to a location, or came back."""
         if location in self.outstanding:
             self.outstanding[location] += change_count
 
     def set_route(self, agent: str, session: str, weights: tuple[tuple[str, float], ...]) -> None:
-        """Take a policy's route: of one session, or of an agent by weight."""
+        """Set a policy's route: of one session, or of an agent by weight."""
         if session:
             if weights:
                 self._session_routes[session, agent] = weights[0][0]
@@ -54,7 +54,7 @@ class Router:
             del self._session_routes[key]
 
     def pick(self, session: str, agent: str, avoid: tuple[str, ...] = ()) -> str:
-        """Return a location; "" if there is none. `avoid`: those that wait for this call, if any other is there."""
+        """Return a location; "" if there is none. `avoid`: those that wait for this call, if there is another."""
         known = self.instances.get(agent)
         if not known:
             return ""

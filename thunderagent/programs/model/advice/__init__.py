@@ -1,1 +1,1 @@
-"""What others say of programs: hints of clients, routes of operators, verdicts of judges."""
+"""Others' advice on programs: hints of clients, routes of operators, verdicts of judges."""

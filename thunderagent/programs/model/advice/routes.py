@@ -1,4 +1,4 @@
-"""A route: which replicas programs were told to go to."""
+"""A route: the replicas that programs were told to go to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Targets = tuple[tuple[str, float], ...]
 
 
 class Scope(StrEnum):
-    """Whose programs a route is for, the narrowest first."""
+    """Whose programs a route applies to, narrowest first."""
 
     PROGRAM = "program"
     GROUP = "group"
@@ -24,22 +24,22 @@ class Scope(StrEnum):
 
 
 class Route:
-    """Replicas with weights, and in which order they get programs: evenly mixed, as the weights say.
+    """Weighted replicas, and the order in which they get programs: evenly mixed, as the weights say.
 
-    That of a model leads to the replicas that serve it, and nowhere else.
+    A model's route leads to the replicas that serve it, and nowhere else.
     """
 
     __slots__ = ("_credits", "programs", "targets")
 
     def __init__(self, targets: Targets) -> None:
-        """Begin with nobody sent anywhere."""
+        """Create a route that was not used yet."""
         self.targets = targets
         self.programs: dict[Program, None] = {}
-        """Whose narrowest route it is."""
+        """Programs whose narrowest route it is."""
         self._credits = dict.fromkeys((replica_id for replica_id, _ in targets), 0.0)
 
     def lead_to(self, replica_ids: tuple[str, ...]) -> None:
-        """Lead to these replicas from now on, to one as well as to another."""
+        """Lead to these replicas with equal weight from now on."""
         self.targets = tuple((replica_id, 1.0) for replica_id in replica_ids)
         self._credits = dict.fromkeys(replica_ids, 0.0)
 
@@ -47,9 +47,9 @@ class Route:
         return f"<Route to {', '.join(f'{replica_id} ({weight:g})' for replica_id, weight in self.targets)}>"
 
     def next(self, is_open: Callable[[str], bool]) -> str | None:
-        """Return who of those that are open is next; None if none is.
+        """Return the next open replica; None if none is open.
 
-        Each gains its weight, the richest is taken and pays the sum: nobody is far from its part at any time.
+        Each gains its weight, and the richest is taken and pays the sum: nobody is ever far from its share.
         """
         targets = [(replica_id, weight) for replica_id, weight in self.targets if is_open(replica_id)]
         if not targets:
@@ -61,12 +61,12 @@ class Route:
         return chosen
 
     def names(self, replica_id: str) -> bool:
-        """Say whether a replica is one of its targets."""
+        """Return whether a replica is one of its targets."""
         return replica_id in self._credits
 
 
 def is_for(scope: Scope, name: str, program: Program) -> bool:
-    """Say whether a route of that scope and name is for a program."""
+    """Return whether a route of that scope and name applies to a program."""
     if scope is Scope.PROGRAM:
         return program.program_id == name
     if scope is Scope.GROUP:

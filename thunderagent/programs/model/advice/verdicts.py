@@ -1,12 +1,12 @@
-"""What a judge thinks of a program, as a level, and how often it was right.
+"""A judge's opinion of a program, as a level, and how often it was right.
 
 Theory of operation
 ===================
-A judge reads a program's task and what it did so far, and says whether it will succeed, and how sure it is of that
-(`ProgramJudged`). Where a judge comes from, and when it is asked, is no matter of the core.
+A judge reads a program's task and what it did so far. It says whether the program will succeed, and how sure it is
+(`ProgramJudged`). Where a judge comes from, and when it is asked, does not matter to the core.
 
-Verdicts stand in the order of the turns that they are about, whenever they come. With F the number of failures among
-all of them, the level is that of the first row that holds:
+Verdicts are ordered by the turns that they are about, whenever they arrive. With F the number of failures among all of
+them, the level is that of the first row that holds:
 
 | Verdicts | Level |
 |---|---|
@@ -15,14 +15,14 @@ all of them, the level is that of the first row that holds:
 | the last is a failure | medium |
 | the last is none | high |
 
-So one success makes the level high again, until F passes K_fail: from then on it is the lowest for good.
+So one success makes the level high again, until F passes K_fail: from then on it is always the lowest.
 
-A prediction of failure of which its judge is less sure than `least_confidence_ratio` counts as none; with 0 each
-counts. A level changes only when a verdict comes, so a program's place among others does, too.
+A predicted failure counts only if its judge is at least as sure as `least_confidence_ratio`; with 0 each counts. A
+level, and so a program's rank, changes only when a verdict arrives.
 
-How often a judge was right can only be known of programs whose clients say what became of them (`ProgramReleased`).
-`Record` keeps for each outcome after how many turns failure was predicted first: of the programs that failed, the part
-that was predicted by then is the recall, of those that succeeded it is the part of false alarms.
+How often a judge was right is only known of programs whose clients report the outcome (`ProgramReleased`). `Record`
+keeps for each outcome after how many turns failure was first predicted. Of failed programs, the part predicted by then
+is the recall; of successful ones it is the ratio of false alarms.
 
 Source: the levels and K_fail = 10 are those of ORBIT-JUDGE ("ORBIT: Efficient Agentic Inference using Priority
 Scheduling", 3.2.3 and 4.1.4). How sure a judge must be, and what ends a program, is ours.
@@ -37,7 +37,7 @@ SUCCESS, FAILURE = OUTCOMES = ("success", "failure")
 
 
 class Level(IntEnum):
-    """How good a program's prospects are; the lower, the sooner it is served."""
+    """A program's prospects; the lower, the sooner it is served."""
 
     HIGH = 0
     MEDIUM = 1
@@ -54,12 +54,12 @@ class Verdict(NamedTuple):
 
 
 class Verdicts:
-    """The last two verdicts on a program, and how many of all were failures."""
+    """The last two verdicts on a program, and the number of failures among all."""
 
     __slots__ = ("_failures", "failure_count", "first_failure_turn_count", "last", "level")
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start without verdicts."""
         self.last: tuple[Verdict, ...] = ()
         """Two at most, the one on fewer turns first."""
         self._failures: tuple[bool, ...] = ()
@@ -71,7 +71,7 @@ class Verdicts:
         """The fewest turns after which a failure was predicted."""
 
     def add(self, verdict: Verdict, *, fail_count: int, least_confidence_ratio: float) -> bool:
-        """Take in one more, in the place that its turn has; False says that it is late and changes no level."""
+        """Add a verdict at the position of its turn; return False if it is late and changes no level."""
         is_failure = not verdict.will_succeed and verdict.confidence_ratio >= least_confidence_ratio
         place = sum(each.turn_count <= verdict.turn_count for each in self.last)
         is_newest, level_before = place == len(self.last), self.level

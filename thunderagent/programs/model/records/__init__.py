@@ -1,1 +1,1 @@
-"""What others read: what is kept of programs and of what was learned, and the information stream."""
+"""Records for others to read: stored programs, stored knowledge, and the information stream."""

@@ -1,4 +1,4 @@
-"""What of a program another scheduler can go on from."""
+"""What another scheduler needs to go on with a program."""
 
 # interpreted: the event log reads the types of the fields, which a compiled class does not keep
 
@@ -22,7 +22,7 @@ class BranchRecord(NamedTuple):
 class ProgramRecord(NamedTuple):
     """A program as one scheduler had it: where it stands, what it claims and what it used. Fields are only added.
 
-    Times are lengths, counted back from when it was written down: two schedulers share no clock.
+    Times are durations before the record was written: two schedulers share no clock.
     """
 
     program_id: str
@@ -35,11 +35,11 @@ class ProgramRecord(NamedTuple):
     replica_id: str = ""
     """Where it is active, or was when it was paused."""
     resident_tokens: int = 0
-    """Of it, in that replica's memory."""
+    """Its tokens in that replica's memory."""
     branches: tuple[BranchRecord, ...] = ()
     age_s: float = 0.0
     acting_s: float = 0.0
-    """For how long it has had no turn."""
+    """How long it has had no turn."""
     tool: str = ""
     tool_named: bool = False
     tool_runs: bool = False
@@ -54,15 +54,16 @@ class ProgramRecord(NamedTuple):
     ideal_s_total: float = 0.0
 
     def older(self, elapsed_s: float) -> ProgramRecord:
-        """Return the same as it is some time later."""
+        """Return the same record, `elapsed_s` later."""
         return self._replace(age_s=self.age_s + elapsed_s, acting_s=self.acting_s + elapsed_s)
 
 
 @dataclass(slots=True)
 class ProgramsAdopted:
-    """These programs were another scheduler's, which is no longer there; all of them in the pool of a replica.
+    """These programs belonged to another scheduler, which is gone; all are in the pool of a replica.
 
-    One that lives already stays as it is. One whose replica is not open is paused. What its turns do comes by itself.
+    A program that is already live stays as it is. One whose replica is not open is paused. Its turns are reported
+    separately.
     """
 
     now_s: float

@@ -1,7 +1,7 @@
-"""What was learned, as values: to be kept, and to be taken in by a scheduler that begins.
+"""Learned knowledge as values: to be stored, and adopted by a scheduler that starts.
 
-Numbers are what the learners hold, not what they make of them; sequences of names begin with the one that was not heard
-of for longest. What only reports tell (how many hints, turns and programs were counted) is not in them.
+The numbers are what the learners hold, not what they derive; sequences of names begin with the one longest not heard
+of. Counts that only reports show (of hints, turns and programs) are not in them.
 """
 
 # interpreted: the event log reads the types of the fields, which a compiled class does not keep
@@ -21,7 +21,7 @@ class HistogramRecord:
 
 @dataclass(frozen=True, slots=True)
 class ToolRecord:
-    """The life table of a tool: who left in each interval, by returning or otherwise, and what was made of it last."""
+    """The life table of a tool: how many left in each interval, by returning or otherwise, and the last derived rates."""
 
     name: str
     returned: tuple[float, ...]
@@ -46,7 +46,7 @@ class GrowthRecord:
 
 @dataclass(frozen=True, slots=True)
 class PriceRecord:
-    """What a token costs: to prefill (None: not learned), and to generate, as looked up so many turns ago."""
+    """Price of a token: to prefill (None: not learned), and to generate, as looked up so many turns ago."""
 
     prefill: HistogramRecord
     prefill_decode: HistogramRecord
@@ -59,7 +59,7 @@ class PriceRecord:
 
 @dataclass(frozen=True, slots=True)
 class CapacityRecord:
-    """Which part of a replica's told capacity may be claimed, and where much was lost the last time."""
+    """The claimable part of a replica's reported capacity, and where much was lost the last time."""
 
     replica_id: str
     ratio: float
@@ -68,7 +68,7 @@ class CapacityRecord:
 
 @dataclass(frozen=True, slots=True)
 class TierRecord:
-    """What a replica's tier costs: the times to load a token, and how much of what its pool lost was found there."""
+    """Price of a replica's tier: times to load a token, and how much of its pool's losses was found there."""
 
     replica_id: str
     restore: HistogramRecord
@@ -78,7 +78,7 @@ class TierRecord:
 
 @dataclass(frozen=True, slots=True)
 class LengthsRecord:
-    """How many programs ended in each interval of turns, and passed it, and what turns added of late."""
+    """How many programs ended in each interval of turns, or passed it, and what turns added recently."""
 
     ended: tuple[float, ...]
     passed: tuple[float, ...]
@@ -98,13 +98,13 @@ class LearnedRecord:
     residences_s: HistogramRecord
     all_roles: tuple[float, float]
     roles: tuple[tuple[str, float, float], ...]
-    """Weight and tokens of each."""
+    """Weight and tokens of each role."""
     media_factors: tuple[tuple[str, float], ...]
     hints: tuple[tuple[str, float, float], ...]
-    """Of each tenant, how many were right, and of how many."""
+    """For each tenant: how many were right, and of how many."""
     restores: tuple[float, float]
-    """How many, and in how many seconds of waiting."""
+    """Number of restores, and their seconds of waiting."""
     capacities: tuple[CapacityRecord, ...]
     tiers: tuple[TierRecord, ...] = ()
     lengths: LengthsRecord | None = None
-    """None under an order that does not learn them."""
+    """None if the order does not learn them."""

@@ -1,10 +1,9 @@
 """The information stream: what a controller of GPUs and tools must hear, in one vocabulary.
 
-The names and fields are those of MARS, section 4.1 and Table 1, besides `ProgramEnd`, by which parts with a state of
-their own know what to forget. They follow from the events that the scheduler handles
-anyway, in the same order, and need nothing from clients: that a tool runs is known from the turn that ended. The
-scheduler gives each to its policy (`observe`, where it has one) and to whoever listens at the runtime; if there is
-neither, none is made.
+Names and fields are those of MARS, section 4.1 and Table 1. `ProgramEnd` is added, so that parts with their own state
+know what to forget. Signals follow from the events that the scheduler handles anyway, in the same order, and need
+nothing from clients: a running tool follows from the turn that ended. The scheduler gives each signal to its policy
+(`observe`, if it has one) and to listeners at the runtime; if there is neither, it makes none.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class GpuSubmit:
-    """A turn goes to a replica: `projected_tokens` of KV cache are expected for its prompt and its answer.
+    """A turn goes to a replica; `projected_tokens` of KV cache are expected for its prompt and answer.
 
     `held_s` is how long it waited for that.
     """
@@ -29,7 +28,7 @@ class GpuSubmit:
 
 @dataclass(slots=True)
 class GpuFirstToken:
-    """The first token of a turn came, `launch_delay_s` after it went to its replica."""
+    """The first token of a turn arrived, `launch_delay_s` after the turn went to its replica."""
 
     now_s: float
     program_id: str
@@ -42,8 +41,8 @@ class GpuFirstToken:
 class GpuEnd:
     """A turn is over, `served_s` after it went to its replica.
 
-    `freed_tokens` of KV cache are referenced no longer; `computed_tokens` of them were not found in the cache, and were
-    prefilled or generated. `finished` False is a turn that failed or whose client left.
+    `freed_tokens` of KV cache are no longer referenced; `computed_tokens` of them were not cached, and were prefilled
+    or generated. `finished` False is a turn that failed or whose client left.
     """
 
     now_s: float
@@ -58,7 +57,7 @@ class GpuEnd:
 
 @dataclass(slots=True)
 class ToolNum:
-    """So many programs are at a tool now, and tools took `mean_tool_s` lately; 0 until one came back."""
+    """The number of programs at a tool now, and the mean of recent tool times; 0 until one came back."""
 
     now_s: float
     tool_count: int
@@ -67,7 +66,7 @@ class ToolNum:
 
 @dataclass(slots=True)
 class ToolStart:
-    """A program's tool began; its name is empty where it is not known."""
+    """A program's tool began; its name is empty if unknown."""
 
     now_s: float
     program_id: str
@@ -76,7 +75,7 @@ class ToolStart:
 
 @dataclass(slots=True)
 class ToolEnd:
-    """A program's tool is through."""
+    """A program's tool has ended."""
 
     now_s: float
     program_id: str
@@ -86,7 +85,7 @@ class ToolEnd:
 
 @dataclass(slots=True)
 class WindowUpdate:
-    """An admission policy changed how many programs it lets in; `why` is a word of its own."""
+    """An admission policy changed how many programs it lets in; `why` is its own word for the cause."""
 
     now_s: float
     window_count: int
@@ -96,7 +95,7 @@ class WindowUpdate:
 
 @dataclass(slots=True)
 class ProgramEnd:
-    """A program ended, after so many turns that were granted."""
+    """A program ended; `turn_count` turns of it were granted."""
 
     now_s: float
     program_id: str

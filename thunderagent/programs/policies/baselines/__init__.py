@@ -1,1 +1,1 @@
-"""What to compare with: policies that use little or nothing of what is known of programs."""
+"""Baselines for comparison: policies that use little or no knowledge of programs."""

@@ -32,7 +32,7 @@ class Cap:
     stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse a cap that lets nobody in."""
+        """Reject a cap that lets nobody in."""
         check_whole_from_one("cap", self, "n")
 
     def pause_rank(self, program: ProgramView) -> float:
@@ -44,13 +44,13 @@ class Cap:
         return program.opened_s
 
     def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return infinity: a place is kept until the program ends."""
+        """Return infinity: a program keeps its place until it ends."""
         return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return the program's own replica, or while there is a place free the one with the smallest demand.
+        """Return the program's own replica, or, while there is a free place, the one with the smallest demand.
 
-        A program that must leave its replica takes its place along.
+        A program that must leave its replica keeps its place.
         """
         if program.status is Status.ACTIVE:
             home = home_of(program, candidates)

@@ -39,10 +39,10 @@ class Passthrough:
         return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return the least loaded replica, for each turn anew."""
+        """Return the least loaded replica, for each turn separately."""
         return Placement(least_loaded(candidates), Reason.POLICY)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Restore whoever waited for a replica to come back."""
+        """Restore programs that waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
             restore_waiting(view, self)

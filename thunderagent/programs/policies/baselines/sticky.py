@@ -53,6 +53,6 @@ class Sticky:
         )
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Restore whoever waited for a replica to come back."""
+        """Restore programs that waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
             restore_waiting(view, self)

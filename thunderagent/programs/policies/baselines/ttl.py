@@ -2,12 +2,12 @@
 
 Theory of operation
 ===================
-When a turn ends its program keeps its claim for `ttl_s` seconds. If its next turn comes sooner, it finds its history;
-if not, the claim is taken, and the next turn is placed as one of a new program. This is how an engine that pins the
-blocks of a finished request for a fixed time works (Continuum with one TTL for all tools, arXiv 2511.02230).
+When a turn ends its program keeps its claim for `ttl_s` seconds. If its next turn comes earlier, it finds its history;
+if not, the claim is taken, and the next turn is placed like that of a new program. An engine that pins the blocks of a
+finished request for a fixed time works this way (Continuum with one TTL for all tools, arXiv 2511.02230).
 
-Programs are let in where their claims fit beside all others, the oldest first. What grew beyond the capacity all the
-same is mended at once: the programs are paused whose tools have run longest, and then those with a turn in flight, the
+Programs are let in where their claims fit beside all others, the oldest first. If programs still grow beyond the
+capacity, some are paused at once: first those whose tools have run longest, then those with a turn in flight, the
 youngest first, at the end of their turns.
 """
 
@@ -41,7 +41,7 @@ class Ttl:
     stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         check_not_negative("ttl", self, "ttl_s", "reserve_tokens")
 
     @property
@@ -59,7 +59,7 @@ class Ttl:
         return self.ttl_s
 
     def pause_rank(self, program: ProgramView) -> float:
-        """Return the begin of its tool, or with a turn in flight its age: the youngest first."""
+        """Return the begin of its tool; with a turn in flight its age, the youngest first."""
         return program.acting_since_s if program.phase is Phase.ACTING else -program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
@@ -71,7 +71,7 @@ class Ttl:
         return FITTING.place(view, program, candidates)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause who is held too long or does not fit, and fill what is free."""
+        """Pause programs that are held too long or do not fit, and fill free room."""
         replicas = worth_a_look(view, moment)
         for replica in replicas:
             while (program := view.first_expired(replica)) is not None:

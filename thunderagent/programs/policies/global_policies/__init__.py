@@ -1,1 +1,1 @@
-"""Policies that are asked once in a period, for all replicas at once."""
+"""Policies that are asked periodically, for all replicas at once."""

@@ -2,14 +2,14 @@
 
 Theory of operation
 ===================
-The first of the three default policies of Nalar (arXiv 2601.05109, section 6.1) balances load by routing. A local
-policy here sees to that for programs that come; this one mends what became uneven after, because some grew and others
-ended.
+The first of the three default policies of Nalar (arXiv 2601.05109, section 6.1) balances load by routing. Here the
+local policy does that for arriving programs; this one evens out what became uneven later, because some programs grew
+and others ended.
 
-While the demand of the fullest replica is by more than `gap_ratio` of a replica's capacity over that of the emptiest,
-a program whose tool runs goes from there to here: its history is computed anew with its next turn, so at most
-`moves_count` do in a period, no program twice within `rest_s`, and only one that makes the gap smaller and fits. Whom
-the local policy would pause first is asked first. The paper gives no numbers; these are ours.
+While the demand of the fullest replica exceeds that of the emptiest by more than `gap_ratio` of a replica's capacity,
+an acting program moves from the one to the other. Its history is recomputed with its next turn. So at most
+`moves_count` move in a period, no program twice within `rest_s`, and only one that fits and reduces the gap. The
+program that the local policy would pause first is tried first. The paper gives no numbers; these are ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.global_policies.room import free_tokens, size_tokens
 
 LOOKED_AT_COUNT = 16
-"""So many programs of the fullest replica are asked whether they may go."""
+"""How many programs of the fullest replica are checked whether they may move."""
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class Balance:
     """Seconds between two looks."""
     name: ClassVar[str] = "balance"
     _moved_s: dict[str, float] = field(init=False, default_factory=dict, repr=False)
-    """When each program was moved, the first to be moved first."""
+    """When each program was moved, oldest move first."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         if not (self.gap_ratio > 0 and self.moves_count >= 1 and self.rest_s >= 0 and self.period_s > 0):
             raise ConfigurationError("balance: gap_ratio, moves_count and period_s are over 0, rest_s not negative")
 
@@ -70,7 +70,7 @@ class Balance:
             self._moved_s[moved.program_id] = view.now_s
 
     def _movable(self, view: View, replica: ReplicaView, under_tokens: float) -> Sequence[ProgramView]:
-        """Return who could move, the first first; some may have to stay where they are."""
+        """Return the programs that could move, in order; some may have to stay where they are."""
         first = view.first_to_pause_few(replica, LOOKED_AT_COUNT)
         return [each for each in first if 0 < each.claim_tokens < under_tokens and each.program_id not in self._moved_s]
 

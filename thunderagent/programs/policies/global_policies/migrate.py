@@ -1,13 +1,13 @@
-"""`migrate`: who waits for a replica where a turn takes long goes where there is room.
+"""`migrate`: programs that wait for a replica with a long turn go where there is room.
 
 Theory of operation
 ===================
 The second of the three default policies of Nalar (arXiv 2601.05109, section 6.1) moves a job that waits behind a long
-one to another instance. Here a program with a turn waits for the replica that its route leads to; without a route, for
-the one where its history lies. Where such a one has waited for `wait_s`, and a turn on that replica has run for
-`long_turn_s`, it goes to the replica with most room among those that its route allows, if it fits there. Of those that
-wait, the first `looked_at_count` are looked at in a period, and as many of those bound to replicas by routes, shared
-among them. A turn that an engine has already cannot be moved. The numbers are ours.
+one to another instance. Here a program with a turn waits for the replica of its route; without a route, for the one
+with its history. If it has waited for `wait_s`, and a turn on that replica has run for `long_turn_s`, it goes to the
+replica with most room that its route allows, if it fits there. The first `looked_at_count` waiting programs are checked
+per period, and as many of those bound to replicas by routes, shared among the replicas. A turn that an engine already
+has cannot be moved. The numbers are ours.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Migrate:
     name: ClassVar[str] = "migrate"
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         if not (self.long_turn_s >= 0 and self.wait_s >= 0 and self.looked_at_count >= 1 and self.period_s > 0):
             raise ConfigurationError(
                 "migrate: long_turn_s and wait_s are not negative, looked_at_count and period_s are over 0"
             )
 
     def decide(self, view: View) -> None:
-        """Move who waits behind a long turn and fits elsewhere."""
+        """Move programs that wait behind a long turn and fit elsewhere."""
         long_turns = {
             replica.replica_id for replica in view.replicas if view.longest_turn_s(replica) >= self.long_turn_s
         }

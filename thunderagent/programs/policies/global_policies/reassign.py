@@ -1,18 +1,18 @@
-"""`reassign`: replicas go from where there is little to do to where much waits; start one if all are full, end a spare.
+"""`reassign`: move replicas from idle to busy scopes; start one if all are full, end a spare one.
 
 Theory of operation
 ===================
 The third of the three default policies of Nalar (arXiv 2601.05109, section 6.1) takes resources from agents with a low
-load and gives them to those with a high one. The agents are here the scopes that have a route of their own, as the
-tenants or classes of programs. One is *short* if `waiting_count` programs wait for each of its replicas, and has one
-*to spare* if nobody waits and what is claimed would be under `spare_ratio` of the capacity of its others. A replica of
-one that has it to spare goes over to the one that is shortest: both routes change, nothing starts or ends.
+load and gives them to those with a high one. The agents are here the scopes that have a route of their own, such as
+tenants or classes of programs. A scope is *short* if `waiting_count` programs wait for each of its replicas. It has a
+replica *to spare* if nobody waits and its claims would be under `spare_ratio` of the capacity of its other replicas. A
+spare replica moves to the shortest scope: both routes change, nothing starts or ends.
 
-Where no route can help, the same is asked of all replicas together: if so many wait for each, one more is started; if
-there is one to spare, the one with the smallest demand drains and ends, of equal ones the last to come. Where nobody
-starts and ends replicas, this does nothing; whether there may be more or fewer is for who does: one that is still there
-after it was to end is not asked for again. Each must hold for `patience_s`, and after a change nothing changes for
-`rest_s`, so that what was started can serve before it is asked again. The numbers are ours.
+If no route can help, the same is asked of all replicas together: if that many wait for each, one more is started; if
+there is one to spare, the one with the smallest demand, the newest of equals, drains and ends. If nobody starts and
+ends replicas, this does nothing. Whoever does so decides whether there may be more or fewer: a replica that is still
+there after it was to end is not asked for again. Each condition must hold for `patience_s`, and after a change nothing
+changes for `rest_s`, so that a started replica can serve before the next check. The numbers are ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from thunderagent.programs.model.views import ReplicaView, RouteView
 
 
 class Change(NamedTuple):
-    """A replica goes from one route to another; ends, if there is no route; or is started, if there is none."""
+    """A replica goes from one route to another; it ends if there is no route, and is started if there is none to take."""
 
     replica_id: str = ""
     giver: tuple[str, str] = ("", "")
@@ -58,14 +58,14 @@ class Reassign:
     """Replicas that were to end."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         if not (self.waiting_count > 0 and 0 <= self.spare_ratio < 1 and self.period_s > 0):
             raise ConfigurationError(
                 "reassign: waiting_count and period_s are over 0, spare_ratio is from 0 to under 1"
             )
 
     def decide(self, view: View) -> None:
-        """Change one thing, if it is called for and was for long enough."""
+        """Change one thing, if it was needed for long enough."""
         if view.now_s < self._rests_until_s or not view.replicas:
             return
         routes = {(route.scope, route.name): route for route in view.routes() if route.scope != "program"}
@@ -78,7 +78,7 @@ class Reassign:
             self._called_for = None
 
     def _between(self, view: View, routes: dict[tuple[str, str], RouteView]) -> Change | None:
-        """Return the move of a replica from a route that has one to spare to the one that is shortest."""
+        """Return the move of a spare replica from its route to the shortest one."""
         own = {key: _open(view, route) for key, route in routes.items()}
         taker = max(routes, key=lambda key: _waiting_count(view, own[key]), default=None)
         if taker is None or _waiting_count(view, own[taker]) < self.waiting_count:
@@ -90,7 +90,7 @@ class Reassign:
         return None
 
     def _of_all(self, view: View) -> Change | None:
-        """Return the start of a replica, or the end of one, if there are too few or too many of them all."""
+        """Return the start or end of a replica, if there are too few or too many in all."""
         if view.waiting_count >= self.waiting_count * len(view.replicas):
             return Change()
         if view.waiting_count or len(view.replicas) < 2:
@@ -103,13 +103,13 @@ class Reassign:
     def _spare(
         self, view: View, replicas: Sequence[ReplicaView], endable: Sequence[ReplicaView] | None = None
     ) -> ReplicaView | None:
-        """Return the replica with the smallest demand, of those that may go, if the others could do without it."""
+        """Return the endable replica with the smallest demand, if the others could do without it."""
         if len(replicas) < 2 or endable == [] or _waiting_count(view, replicas):
             return None
         spare = min(reversed(endable or replicas), key=lambda replica: replica.account.demand_tokens)
         others_tokens = sum(replica.account.limit_tokens for replica in replicas if replica is not spare)
         demand_tokens = sum(replica.account.demand_tokens for replica in replicas)
-        if others_tokens == inf:  # how much they hold is not known: only one that nobody uses is to spare
+        if others_tokens == inf:  # their capacity is unknown: only an unused one is to spare
             return spare if not spare.account.turn_count and not spare.account.demand_tokens else None
         return spare if demand_tokens <= self.spare_ratio * others_tokens else None
 
@@ -133,5 +133,5 @@ def _open(view: View, route: RouteView) -> list[ReplicaView]:
 
 
 def _waiting_count(view: View, replicas: Sequence[ReplicaView]) -> float:
-    """Return how many wait for each of these replicas alone."""
+    """Return how many programs wait for each of these replicas alone."""
     return sum(view.waiting_count_for(replica) for replica in replicas) / max(1, len(replicas))

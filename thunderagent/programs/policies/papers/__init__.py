@@ -1,1 +1,1 @@
-"""Policies of papers, and their parts."""
+"""Policies from papers, and their parts."""

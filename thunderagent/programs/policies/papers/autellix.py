@@ -1,12 +1,12 @@
-"""`autellix`: least attained service first, by the priorities of engines; long calls stay where their history is.
+"""`autellix`: least attained service first, by the priorities of engines; long calls stay near their history.
 
 Theory of operation
 ===================
-Autellix (arXiv 2502.13965) holds nobody back: every call goes to an engine at once, which serves those first whose
-programs got least so far (`plas.py`, its PLAS; choose the priority `atlas` for programs with parallel calls). Over
-several engines [Algorithm 2] a call of at most 2,048 tokens goes to the least used one, because to compute it
-anywhere is cheap; a longer one goes to its program's engine, where its history lies, or if it has none yet to the
-least used. The program's engine is the one where it ran last, and a call's length is the program's claim.
+Autellix (arXiv 2502.13965) holds nobody back. Every call goes to an engine at once, and engines first serve the
+programs that got least so far (`plas.py`, its PLAS; choose the priority `atlas` for programs with parallel calls). With
+several engines [Algorithm 2] a call of at most 2,048 tokens goes to the least used one, because it is cheap to compute
+anywhere. A longer one goes to its program's engine, which has its history, or to the least used one if the program has
+none yet. The program's engine is where it ran last, and a call's length is the program's claim.
 
 Without priorities in the engine it is a load balancer that keeps long programs at home.
 """
@@ -41,11 +41,11 @@ class Autellix:
     tick_s: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a negative length."""
+        """Reject a negative length."""
         check_not_negative("autellix", self, "short_tokens")
 
     def observe(self, view: View, signal: Signal) -> None:
-        """Let PLAS count."""
+        """Pass the signal to PLAS."""
         self.priority.observe(view, signal)
 
     def pause_rank(self, program: ProgramView) -> float:
@@ -53,7 +53,7 @@ class Autellix:
         return program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return PLAS' order: after an outage, who got least comes first."""
+        """Return PLAS' order: after an outage, the program that got least comes first."""
         return self.priority.restore_rank(program)
 
     def hold_s(self, view: View, program: ProgramView) -> float:
@@ -61,13 +61,13 @@ class Autellix:
         return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return the least loaded replica for a short turn or the first one, else the program's own."""
+        """Return the least loaded replica for a short turn or the first one, otherwise the program's own."""
         home = home_of(program, candidates)
         if home is not None and program.claim_tokens > self.short_tokens:
             return Placement(home, Reason.HOME)
         return Placement(least_loaded(candidates), Reason.POLICY)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Restore whoever waited for a replica to come back."""
+        """Restore programs that waited for a replica to come back."""
         if moment is Moment.REPLICAS_CHANGED:
             restore_waiting(view, self)

@@ -38,19 +38,19 @@ from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 BEFORE_NEW_S = 1e9
-"""Who was in already ranks before all who were not, whenever they came."""
+"""Programs that were in before rank before all others, whatever their age."""
 
 
 @dataclass(slots=True)
 class Readings:
-    """What polls said since the window was looked at last."""
+    """Poll readings since the last look at the window."""
 
     count: int = 0
     summed_used_ratio: float = 0.0
     summed_hit_ratio: float = 0.0
 
     def add(self, view: View) -> None:
-        """Take in what all replicas say now, in the mean."""
+        """Add the current mean reading of all replicas."""
         accounts = [replica.account for replica in view.replicas]
         if accounts:
             self.count += 1
@@ -60,7 +60,7 @@ class Readings:
 
 @dataclass(slots=True)
 class Concur:
-    """Admit while fewer programs are than the window has places; the paper's constants are the defaults."""
+    """Admit while there are fewer programs than places in the window; the paper's constants are the defaults."""
 
     add_count: int = 2
     """The window grows by this many."""
@@ -85,7 +85,7 @@ class Concur:
     tick_s: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         check_whole_from_one("concur", self, "add_count", "first_count")
         if not 0 < self.cut_ratio < 1:
             raise ConfigurationError(f"concur: cut_ratio is between 0 and 1, not {self.cut_ratio}")
@@ -98,11 +98,11 @@ class Concur:
         self.window_count = int(self.first_count)
 
     def rank(self, program: ProgramView) -> float:
-        """Return the opening time; who was in already comes before all others."""
+        """Return the opening time; programs that were in before come first."""
         return program.opened_s - BEFORE_NEW_S if program.turn_count else program.opened_s
 
     def observe(self, view: View, signal: Signal) -> None:
-        """Note who is between two turns."""
+        """Track which programs are between two turns."""
         if isinstance(signal, ToolStart):
             program = view.program(signal.program_id)
             if program is not None:
@@ -111,14 +111,14 @@ class Concur:
             self._acting.discard(signal.program_id)
 
     def next(self, view: View, moment: Moment) -> ProgramView | None:
-        """Return who comes back or begins, while there is a place; look at the window when it is time to."""
+        """Return a program that comes back or begins, while there is a place; check the window when due."""
         if moment is Moment.TICK:
             self._look(view)
         self._dismiss(view)
         return view.first_unadmitted() if view.admitted_count < self.window_count else None
 
     def next_window(self, used_ratio: float, hit_ratio: float) -> tuple[int, str]:
-        """Return the window after U and H, and why it is that [section 3.2]."""
+        """Return the window after U and H, and the reason [section 3.2]."""
         if used_ratio < self.low_ratio:
             return self.window_count + int(self.add_count), "under-used"
         if used_ratio > self.high_ratio and hit_ratio < self.hit_threshold_ratio:
@@ -126,7 +126,7 @@ class Concur:
         return self.window_count, "held"
 
     def _look(self, view: View) -> None:
-        """Take a reading, and after an interval of them move the window."""
+        """Take a reading, and move the window after each interval."""
         if self._updated_s == -inf:
             self._updated_s = view.now_s
         self._readings.add(view)
@@ -142,7 +142,7 @@ class Concur:
             view.signal(WindowUpdate(view.now_s, window_count, view.admitted_count, why))
 
     def _dismiss(self, view: View) -> None:
-        """Pause who is over the window and between two turns."""
+        """Pause programs that are over the window and between two turns."""
         while view.admitted_count > self.window_count and (program_id := self._acting.first()) is not None:
             self._acting.discard(program_id)
             program = view.program(program_id)

@@ -56,13 +56,13 @@ LEAST_TTL_S = 0.01
 """A shorter pin is not made, as in the authors' code."""
 
 DELAYS_COUNT = 200
-"""Turns whose delays make up T, as in the authors' code."""
+"""Number of turns whose delays make up T, as in the authors' code."""
 
 DURATIONS_COUNT = 500
-"""Times of a tool that are remembered, five times as many as are needed to believe them; the paper keeps all."""
+"""Number of remembered times per tool, five times as many as are needed to believe them; the paper keeps all."""
 
 NAMES_COUNT = 256
-"""Tools that are remembered; of more, the one that was not seen for longest is forgotten."""
+"""Number of remembered tools; beyond, the one longest unseen is forgotten."""
 
 
 def best_ttl_s(durations_s: Sequence[float], benefit_s: float) -> float:
@@ -81,19 +81,19 @@ def cold_ttl_s(benefit_s: float) -> float:
 
 
 class Durations:
-    """The last times of a tool, and the mean of all."""
+    """The last times of a tool, and the mean of all its times."""
 
     __slots__ = ("_in_order", "count", "sorted_s", "total_s")
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Create an empty record."""
         self._in_order: deque[float] = deque()
         self.sorted_s: list[float] = []
         self.count = 0
         self.total_s = 0.0
 
     def add(self, duration_s: float) -> None:
-        """Remember one, and forget the oldest of too many."""
+        """Add a time, and forget the oldest beyond the limit."""
         self.count += 1
         self.total_s += duration_s
         self._in_order.append(duration_s)
@@ -103,21 +103,21 @@ class Durations:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean of all; 0 of none."""
+        """Return the mean of all; 0 if there are none."""
         return self.total_s / self.count if self.count else 0.0
 
 
 class Memoryfulness:
-    """η: how much the turns that a program has done say of how many are left, from sums over finished programs."""
+    """η: how well the number of done turns predicts the number left, from sums over finished programs."""
 
     __slots__ = ("_done", "_done_left", "_done_squared", "_left", "_left_squared", "_pair_count")
 
     def __init__(self) -> None:
-        """Begin with no program."""
+        """Start without programs."""
         self._pair_count = self._done = self._left = self._done_squared = self._left_squared = self._done_left = 0
 
     def add(self, turn_count: int) -> None:
-        """Take in the pairs (k, N - k), k from 1 to N, of a program of N turns."""
+        """Add the pairs (k, N - k), k from 1 to N, of a program of N turns."""
         count = turn_count
         done, squared = count * (count + 1) // 2, count * (count + 1) * (2 * count + 1) // 6
         self._pair_count += count
@@ -129,7 +129,7 @@ class Memoryfulness:
 
     @property
     def eta(self) -> float:
-        """Return -Corr(k, N - k); 1 while that is not defined."""
+        """Return -Corr(k, N - k); 1 while that is undefined."""
         count = self._pair_count
         done_spread = count * self._done_squared - self._done**2
         left_spread = count * self._left_squared - self._left**2
@@ -143,8 +143,8 @@ class Memoryfulness:
 class Continuum:
     """Pin by tool; `dynamic`, `ttl_s`, `cold_count` and `cold_formula` are explained above.
 
-    `prefill_token_s` 0 is what was learned; the paper measures it beforehand. `reserve_tokens` beside each program's
-    context are room for what its next turn adds.
+    `prefill_token_s` 0 is the learned value; the paper measures it beforehand. `reserve_tokens` are added to each
+    program's context, as room for what its next turn adds.
     """
 
     dynamic: bool = True
@@ -167,17 +167,17 @@ class Continuum:
     _memoryfulness: Memoryfulness = field(init=False, repr=False, default_factory=Memoryfulness)
     _delays_s: deque[float] = field(init=False, repr=False, default_factory=lambda: deque(maxlen=DELAYS_COUNT))
     _lost_memory: set[str] = field(init=False, repr=False, default_factory=set)
-    """Programs that had lost their memory when their tool was through, until their next turn is granted."""
+    """Programs without memory when their tool ended, until their next turn is granted."""
     tick_s: ClassVar[float] = 0.1
     stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         check_not_negative("continuum", self, "ttl_s", "cold_count", "prefill_token_s", "reserve_tokens")
 
     @property
     def name(self) -> str:
-        """Return the word for it, with a fixed time the preset's."""
+        """Return its name; with a fixed time, the preset's."""
         return "continuum" if self.dynamic else "continuum-fixed"
 
     @property
@@ -205,7 +205,7 @@ class Continuum:
             self._memoryfulness.add(signal.turn_count)
 
     def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return the time to live. Cost: O(times remembered of the tool)."""
+        """Return the time to live. Cost: O(remembered times of the tool)."""
         own = self._by_tool.get(program.tool)
         if not self.dynamic:
             return 0.0 if own is not None and own.mean_s > self.ttl_s else self.ttl_s
@@ -238,11 +238,11 @@ class Continuum:
     # --- order ------------------------------------------------------------------------------------------------------
 
     def pause_rank(self, program: ProgramView) -> float:
-        """Return the age: who arrived last is paused first."""
+        """Return the age: the last program to arrive is paused first."""
         return -program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the opening time: programs are served as they came."""
+        """Return the opening time: programs are served in order of arrival."""
         return program.opened_s
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
@@ -250,7 +250,7 @@ class Continuum:
         return FITTING.place(view, program, candidates)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Take pins that are over and what does not fit, fill what is free, and let nothing stand still for pins."""
+        """Take expired pins and what does not fit, fill free room, and let nothing stall because of pins."""
         replicas = worth_a_look(view, moment)
         for replica in replicas:
             while (program := view.first_expired(replica)) is not None:
@@ -262,7 +262,7 @@ class Continuum:
             self._unpin_standing(view, replica)
 
     def _unpin_standing(self, view: View, replica: ReplicaView) -> None:
-        """Take pins where nothing runs, until the head of the queue fits there, or of those that wait for it alone."""
+        """Take pins where nothing runs, until the queue's head, or that of the replica's own queue, fits there."""
         while replica.account.turn_count == 0 and (view.first_waiting() or view.waiting_count_for(replica)):
             program = view.first_to_pause(replica)
             if program is None or not view.propose_pause(program, Reason.THRASHING):

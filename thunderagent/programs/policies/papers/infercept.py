@@ -59,7 +59,7 @@ class InferCept:
     stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         check_not_negative("infercept", self, "prefill_token_s", "reserve_tokens")
 
     @property
@@ -68,11 +68,11 @@ class InferCept:
         return ClaimRules(reserve_tokens=self.reserve_tokens)
 
     def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return the part of t* that is the program's own: β·C/2."""
+        """Return the program's own part of t*: β·C/2."""
         return self._prefill_token_s(view) * program.context_tokens / 2
 
     def pause_rank(self, program: ProgramView) -> float:
-        """Return when its t* begins to be over, or with a turn in flight its age: the youngest first."""
+        """Return when its t* begins to be over; with a turn in flight its age, the youngest first."""
         return program.hold_until_s if program.phase is Phase.ACTING else -program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
@@ -84,7 +84,7 @@ class InferCept:
         return FITTING.place(view, program, candidates)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause what is cheaper to compute again or does not fit, and fill what is free."""
+        """Pause programs that are cheaper to recompute or do not fit, and fill free room."""
         replicas = worth_a_look(view, moment)
         for replica in replicas:
             self._pause_expired(view, replica)
@@ -92,7 +92,7 @@ class InferCept:
         restore_waiting(view, self, replicas)
 
     def _pause_expired(self, view: View, replica: ReplicaView) -> None:
-        """Pause those whose t* is over, as much as runs there now."""
+        """Pause programs whose t* is over, given what runs there now."""
         while (program := view.first_expired(replica)) is not None:
             others_s = self._prefill_token_s(view) * replica.account.reasoning_tokens
             if view.now_s < program.hold_until_s + others_s or not view.propose_pause(program, Reason.EXPIRED):

@@ -1,33 +1,33 @@
-"""`mars`: a window of programs, levels by what is to be computed, and memory that is kept where a warm return pays.
+"""`mars`: a window of programs, levels by work to compute, and memory that is kept where a warm return pays.
 
 Theory of operation
 ===================
-"MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems" (arXiv 2604.26963) has three parts, and so
-has this policy, which puts them together:
+"MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems" (arXiv 2604.26963) has three parts. This
+policy combines them:
 
 - the **external control plane** (4.2, Algorithm 1) says which programs may begin: `mars_admission.py`;
-- the **agent-centric scheduler** says who is served first: `mars_priority.py`, as the priority that an engine is given
-  with each turn, and as the order in which those are restored who lost their memory;
+- the **agent-centric scheduler** says who is served first: `mars_priority.py`, as the priority that an engine gets with
+  each turn, and as the order in which programs without memory are restored;
 - the **opportunistic co-scheduler** says whose memory is kept while its tool runs. That is here.
 
-A program that is in claims its context. While its tool runs it keeps that claim as long as the *benefit of a warm
-return* is more than the *cost of the memory*. The formula for that is chosen here. To keep c tokens
-until time u, or until the program returns if that is sooner, costs c·E[min(return, u)] token-seconds of memory, and
-saves with P(return <= u) to compute c tokens again, which takes β·c seconds of the whole engine, with its memory of C
-tokens: worth C·β·c token-seconds. c falls out: a tool is waited for as long as its rate of return is more than one in
-`warm_ratio`·β·C seconds (`view.tool_hold_s`; β and the times of tools are learned). Beyond that the claim is expired,
-and is taken once somebody needs the room: where nobody does, memory costs nothing.
+An active program claims its context. While its tool runs it keeps that claim as long as the *benefit of a warm return*
+exceeds the *cost of the memory*. The formula for that is chosen here. Keeping c tokens until time u, or until an
+earlier return, costs c·E[min(return, u)] token-seconds of memory. With P(return <= u) it saves computing c tokens
+again, which takes β·c seconds of the whole engine, with its memory of C tokens: worth C·β·c token-seconds. c cancels
+out: a tool is waited for as long as its rate of return is more than one in `warm_ratio`·β·C seconds
+(`view.tool_hold_s`; β and the times of tools are learned). Beyond that the claim is expired, and is taken once somebody
+needs the room; otherwise memory costs nothing.
 
-**Eviction** is in the order of priority, the larger footprint first. Room for a program that waits is made by those
-who expired, and then by one whose tool runs, is of a lower level than it, and is large enough. Where programs grew over
-the memory those are paused who expired, then the lowest level and the largest of those at their tools, then of those
-with a turn, which are marked, and unmarked if there is room again.
+**Eviction** is in the order of priority, the larger footprint first. Expired programs make room for a waiting one; then
+one acting program does that is of a lower level and large enough. If programs outgrew the memory, expired ones are
+paused first, then acting ones of the lowest level and largest size. Then those with a turn are marked, and unmarked if
+there is room again.
 
-What only an engine can do, and no proxy in front of it: to order in each iteration what it computes, by levels that
-fall while a prompt is computed; to shrink the chunk of a prompt that does not fit instead of preempting somebody; and
-to keep the blocks of a program at its tool, and take those before it preempts one that runs. `benchmarks/mlfq.py`
-has an engine that does all three. A real one takes the priority (vLLM: `--scheduling-policy priority`),
-and finds the history of a program whose claim was kept because not more was let in than fits.
+Only an engine, and no proxy in front of it, can do the following: order in each iteration what it computes, by levels
+that fall while a prompt is computed; shrink the chunk of a prompt that does not fit instead of preempting another; and
+keep the blocks of acting programs, and take those before it preempts a running one. `benchmarks/mlfq.py` has an engine
+that does all three. A real one takes the priority (vLLM: `--scheduling-policy priority`), and finds the history of a
+program whose claim was kept, because no more is let in than fits.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
     from thunderagent.programs.model.records.signals import Signal
 
 PASS_COUNT = 8
-"""So many behind the first that waits may be restored when that does not fit: they are passed over, not waited for."""
+"""How many programs behind the first waiting one may be restored if that does not fit: they pass it."""
 
 EXPIRED_COUNT = 64
-"""So many at most are paused to make room for one."""
+"""How many programs are paused at most to make room for one."""
 
 LEVEL_RANK_TOKENS = 1e9
-"""What a level weighs against a footprint in the order of eviction: more than any is."""
+"""Weight of a level against a footprint in the order of eviction: more than any footprint."""
 
 
 @dataclass(slots=True)
 class Mars:
-    """Admission, order, priority and retention together; more settings have the parts, chosen apart."""
+    """Admission, order, priority and retention together; the parts, chosen separately, have more settings."""
 
     tool_cpu_count: int = 0
     """Processors that all tools share; 0 is unknown."""
@@ -86,10 +86,10 @@ class Mars:
     name: ClassVar[str] = "mars"
     stays_home: ClassVar[bool] = True
     part_settings: ClassVar[Mapping[str, str]] = {"tool_cpu_count": "admission", "window_max_count": "admission"}
-    """Settings that are passed on to a part, by its kind: to the one that is chosen in its place, too."""
+    """Settings passed on to a part, by its kind: also to a part that replaces it."""
 
     def __post_init__(self) -> None:
-        """Make the parts, and refuse settings that mean nothing."""
+        """Create the parts, and reject invalid settings."""
         check_not_negative("mars", self, "warm_ratio", "reserve_tokens")
         if not 0 <= self.growth_quantile < 1:
             raise ConfigurationError(f"mars: growth_quantile is from 0 to under 1, not {self.growth_quantile}")
@@ -104,11 +104,11 @@ class Mars:
 
     @property
     def claim_rules(self) -> ClaimRules:
-        """Return what claims hold besides contexts."""
+        """Return what claims hold beyond contexts."""
         return ClaimRules(reserve_tokens=self.reserve_tokens, growth_quantile=self.growth_quantile, share_prefixes=True)
 
     def observe(self, view: View, signal: Signal) -> None:
-        """Let the parts hear it."""
+        """Pass the signal to the parts."""
         self.admission.observe(view, signal)
         self.priority.observe(view, signal)
 
@@ -121,7 +121,7 @@ class Mars:
         return self.warm_ratio * view.break_even_s(program.replica_id)
 
     def pause_rank(self, program: ProgramView) -> float:
-        """Rank the lowest level first, in it the largest footprint; the last of a group last."""
+        """Rank the lowest level first, within it the largest footprint; the last of a group last."""
         if program.is_last_of_group:
             return inf
         return -(self._level(program) * LEVEL_RANK_TOKENS + program.claim_tokens)
@@ -131,7 +131,7 @@ class Mars:
         return self.order.restore_rank(program)
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
-        """Return the program's own replica while it is active, else one with room, if no more than a few wait."""
+        """Return the program's own replica while it is active, otherwise one with room, if few wait."""
         home = home_of(program, candidates)
         if program.status is Status.ACTIVE and home is not None:
             return Placement(home, Reason.HOME)
@@ -140,7 +140,7 @@ class Mars:
         return self._find(view, program, candidates, home)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Evict where claims are over the memory, and restore who fits."""
+        """Evict where claims exceed the memory, and restore programs that fit."""
         replicas = worth_a_look(view, moment)
         for replica in replicas:
             self._relieve(view, replica)
@@ -148,10 +148,10 @@ class Mars:
             pass
 
     def _restore_one(self, view: View, replicas: Sequence[ReplicaView]) -> bool:
-        """Restore one of the first few that may go anywhere, or the first of those that wait for a replica alone.
+        """Restore one of the first few that may go anywhere, or the first that waits for a replica alone.
 
-        That one may be behind a program that fits nowhere, and would keep all others from its replica if it waited. It
-        passes that program as others do, but not for longer than programs take: it would take its room each time.
+        The latter may be behind a program that fits nowhere, and would keep all others from its replica if it waited.
+        It passes that program as others do, but not for longer than programs take: it would take its room each time.
         """
         for program in view.first_waiting_few(PASS_COUNT + 1):
             placement = self._find(view, program, replicas, view.replica(program.replica_id))
@@ -170,7 +170,7 @@ class Mars:
     def _find(
         self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], home: ReplicaView | None
     ) -> Placement:
-        """Return where a paused program fits: where its history may lie, or where most room is; home may be busy."""
+        """Return where a paused program fits: its home, which may be busy, or the replica with most room."""
         if program.claim_tokens > largest_capacity_tokens(view.replicas):
             return Placement(max(candidates, key=_order_of_room), Reason.OVERSIZE)
         open_to_it = without_routed_before(view, program, candidates)
@@ -185,7 +185,7 @@ class Mars:
         return Placement(None, Reason.NO_ROOM)
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether a program fits once expired programs and one of a lower level are paused."""
+        """Return whether a program fits once expired programs and one of a lower level are paused."""
         account = replica.account
         missing_tokens = view.claim_tokens_on(program, replica) - _free_tokens(replica)
         if missing_tokens <= 0 or not account.active_count:
@@ -206,7 +206,7 @@ class Mars:
         return not account.active_count or view.claim_tokens_on(program, replica) <= _free_tokens(replica)
 
     def _relieve(self, view: View, replica: ReplicaView) -> None:
-        """Pause, then mark, until all claims but the marked ones fit; take marks back."""
+        """Pause, then mark, until all unmarked claims fit; unmark where there is room."""
         account = replica.account
         view.propose_pause_until(replica, account.limit_tokens, Reason.THRASHING, least_count=1)
         while _free_tokens(replica) + account.marked_tokens < 0 and account.active_count > 1:
@@ -224,7 +224,7 @@ class Mars:
 
 
 def _free_tokens(replica: ReplicaView) -> float:
-    """Return what nobody claims there; infinite where the capacity is not known."""
+    """Return what nobody claims there; infinite if the capacity is unknown."""
     return replica.account.limit_tokens - replica.account.demand_tokens
 
 

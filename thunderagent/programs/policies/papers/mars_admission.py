@@ -9,21 +9,23 @@ to its end, tools included. Two pressures are read, each with hysteresis:
   The pressure is on from `backlog_high_ratio` *or* `wait_high_s`, off from `backlog_low_ratio` *and* `wait_low_s`.
 - **memory**: the part of all KV caches that is claimed or in use. On from `kv_high_ratio`, off from `kv_low_ratio`.
 
-Once in each control interval the window W is multiplied by `shrink_ratio` if either is on, and grows by `grow_count` if
+Once per control interval the window W is multiplied by `shrink_ratio` if either is on, and grows by `grow_count` if
 both are under their *low* marks. Two clamps follow, never under `window_min_count`: W_cpu, the processors times the
 middle of the backlog's marks; W_kv, from the largest window at memory's low mark to the smallest at the high one.
 
-PackQueue orders those unadmitted: while tools are under pressure the largest comes first, because it reaches its tools
-later; where all are long (over `long_tokens`), the first that fits; else the smallest. A program larger than what is
-left of memory under `kv_high_ratio` is passed over. If nobody is in and nobody may be admitted, the oldest is.
+PackQueue orders the unadmitted programs. Under tool pressure the largest comes first, because it reaches its tools
+later. If all are long (over `long_tokens`), the first that fits is taken; otherwise the smallest. A program that
+exceeds what is left of memory under `kv_high_ratio` is passed over. If nobody is in and nobody may be admitted, the
+oldest is.
 
 All of this is the paper's. Defaults, and what its text leaves open, are those of the authors' preview code
 (Afterglow231/MARS_preview). `mars-few-long` packs differently: in order of arrival while both pressures are low and all
-would get a place; the largest first while tools are under pressure; else the smallest first, and a long program only
-when no shorter one has waited for a moment, memory is not under pressure, and fewer than `long_count` are in.
+would get a place; the largest first under tool pressure; otherwise the smallest first, and a long program only when no
+shorter one has waited for a moment, memory is not under pressure, and fewer than `long_count` are in.
 
-A tool's wait is known where clients post its start; else it is t·(1 - processors/running) of its time t; where the
-processors are unknown (0), how much longer tools took lately than usual. Then the backlog and W_cpu do not count.
+A tool's wait is known if clients post its start; otherwise it is t·(1 - processors/running) of its time t. If the
+number of processors is unknown (0), it is how much longer tools took recently than usual; the backlog and W_cpu then do
+not count.
 """
 
 from __future__ import annotations
@@ -55,27 +57,28 @@ MARS, FEW_LONG = PACKINGS = ("mars", "few-long")
 """The paper's three orders, and ours."""
 
 MEAN_RATIO = 0.2
-"""Weight of the newest tool in the mean wait; of the authors' code."""
+"""Weight of the newest tool in the mean wait; from the authors' code."""
 
 USUAL_RATIO = 0.01
-"""The same in what tools usually take."""
+"""The same for the usual time of tools."""
 
 GUESSED_WINDOW_COUNT = 30
-"""For each replica, until the size of programs is known: the pool of the authors' code."""
+"""For each replica, until the size of programs is known: the pool in the authors' code."""
 
 LONGEST_NEEDLE_WAIT_S = 5.0
-"""For so long no short program waits before a long one is admitted, at most; of the authors' code, as is the next."""
+"""The longest time without a waiting short program before a long one is admitted; both bounds are from the authors'
+code."""
 
 ROUNDING_S = 1e-6
-"""A tick that comes after an interval may seem to come so much sooner."""
+"""A tick after an interval may seem to come this much too early."""
 
 ARRIVALS_COUNT = 16
-"""Arrivals whose mean distance is the other bound of that time."""
+"""Number of arrivals whose mean distance is the other bound of that time."""
 
 
 @dataclass(slots=True)
 class MarsAdmission:
-    """Keep the window. Raises ConfigurationError for settings that mean nothing."""
+    """Keep the window. Raises ConfigurationError for invalid settings."""
 
     tool_cpu_count: int = 0
     """Processors that all tools share; 0 is unknown."""
@@ -125,7 +128,7 @@ class MarsAdmission:
     _packed_by: Callable[[ProgramView], float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         for what, is_right in (
             (f"packing is one of {', '.join(PACKINGS)}", self.packing in PACKINGS),
             ("tool_cpu_count, window_max_count and long_tokens must be whole numbers, 0 or more", self._are_counts()),
@@ -156,7 +159,7 @@ class MarsAdmission:
 
     @property
     def name(self) -> str:
-        """Return the name that it is chosen by."""
+        """Return the name by which it is chosen."""
         return MARS if self.packing == MARS else f"{MARS}-{self.packing}"
 
     @property
@@ -165,13 +168,13 @@ class MarsAdmission:
         return self.control_interval_s
 
     def rank(self, program: ProgramView) -> float:
-        """Return the size: the smallest is the first."""
+        """Return the size: the smallest comes first."""
         return program.claim_tokens
 
     # --- what is heard ----------------------------------------------------------------------------------------------
 
     def observe(self, view: View, signal: Signal) -> None:
-        """Take in how many tools run, how long they took, and who begins."""
+        """Record how many tools run, how long they took, and which programs begin."""
         if isinstance(signal, ToolNum):
             self.tool_count = signal.tool_count
         elif isinstance(signal, ToolStart):
@@ -189,14 +192,14 @@ class MarsAdmission:
                 self._arrivals_s.append(program.opened_s)
 
     def _tool_started(self, signal: ToolStart) -> None:
-        """Learn how long a tool waited whose start its client posts: the first start is the end of the turn."""
+        """Learn how long a tool waited if its client posts its start: the first start is the end of the turn."""
         asked_s, told = self._at_tools.get(signal.program_id, (signal.now_s, True))
         if not told:
             self._waited(signal.now_s - asked_s)
         self._at_tools[signal.program_id] = asked_s, signal.program_id in self._at_tools
 
     def _tool_ended(self, duration_s: float) -> None:
-        """Learn from a tool whose start nobody posted; it still counts among those that run."""
+        """Learn from a tool without a posted start; it still counts as running."""
         if self.tool_cpu_count:
             running = max(1, self.tool_count)
             self._waited(duration_s * max(0.0, 1 - self.tool_cpu_count / running))
@@ -211,7 +214,7 @@ class MarsAdmission:
     # --- the window -------------------------------------------------------------------------------------------------
 
     def next(self, view: View, moment: Moment) -> ProgramView | None:
-        """Return who is admitted now, if there is a place."""
+        """Return the program to admit now, if there is a place."""
         memory = Memory.of(view, self.kv_high_ratio)
         self._control(view, memory)
         if self._limit_count(view, memory) - view.admitted_count < 1:
@@ -227,11 +230,11 @@ class MarsAdmission:
         return chosen
 
     def _control(self, view: View, memory: Memory) -> None:
-        """Move the window, once in each interval."""
+        """Move the window, once per interval."""
         if view.now_s - self._changed_s < self.control_interval_s - ROUNDING_S:
             return
         self._changed_s = view.now_s
-        self.tool_count = view.tools_running_count  # a program that ends at its tool leaves without a word
+        self.tool_count = view.tools_running_count  # a program that ends at its tool sends no signal of that
         largest_count = self._largest_count(view, memory)
         before_count = self.window_count
         window_count = before_count or largest_count
@@ -261,7 +264,7 @@ class MarsAdmission:
 
     @property
     def _wait_s(self) -> float:
-        """How long tools wait; where none runs, nobody waits, and nobody would say so."""
+        """Return how long tools wait; 0 if none runs, because then nothing would update it."""
         return self.mean_wait_s if self.tool_count else 0.0
 
     @property
@@ -273,7 +276,7 @@ class MarsAdmission:
         return self._clamped(self.window_count, self._largest_count(view, memory), memory)
 
     def _clamped(self, window_count: float, largest_count: float, memory: Memory) -> float:
-        """Return the window under its largest, W_cpu and W_kv, and never under its smallest."""
+        """Return the window clamped to its largest, W_cpu and W_kv, but never below its smallest."""
         cpu_count = inf
         if self.tool_cpu_count:
             cpu_count = ceil(self.tool_cpu_count * max(0.1, (self.backlog_low_ratio + self.backlog_high_ratio) / 2))
@@ -282,7 +285,7 @@ class MarsAdmission:
         return max(self.window_min_count, min(window_count, largest_count, cpu_count, round(kv_count)))
 
     def _largest_count(self, view: View, memory: Memory) -> float:
-        """Return W_max: as it is set, or as many programs of the mean size of those who are in as memory holds."""
+        """Return W_max: as set, or as many programs of the current mean size as memory holds."""
         if self.window_max_count:
             return self.window_max_count
         if not (view.active_count and memory.claimed_tokens) or memory.capacity_tokens == inf:
@@ -299,7 +302,7 @@ class MarsAdmission:
             return self._first_fitting(view, memory, _by_size)
         if first.claim_tokens > self.long_tokens:
             return self._first_fitting(view, memory, _by_age)
-        return first if first.claim_tokens <= memory.budget_tokens else None  # else nobody else fits either
+        return first if first.claim_tokens <= memory.budget_tokens else None  # otherwise nobody else fits either
 
     def _choose_few_long(self, view: View, memory: Memory, first: ProgramView) -> ProgramView | None:
         places_count = self._limit_count(view, memory) - view.admitted_count
@@ -317,7 +320,7 @@ class MarsAdmission:
         return first
 
     def _first_fitting(self, view: View, memory: Memory, rank: Callable[[ProgramView], float]) -> ProgramView | None:
-        """Return the first that fits; the unadmitted are ranked at most once in a control interval."""
+        """Return the first that fits; the unadmitted are ranked at most once per control interval."""
         if rank is not self._packed_by or view.now_s - self._packed_s >= self.control_interval_s:
             self._packed_by, self._packed_s = rank, view.now_s
             self._packed = deque(program.program_id for program in sorted(view.unadmitted(), key=rank))
@@ -328,7 +331,7 @@ class MarsAdmission:
         return None
 
     def _may_be_long(self, view: View) -> bool:
-        """Say whether a long program may be admitted, between the short ones."""
+        """Return whether a long program may be admitted, between the short ones."""
         gap_s = LONGEST_NEEDLE_WAIT_S
         if len(self._arrivals_s) > 1:
             gap_s = min(gap_s, (self._arrivals_s[-1] - self._arrivals_s[0]) / (len(self._arrivals_s) - 1))

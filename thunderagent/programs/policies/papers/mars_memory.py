@@ -1,4 +1,4 @@
-"""What the admission of MARS knows of memory."""
+"""Memory as the admission of MARS sees it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from math import inf
 from thunderagent.programs.model.view import View
 
 WAITING_COUNT = 32
-"""Of those who are in and wait for memory, so many are looked at for what they will take."""
+"""How many admitted programs that wait for memory are checked for what they will take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The KV caches of all replicas. `budget_tokens` is what a program may have that is let in now."""
+    """The KV caches of all replicas. `budget_tokens` is available to a program that is let in now."""
 
     capacity_tokens: float
     claimed_tokens: float
@@ -22,7 +22,7 @@ class Memory:
 
     @classmethod
     def of(cls, view: View, target_ratio: float) -> Memory:
-        """Look at all replicas; one whose capacity is not known has room for everyone."""
+        """Look at all replicas; one of unknown capacity has room for everyone."""
         capacity_tokens = claimed_tokens = used_tokens = 0.0
         room_tokens = 0.0 if view.replicas else inf
         for replica in view.replicas:

@@ -1,27 +1,25 @@
-"""`mars`, the engine priority and the order: levels by what is still to be computed, and those who waited go up.
+"""`mars`, the engine priority and the order: levels by what is still to compute, and promotion by waiting.
 
 Theory of operation
 ===================
 The agent-centric order of "MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems" (arXiv
-2604.26963), as far as it can be said of a turn when it is granted. There are `level_count` levels, of which 0 is served
-first. A turn's level is the higher of two:
+2604.26963), as far as it is known when a turn is granted. There are `level_count` levels; level 0 is served first. A
+turn's level is the higher of two:
 
-- by **context**: the tokens of its prompt that are not in memory, as expected. Up to `first_level_tokens` is level 0,
-  and each level reaches to four times as many tokens as the one before: 2,048, 8,192, 32,768. So a program that comes
-  back from its tool to a warm cache is at level 0, however long its history is.
-- by **service**: what engines computed for its program in the last `window_s`, on the same scale times
-  `served_ratio`. Whoever was served much comes behind those who were not.
+- by **context**: the tokens of its prompt that are not expected in memory. Up to `first_level_tokens` is level 0, and
+  each level reaches to four times as many tokens as the one before: 2,048, 8,192, 32,768. So a program that returns
+  from its tool to a warm cache is at level 0, however long its history is.
+- by **service**: what engines computed for its program in the last `window_s`, on the same scale times `served_ratio`.
+  A program that was served much comes behind those that were not.
 
-Who waited is **promoted** by one level for each `promote_s`, so that the wait of the lowest level is bounded. For the
-engine that is the time since the turn arrived. In the order of the paused queue, whose ranks must not change while a
-program waits, it is said the other way round: a level is worth `promote_s` of waiting, so that the rank is the time at
-which the turn began to wait and `promote_s` for each level.
+A waiting turn is **promoted** by one level for each `promote_s`, so the wait of the lowest level is bounded. For the
+engine that is the time since the turn arrived. In the paused queue ranks must not change while a program waits. So it
+is expressed the other way round: the rank is the time at which the turn began to wait plus `promote_s` for each level.
 
-The paper has the levels, the window of served tokens and the bounded promotion. The marks, four levels and 30 s are of
-the authors' preview code (Afterglow231/MARS_preview), which keeps them in the engine: there a level falls while a
-prompt is computed, each level computes at most so many tokens in an iteration, and the levels order what runs in each
-iteration. An engine that takes a priority with a request can do none of that; the one in
-`benchmarks/mlfq.py` does.
+The paper has the levels, the window of served tokens and the bounded promotion. The marks, four levels and 30 s are
+from the authors' preview code (Afterglow231/MARS_preview), which keeps them in the engine: there a level falls while a
+prompt is computed, each level computes a bounded number of tokens per iteration, and the levels order what runs in each
+iteration. An engine that takes a priority with a request can do none of that; the one in `benchmarks/mlfq.py` does.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ if TYPE_CHECKING:
     from thunderagent.programs.model.records.signals import Signal
 
 LEVEL_FACTOR = 4
-"""Each level reaches to so many times the tokens of the one before."""
+"""Each level reaches to this many times the tokens of the one before."""
 
 
 def level_of(tokens: float, first_level_tokens: float = 2048, level_count: int = 4) -> int:
-    """Return the level of so many tokens, from 0."""
+    """Return the level of this many tokens, from 0."""
     level, reach_tokens = 0, first_level_tokens
     while level < level_count - 1 and tokens > reach_tokens:
         level += 1
@@ -54,7 +52,7 @@ def level_of(tokens: float, first_level_tokens: float = 2048, level_count: int =
 
 @dataclass(frozen=True, slots=True)
 class MarsOrder:
-    """Restore by level, and by the time since when a turn waits."""
+    """Restore by level, and by the begin of a turn's wait."""
 
     first_level_tokens: int = 2048
     """The first level ends here; each further one is four times as large."""
@@ -65,11 +63,11 @@ class MarsOrder:
     name: ClassVar[str] = "mars"
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         _check("order", self.first_level_tokens, self.level_count, self.promote_s)
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the begin of the wait, and what its level is worth; of one at its tool, the begin of that."""
+        """Return the begin of the wait plus its level's worth; for an acting program, the begin of its tool."""
         if program.phase is Phase.REASONING:
             since_s = program.waiting_since_s
         else:
@@ -79,7 +77,7 @@ class MarsOrder:
 
 @dataclass(slots=True)
 class MarsPriority:
-    """Give each turn its level, less what it waited for."""
+    """Give each turn its level, less its waiting time."""
 
     first_level_tokens: int = 2048
     """The first level ends here; each further one is four times as large."""
@@ -98,13 +96,13 @@ class MarsPriority:
     name: ClassVar[str] = "mars"
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         _check("priority", self.first_level_tokens, self.level_count, self.promote_s)
         if not (self.window_s >= 0 and self.served_ratio > 0):
             raise ConfigurationError("priority mars: window_s must be 0 or more, and served_ratio over 0")
 
     def engine_priority(self, view: View, program: ProgramView) -> int:
-        """Return the level: of the turn that was just submitted, and of its program."""
+        """Return the level of the turn that was just submitted, and of its program."""
         submitted_id, remaining_tokens = self._submitted
         if submitted_id != program.program_id:
             remaining_tokens = program.claim_tokens
@@ -115,7 +113,7 @@ class MarsPriority:
         return max(0, level - int(waited_s / self.promote_s))
 
     def observe(self, view: View, signal: Signal) -> None:
-        """Take in what is to be computed, what was, and who came back."""
+        """Record what is to be computed, what was, and which programs came back."""
         if isinstance(signal, GpuSubmit):
             program, replica = view.program(signal.program_id), view.replica(signal.replica_id)
             known = program is not None and replica is not None
@@ -133,7 +131,7 @@ class MarsPriority:
             self._returned_s.pop(signal.program_id, None)
 
     def _forget(self, now_s: float) -> None:
-        """Let what was served before the window count no longer."""
+        """Drop service from before the window."""
         while self._served and self._served[0][0] <= now_s - self.window_s:
             _, program_id, tokens = self._served.popleft()
             left_tokens = self._served_tokens[program_id] - tokens

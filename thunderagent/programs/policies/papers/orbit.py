@@ -3,22 +3,21 @@
 Theory of operation
 ===================
 Agents that fail take many turns, agents that succeed take few: on GAIA with Magentic-One 45 against 10 in the median.
-Served first come first served, a few that are lost hold up the many that would soon be through. ORBIT puts them behind.
+If served in order of arrival, a few lost ones delay the many that would soon end. ORBIT puts them behind.
 
-- `orbit-step` takes the length of a program for the sign that it fails: its number is ⌊turns / `window_count`⌋, and the
+- `orbit-step` takes the length of a program as the sign that it fails: its number is ⌊turns / `window_count`⌋, and the
   lower number comes first.
-- `orbit-judge` asks (`model/advice/verdicts.py`): its number is the program's level, high 0 to lowest 3, and that of
-  `orbit-step` as long as there is no verdict on the program. So without a judge, or with one that never answers, both
-  are the same.
+- `orbit-judge` asks a judge (`model/advice/verdicts.py`): its number is the program's level, high 0 to lowest 3, and
+  that of `orbit-step` until there is a verdict. So without a judge, or with one that never answers, both are the same.
 
-Of equal numbers the turn comes first that is expected to generate less, by its agent's role (`roles.py`); then the one
-that came first. Turns are those of the whole program, over all its branches and sub-agents, granted before this one.
+Of equal numbers, the turn that is expected to generate less comes first, by its agent's role (`roles.py`); then the one
+that arrived first. Turns are those of the whole program, over all its branches and sub-agents, granted before this one.
 
-An engine takes one number, and breaks ties by arrival itself: number and expected length are put into one that fits in
-31 bits. The paused queue does the same. Neither changes while a turn waits: what a role is expected to generate is
-taken when the turn arrives, and a verdict has the program ranked anew.
+An engine takes one number, and breaks ties by arrival itself: number and expected length are packed into one that fits
+in 31 bits. The paused queue does the same. Neither changes while a turn waits: a role's expected output is read when
+the turn arrives, and a verdict ranks the program again.
 
-Source: the priorities, the window of 10 and the ties are ORBIT's; how they are put into one number is ours.
+Source: the priorities, the window of 10 and the ties are ORBIT's; packing them into one number is ours.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ class OrbitStep:
     name: ClassVar[str] = "orbit-step"
 
     def __post_init__(self) -> None:
-        """Refuse a window without a turn."""
+        """Reject a window without a turn."""
         check_whole_from_one(self.name, self, "window_count")
 
     def engine_priority(self, view: View, program: ProgramView) -> int:
-        """Return the number of a turn that is granted now, which is counted already."""
+        """Return the number of a turn that is granted now, which already counts."""
         return _encoded(self._step(program.turn_count - 1), program)
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the number of the turn that waits first."""
+        """Return the number of the first waiting turn."""
         return _encoded(self._step(program.turn_count), program)
 
     def _step(self, turns_before_count: int) -> int:
@@ -60,14 +59,14 @@ class OrbitStep:
 
 @dataclass(frozen=True, slots=True)
 class OrbitJudge:
-    """Programs that a judge expects to succeed come first; those without a verdict as by `orbit-step`."""
+    """Programs that a judge expects to succeed come first; without a verdict, as in `orbit-step`."""
 
     window_count: int = 10
     """Turns in a step, until there is a verdict."""
     name: ClassVar[str] = "orbit-judge"
 
     def __post_init__(self) -> None:
-        """Refuse what `orbit-step` does."""
+        """Reject what `orbit-step` rejects."""
         OrbitStep(self.window_count)
 
     def engine_priority(self, view: View, program: ProgramView) -> int:
@@ -77,13 +76,13 @@ class OrbitJudge:
         return _encoded(program.level, program)
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the number of the turn that waits first."""
+        """Return the number of the first waiting turn."""
         if program.level is None:
             return OrbitStep(self.window_count).restore_rank(program)
         return _encoded(program.level, program)
 
 
 def _encoded(step_count: int, program: ProgramView) -> int:
-    """Put a step or level, lower first, and then the expected length, shorter first, into one of 31 bits."""
+    """Pack a step or level, lower first, and the expected length, shorter first, into 31 bits."""
     length_tokens = min(program.expected_output_tokens, MAX_LENGTH_TOKENS)
     return min(step_count, MAX_LEVEL_COUNT) * (MAX_LENGTH_TOKENS + 1) + length_tokens

@@ -1,28 +1,27 @@
-"""`plas` and `atlas`: who got least of the engines so far is served first, as a priority of engines and as an order.
+"""`plas` and `atlas`: least attained service first, as a priority of engines and as an order.
 
 Theory of operation
 ===================
-Autellix (arXiv 2502.13965, Algorithm 1) ranks a call by the service that its program attained in earlier calls:
-programs that took little so far are likely to be through soon, so putting them first lowers the mean over
-programs, without knowing how long any of them will be. Service is put into K ranges, the *levels*, and inside a level
-it is first come, first served. A new call begins at the level of its program, not at the first.
+Autellix (arXiv 2502.13965, Algorithm 1) ranks a call by the service that its program attained in earlier calls.
+Programs that took little so far are likely to end soon, so putting them first lowers the mean over programs, without
+knowing how long any of them will be. Service is divided into K ranges, the *levels*; inside a level it is first come,
+first served. A new call begins at the level of its program, not at the first.
 
 - PLAS: the service of a program is the sum over its calls.
-- ATLAS: it is the longest chain of calls. A turn inherits the program's service when it goes to an engine; when it
-  ends, the program's service is the larger of what it was and what was inherited plus the turn's own. For programs
+- ATLAS: it is the longest chain of calls. A turn inherits the program's service when it goes to an engine. When it
+  ends, the program's service is the larger of its old value and the inherited service plus the turn's own. For programs
   that take one turn at a time both are the same.
 - Against starvation a call goes to the first level while its program waited beta (`starved_ratio`) times as long as it
-  was served. Both times are kept, so that a program that starves is moved up until it has caught up.
+  was served. Both times are kept, so a starving program is moved up until it has caught up.
 
-The numbers for K, the ranges and beta are chosen here. They are those of a
-public re-implementation, the baseline of MARS' authors: four levels from 0, 2,048, 8,192 and 32,768 tokens on, beta
-2. As there, service counts in tokens that an engine computed: prompt tokens that were not cached, and generated ones.
-The times for beta are seconds, from the signals: a turn waited until it was granted, and in the engine until its
-first token, but for what the prefill took at the speed that was learned; where no first token is seen it was served
-all the time.
+The numbers for K, the ranges and beta are chosen here. They are those of a public re-implementation, the baseline of
+MARS' authors: four levels from 0, 2,048, 8,192 and 32,768 tokens on, beta 2. As there, service counts tokens that an
+engine computed: uncached prompt tokens, and generated ones. The times for beta are seconds, from the signals: a turn
+waited until it was granted, and in the engine until its first token, less its prefill at the learned speed; if no first
+token is seen it was served all the time.
 
-A proxy says the priority once, when the turn is granted. What only an engine can do: move a call down while it runs,
-when its level's quantum is used up, move a waiting one up, and swap those out that are not in the batch.
+A proxy sets the priority once, when the turn is granted. Only an engine can move a call down while it runs, when its
+level's quantum is used up, move a waiting one up, and swap out those that are not in the batch.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 
 LEVEL_S = 1e9
-"""Distance of two levels in the paused queue, inside which the time of arrival orders."""
+"""Distance of two levels in the paused queue; inside a level the time of arrival orders."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """One that is in flight: the service that it inherited, and the time to its first token if that was seen."""
+    """A turn in flight: the service that it inherited, and the time to its first token if seen."""
 
     inherited_tokens: int
     launch_delay_s: float = 0.0
@@ -60,7 +59,7 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Attained:
-    """What a program got. `waits` says whether the wait of its next turn counts: the others run beside that one."""
+    """What a program got. `waits` says whether its next turn's wait counts: the others run beside that one."""
 
     service_tokens: int = 0
     service_s: float = 0.0
@@ -73,7 +72,7 @@ class _Attained:
 class Plas:
     """`level_count` ranges of attained service: up to `first_tokens`, and each later one `ratio` times as far.
 
-    A program that waited `starved_ratio` times as long as it was served goes to the first; `inf` never does that.
+    A program that waited `starved_ratio` times as long as it was served goes to the first; `inf`: never.
     """
 
     level_count: int = 4
@@ -90,7 +89,7 @@ class Plas:
     _attained: dict[str, _Attained] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         check_whole_from_one(self.name, self, "level_count")
         if not (self.first_tokens > 0 and self.ratio > 1 and self.starved_ratio > 0):
             raise ConfigurationError(
@@ -101,11 +100,11 @@ class Plas:
 
     @property
     def name(self) -> str:
-        """Return the paper's word."""
+        """Return the paper's name."""
         return "atlas" if self.critical_path else "plas"
 
     def level(self, program_id: str) -> int:
-        """Return the level of a program's next call, 0 for the one that is served first. Cost: O(log levels)."""
+        """Return the level of a program's next call; 0 is served first. Cost: O(log levels)."""
         attained = self._attained.get(program_id)
         if attained is None:
             return 0
@@ -114,11 +113,11 @@ class Plas:
         return bisect_right(self._bounds, attained.service_tokens)
 
     def engine_priority(self, view: View, program: ProgramView) -> int:
-        """Return the level: an engine serves those of one level as they came."""
+        """Return the level: an engine serves those of one level in order of arrival."""
         return self.level(program.program_id)
 
     def restore_rank(self, program: ProgramView) -> float:
-        """Return the level, and inside a level when the turn came; of one at its tool, when the program did."""
+        """Return the level, then the arrival of the turn; for an acting program, its own arrival."""
         came_s = program.waiting_since_s if program.phase is Phase.REASONING else program.opened_s
         return self.level(program.program_id) * LEVEL_S + came_s
 

@@ -5,29 +5,30 @@ Theory of operation
 Every delta_s seconds, for each replica with capacity C:
 
 - It *thrashes* when C is smaller than the claims of its reasoning programs plus those of its acting programs, each
-  weighed by f(t) = 2^(-t / half_life_s) with t the seconds its tool has run [Eq. 7].
-- Then programs are paused until the weighed sum is under lambda_max * C, in the order of
-  S_pause(P) = 1/c + 1[acting]: acting programs first, the shortest first [Eq. 11]. A reasoning program is only
-  marked and pauses at the end of its turn; its claim counts as gone at once here, so no more are marked than needed.
-  If there is room for it again at a check before that, the mark is taken back.
+  weighed by f(t) = 2^(-t / half_life_s), where t is the seconds its tool has run [Eq. 7].
+- Then programs are paused until the weighed sum is under lambda_max * C, in the order of S_pause(P) = 1/c + 1[acting]:
+  acting programs first, the shortest first [Eq. 11]. A reasoning program is only marked and pauses at the end of its
+  turn; its claim counts as gone at once here, so no more are marked than needed. If a check before that finds room for
+  it again, the mark is removed.
 
 Then, while a replica's sum is under lambda_min * C, programs are restored from the one global queue without passing
-lambda_max * C, in the order of S_restore(P) = 1/c + 1[reasoning]: those with a turn first, the shortest first
-[Eq. 10]. A paused program's memory counts as gone, so it is restored on the replica with most room [4.3.2].
+lambda_max * C, in the order of S_restore(P) = 1/c + 1[reasoning]: those with a turn first, the shortest first [Eq. 10].
+A paused program's memory counts as gone, so it is restored on the replica with most room [4.3.2].
 
-Both sides use the same sum, with two differences that keep programs from bouncing: for a restore, a marked program
-still counts, because its memory is not free before its turn has ended; and at a moment at which some replica
-thrashes, only programs with a turn are restored.
+Both sides use the same sum, with two differences that keep programs from bouncing. For a restore, a marked program
+still counts, because its memory is not free before its turn has ended. While some replica thrashes, only programs with
+a turn are restored.
 
-Between two of these moments, a turn whose program is new or paused is granted at once if its claim fits under
-lambda_max * C beside all other claims and nobody in the queue comes before it. There an acting program counts in full:
-f(t) says what may be taken from it at the next check, but until then its memory is in use. When replicas come or go the
-queue is served at once.
+Between two checks, a turn whose program is new or paused is granted at once if its claim fits under lambda_max * C
+beside all other claims and nobody in the queue comes before it. There an acting program counts in full: f(t) says what
+may be taken from it at the next check, but until then its memory is in use. When replicas come or go the queue is
+served at once.
 
-A replica whose capacity is not known has room for everyone.
+A replica of unknown capacity has room for everyone.
 
-Two ratios that the paper does not have apart serve the settings of its public ports, which begin to pause at 0.95 of
-the capacity (`thrash_ratio`), pause down to 0.80 (`lambda_max`) and restore up to 0.85 (`restore_ratio`).
+The paper has no separate `thrash_ratio` and `restore_ratio`. They serve the settings of its public ports, which begin
+to pause at 0.95 of the capacity (`thrash_ratio`), pause down to 0.80 (`lambda_max`) and restore up to 0.85
+(`restore_ratio`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ThunderAgent:
     stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         if not self.delta_s > 0:
             raise ConfigurationError(f"thunderagent: delta_s must be over 0, not {self.delta_s}")
         check_not_negative("thunderagent", self, "half_life_s", "reserve_tokens")
@@ -102,7 +103,7 @@ class ThunderAgent:
 
     @property
     def tick_s(self) -> float:
-        """Return delta_s: a check must not come later than that."""
+        """Return delta_s: a check must not come later."""
         return self.delta_s
 
     @property
@@ -111,7 +112,7 @@ class ThunderAgent:
         return ClaimRules(half_life_s=self.half_life_s, reserve_tokens=self.reserve_tokens)
 
     def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return infinity: decay takes the place of pausing."""
+        """Return infinity: decay replaces pausing."""
         return inf
 
     def pause_rank(self, program: ProgramView) -> float:
@@ -143,7 +144,7 @@ class ThunderAgent:
         return Placement(replica, Reason.FITS)
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause where it thrashes and restore where there is room, every delta_s; restore when replicas change."""
+        """Pause on thrashing replicas and restore where there is room, every delta_s; restore when replicas change."""
         if moment is Moment.TICK and floor(view.now_s / self.delta_s) != floor(view.previous_tick_s / self.delta_s):
             relieved = [self._relieve(view, replica) for replica in view.replicas]
             self._refill(view, acting_too=not any(relieved))
@@ -151,9 +152,9 @@ class ThunderAgent:
             self._refill(view, acting_too=True)
 
     def _relieve(self, view: View, replica: ReplicaView) -> bool:
-        """Pause, then mark, until the projected sum is under the high watermark; say whether it thrashed.
+        """Pause, then mark, until the projected sum is under the high watermark; return whether it thrashed.
 
-        Where it does not, marks are taken back for which there is room under that.
+        If it did not, unmark programs for which there is room under that.
         """
         account = replica.account
         capacity_tokens = account.capacity_tokens
@@ -178,8 +179,8 @@ class ThunderAgent:
     def _refill(self, view: View, *, acting_too: bool) -> None:
         """Restore from the queue onto the replica with most room, as long as the first in the queue fits there.
 
-        Where one waits that is routed to the replica and comes before the first in the queue, that one is restored. One
-        that became larger than every replica while it waited will never fit: it is let in at once, as in `place`.
+        If a program routed to the replica comes before the first in the queue, restore that one. A program that became
+        larger than every replica while it waited will never fit: it is let in at once, as in `place`.
         """
         rooms = [
             (*self._order_of_room(view, replica), index, replica)
@@ -202,7 +203,7 @@ class ThunderAgent:
             heapreplace(rooms, (*self._order_of_room(view, replica), index, replica))
 
     def _next_for(self, view: View, replica: ReplicaView, *, acting_too: bool) -> ProgramView | None:
-        """Return who is to be restored next on a replica: of those that may go anywhere or are routed there."""
+        """Return the next program to restore on a replica, of those that may go anywhere or are routed there."""
         first = view.first_waiting() or (view.first_paused_acting() if acting_too else None)
         if first is not None:
             return view.first_routed_before(first, replica) or first
@@ -222,12 +223,12 @@ class ThunderAgent:
         return self._restore_ratio * capacity_tokens - replica.account.weighed_tokens(view.now_s)
 
     def _order_of_room(self, view: View, replica: ReplicaView) -> tuple[float, int, int]:
-        """Order replicas by room, most first; among equals, as where no capacity is known, by what is there already."""
+        """Order replicas by room, most first; among equals, as when no capacity is known, by current load."""
         account = replica.account
         return -self._room_tokens(view, replica), account.demand_tokens, account.turn_count
 
     def _free_tokens(self, replica: ReplicaView) -> float:
-        """Return what no program claims: unlike room, with acting programs in full."""
+        """Return what no program claims: unlike room, this counts acting programs in full."""
         capacity_tokens = replica.account.capacity_tokens
         if capacity_tokens is None:
             return inf

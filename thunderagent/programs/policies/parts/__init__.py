@@ -1,1 +1,1 @@
-"""Orders, victims and admissions that go with any policy."""
+"""Orders, victims and admissions for any policy."""

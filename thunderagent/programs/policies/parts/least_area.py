@@ -1,36 +1,36 @@
-"""`least-area`: who is through for least memory and time comes first, an order of the paused queue.
+"""`least-area`: the program that ends for least memory times time comes first, an order of the paused queue.
 
 Theory of operation
 ===================
-Where memory is what is short, a program costs its *area*: the tokens that it holds, times the time for which it holds
-them. The mean time of programs is least if those come first that come to their end for least area, as the shortest job
-comes first where a processor is short. Neither how long a program will be is known, nor how large, but both can be
-learned while programs end.
+If memory is short, a program costs its *area*: the tokens that it holds, times the time for which it holds them. The
+mean time of programs is lowest if those come first that end for least area, as the shortest job comes first if a
+processor is short. How long and how large a program will be is unknown, but both can be learned while programs end.
 
 **How long.** A life table on a logarithmic scale counts, for each interval of turns, how many programs *ended* in it
 and how many *passed* it (Kaplan and Meier; programs that still run say nothing of later intervals). Until enough ended
 it is drawn towards a guess with a heavy tail.
 
-**How large.** What a turn adds to a context is learned as a mean over all programs. One that has c tokens now and takes
-n more turns holds n·(c + g·n/2), in tokens times turns: that a turn takes equally long for all is good enough here.
+**How large.** What a turn adds to a context is learned as a mean over all programs. A program that has c tokens now and
+takes n more turns holds n·(c + g·n/2), in tokens times turns: it is accurate enough to assume that all turns take
+equally long.
 
-**The index** of a program after a turns is the area for each end that it brings,
+**The index** of a program after a turns is the area per end that it brings,
 
     I(a, c) = min over d of E[area of the next d turns, or fewer if it ends] / P(it ends within d turns),
 
-which is one over its Gittins index with the area as the cost. Where programs are alike in length, it grows with what a
-program holds and shrinks as it comes near its end; where a few are far longer than the rest, it falls back once it has
-outlived the short ones, as ORBIT's steps do, but at the turns where that is so on this load; and a program that comes
-with a whole book comes behind those that come with a question, as under MARS, but not behind all of them.
+which is one over its Gittins index with the area as the cost. If programs are alike in length, it grows with what a
+program holds and shrinks as it nears its end. If a few are far longer than the rest, a program falls back once it has
+outlived the short ones, as in ORBIT's steps, but at the turns where that holds for this load. A program that starts
+with a whole book comes behind those that start with a question, as under MARS, but not behind all of them.
 
-**Who began.** A program that was let in before and lost its claim counts with `begun_ratio` of its area: what still
-lies in memory of its history need not be computed again, and the longer it waits the more of that is lost.
+**Who began.** A program that was let in before and lost its claim counts with `begun_ratio` of its area: the part of
+its history that is still in memory need not be computed again, and the longer it waits the more of that is lost.
 
-**The bound.** Whose turns have waited, in all of its life, for longer than `bound_ratio` times the median time that
-programs take, as learned, comes before everybody else, whoever has waited for longest first. So those that come later
-are let in before it for no longer than that in sum: a large program that loses its claim again and again would else
-wait as long each time. Only then does a rank change while a program waits, whatever is learned meanwhile; whether it is
-so is looked at whenever a turn or a program ends, and so before there is room.
+**The bound.** A program whose turns have waited, over its whole life, longer than `bound_ratio` times the learned
+median time of programs comes before all others, the longest wait first. So in sum, later programs are let in before it
+for no longer than that: otherwise a large program that loses its claim again and again would wait as long each time.
+Only then does a rank change while a program waits, whatever is learned meanwhile. This is checked whenever a turn or a
+program ends, and so before there is room.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from thunderagent.programs.policies.setting_checks import check_not_negative
 
 @dataclass(frozen=True, slots=True)
 class LeastArea:
-    """Rank by the index, and those first who waited for `bound_ratio` times the median residence in all."""
+    """Rank by the index; programs that waited `bound_ratio` times the median residence in all come first."""
 
     bound_ratio: float = 4.0
     """A program that waited this many median residences in all comes before all. `inf`: never; `0`: longest wait first.
@@ -56,7 +56,7 @@ class LeastArea:
     begun_ratio: float = 0.5
     """What a program counts that lost its claim. Lower it if programs are often paused in the middle."""
     areas: Areas = field(init=False, repr=False, compare=False)
-    """What it learned, which is compiled where the core is; it does what follows, too."""
+    """What it learned and does, in a class that is compiled where the core is."""
     restore_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
     observe: Observe = field(init=False, repr=False, compare=False)
     export: Callable[[], LengthsRecord] = field(init=False, repr=False, compare=False)
@@ -64,7 +64,7 @@ class LeastArea:
     name: ClassVar[str] = "least-area"
 
     def __post_init__(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Reject invalid settings."""
         check_not_negative(self.name, self, "bound_ratio", "begun_ratio")
         object.__setattr__(self, "areas", Areas(bound_ratio=self.bound_ratio, begun_ratio=self.begun_ratio))
         for name in ("restore_rank", "observe", "export", "adopt"):

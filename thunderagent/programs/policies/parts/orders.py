@@ -1,4 +1,4 @@
-"""Orders in which the paused queue is restored that need one line each."""
+"""One-line orders for restoring the paused queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunderagent.programs.model.views import ProgramView
 
 @dataclass(frozen=True, slots=True)
 class Fcfs:
-    """First come, first served: the program comes first that is there for longest."""
+    """First come, first served: the program that has been here longest comes first."""
 
     name: ClassVar[str] = "fcfs"
 
@@ -21,7 +21,7 @@ class Fcfs:
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """The smallest claim comes first. Large programs may wait for ever; it is here to be compared with."""
+    """The smallest claim comes first. Large programs may wait for ever; it is for comparison."""
 
     name: ClassVar[str] = "shortest"
 

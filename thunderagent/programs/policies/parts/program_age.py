@@ -16,5 +16,5 @@ class ProgramAge:
     name: ClassVar[str] = "age"
 
     def engine_priority(self, view: View, program: ProgramView) -> int:
-        """Return the opening time: who was there first is served first."""
+        """Return the opening time: the oldest program is served first."""
         return int(program.opened_s * 10)

@@ -1,4 +1,4 @@
-"""Who is paused first where memory is short, in one line each."""
+"""One-line choices of who is paused first when memory is short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thunderagent.programs.model.views import ProgramView
 
 @dataclass(frozen=True, slots=True)
 class Youngest:
-    """The program that came last; the last unfinished member of a group never before others."""
+    """The newest program first; the last unfinished member of a group never before others."""
 
     name: ClassVar[str] = "youngest"
 
@@ -22,7 +22,7 @@ class Youngest:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The program with the largest claim: fewest are paused; the last unfinished member of a group after all others."""
+    """The largest claim first: fewest are paused; the last unfinished member of a group after all others."""
 
     name: ClassVar[str] = "largest"
 

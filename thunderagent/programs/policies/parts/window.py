@@ -20,7 +20,7 @@ class Window:
     name: ClassVar[str] = "window"
 
     def __post_init__(self) -> None:
-        """Refuse a window that lets nobody in."""
+        """Reject a window that lets nobody in."""
         check_whole_from_one("window", self, "n")
 
     def rank(self, program: ProgramView) -> float:
@@ -28,5 +28,5 @@ class Window:
         return program.opened_s
 
     def next(self, view: View, moment: Moment) -> ProgramView | None:
-        """Return who waits for longest, while there is a place."""
+        """Return the program that has waited longest, while there is a place."""
         return view.first_unadmitted() if view.admitted_count < self.n else None

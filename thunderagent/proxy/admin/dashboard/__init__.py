@@ -1,6 +1,6 @@
-"""The dashboard: a page of static files, which asks the admin API for all that it shows.
+"""The dashboard: a page of static files, which asks the admin API for everything that it shows.
 
-The browser may run and load only what comes from here, and sends nothing elsewhere: the page works without a network,
+The browser may run and load only what comes from here, and sends nothing elsewhere. The page works without a network,
 and an id of a program that looks like HTML stays text.
 """
 
@@ -45,7 +45,7 @@ class _File:
 
 
 class Dashboard:
-    """Handlers of the page and its files, which are read once."""
+    """Handlers of the page and its files, which are read once at the start."""
 
     def __init__(self) -> None:
         """Read the files."""
@@ -69,11 +69,11 @@ class Dashboard:
         return self._answer(request, INDEX)
 
     async def page_without_slash(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Send the browser to the page's one address: what it loads is named from there."""
+        """Redirect the browser to the page's one address: the page's links are relative to it."""
         return web.Response(status=308, headers={"Location": "../dashboard"})
 
     async def file(self, request: web.Request) -> web.Response:
-        """Give one of the files that the page is made of."""
+        """Serve one of the page's files."""
         return self._answer(request, request.match_info["name"])
 
     def _answer(self, request: web.Request, name: str) -> web.Response:

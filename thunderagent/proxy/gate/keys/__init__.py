@@ -1,4 +1,4 @@
-"""API keys: which one a request brings, where they are kept, and what each may use."""
+"""API keys: which one a request has, where they are stored, and what each may use."""
 
 from thunderagent.proxy.gate.keys.keyring import (
     COOKIE,

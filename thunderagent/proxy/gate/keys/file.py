@@ -1,8 +1,8 @@
 """A file of keys with names, expiry and limits, which may change while the proxy runs.
 
-It is JSON: {"keys": [{"name": "ci", "sha256": "...", "expires": "2027-01-01T00:00:00Z", "turns_per_min": 60}]}. Whoever
-changes it writes another file and renames that, so that nobody reads half of it. The proxy reads it again when it has
-changed; a file that is wrong changes nothing, and is told of in the log.
+It is JSON: {"keys": [{"name": "ci", "sha256": "...", "expires": "2027-01-01T00:00:00Z", "turns_per_min": 60}]}. To
+change it, write another file and rename that, so that nobody reads half of it. The proxy reads it again when it has
+changed; an invalid file changes nothing, and is logged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KeyLimitsEntry(BaseModel):
 
 
 class KeyEntry(KeyLimitsEntry):
-    """A key as the file has it."""
+    """A key as stored in the file."""
 
     name: str = Field(pattern=f"^{NAME}$", description="whose it is; what stands before a slash is its tenant")
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -52,7 +52,7 @@ class KeyEntry(KeyLimitsEntry):
     expires: AwareDatetime | None = Field(None, description="from then on it lets nobody in; null is never")
 
     def key(self) -> Key:
-        """Return the key that this is."""
+        """Return the key."""
         limits = KeyLimits(self.turns_per_min, self.tokens_per_min, self.programs_count, self.held_turns_count)
         expires_s = inf if self.expires is None else self.expires.timestamp()
         return Key(self.name, bytes.fromhex(self.sha256), self.admin, expires_s, limits)
@@ -82,7 +82,7 @@ def read_keys(path: Path) -> list[KeyEntry]:
 
 
 def write_keys(path: Path, entries: list[KeyEntry]) -> None:
-    """Replace a file, at once and readable by its owner alone. Raises OSError."""
+    """Replace a file, atomically and readable by its owner alone. Raises OSError."""
     rows = [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
@@ -95,9 +95,9 @@ def write_keys(path: Path, entries: list[KeyEntry]) -> None:
 
 
 def add_key(path: Path, name: str, *, admin: bool, expires: datetime | None, limits: KeyLimitsEntry) -> str:
-    """Mint a key into a file, which is made if there is none; return it.
+    """Mint a key into a file, created if needed; return the key.
 
-    Raises `KeyExistsError`, and `ConfigurationError` for a file that is wrong or a name that is odd.
+    Raises `KeyExistsError`, and `ConfigurationError` for an invalid file or name.
     """
     entries = read_keys(path) if path.exists() else []
     if any(entry.name == name for entry in entries):
@@ -112,7 +112,7 @@ def add_key(path: Path, name: str, *, admin: bool, expires: datetime | None, lim
 
 
 class KeysFile:
-    """Keeps a keyring as a file says."""
+    """Keeps a keyring in line with a file."""
 
     def __init__(self, path: Path, keyring: Keyring) -> None:
         """Read the file. Raises `ConfigurationError`."""
@@ -126,19 +126,19 @@ class KeysFile:
         return f"<KeysFile {self.path}>"
 
     async def run(self) -> None:
-        """Look until cancelled whether it has changed."""
+        """Check until cancelled whether it has changed."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
             if self._stamp() != self._seen:
                 await self.reload()
 
     async def reload(self) -> None:
-        """Read it again; keep the keys that there are if it is wrong."""
+        """Read it again; keep the current keys if it is invalid."""
         async with self._lock:
             await self._read()
 
     async def add(self, name: str, *, admin: bool, expires: datetime | None, limits: KeyLimitsEntry) -> str:
-        """Mint a key, have it in the file and let it in; return it. Raises `KeyExistsError`, `ConfigurationError`."""
+        """Mint a key, store it and accept it; return it. Raises `KeyExistsError`, `ConfigurationError`."""
         async with self._lock:
             if self._keyring.named(name) is not None:
                 raise KeyExistsError(f"there is a key {name!r} already")
@@ -147,7 +147,7 @@ class KeysFile:
             return key
 
     async def remove(self, name: str) -> None:
-        """Take a key out of the file: it lets nobody in from now on. Raises `NotFoundError`, `ConfigurationError`."""
+        """Remove a key from the file: it is no longer accepted. Raises `NotFoundError`, `ConfigurationError`."""
         async with self._lock:
             entries = await asyncio.to_thread(read_keys, self.path)
             rest = [entry for entry in entries if entry.name != name]
@@ -178,7 +178,7 @@ class KeysFile:
         )
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """Return what tells one version of the file from another; None while there is none."""
+        """Return what distinguishes versions of the file; None while there is none."""
         try:
             found = self.path.stat()
         except OSError:
@@ -187,7 +187,7 @@ class KeysFile:
 
 
 def expires_of(text: str, now: datetime | None = None) -> datetime:
-    """Read `30d`, `12h` or a date with or without a time, as 2027-01-01T00:00:00Z. Raises `ConfigurationError`."""
+    """Parse `30d`, `12h` or a date with or without a time, as 2027-01-01T00:00:00Z. Raises `ConfigurationError`."""
     number, unit = text[:-1], text[-1:]
     if number.isascii() and number.isdigit() and unit in ("d", "h"):
         seconds = int(number) * (86_400 if unit == "d" else 3_600)

@@ -1,6 +1,6 @@
-"""Which key a request brings, and whether it is one of those that let somebody in.
+"""Which key a request has, and whether it is accepted.
 
-Keys are random, so that one round of SHA-256 is enough to hide them; each is compared in constant time.
+Keys are random, so one round of SHA-256 is enough to hide them; each is compared in constant time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
 from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
 
 KEY_HEADER = "X-ThunderAgent-Key"
-"""Ours alone: whoever sends it keeps `Authorization` for the engine."""
+"""Our own header: a client that uses it keeps `Authorization` for the engine."""
 
 COOKIE = "thunderagent_login"
-"""Where a browser keeps what it got for an admin key. A key itself is taken from no cookie."""
+"""Where a browser keeps its login for an admin key. A key itself is never read from a cookie."""
 
 KEY_PREFIX = "tak_"
 NAME = r"[A-Za-z0-9_.@-]{1,64}(?:/[A-Za-z0-9_.@-]{1,64})?"
 _LINE = re.compile(rf"(?P<name>{NAME}):sha256:(?P<digest>[0-9a-f]{{64}})")
 _KEY: ContextVar[Key | None] = ContextVar("key", default=None)
-"""Of the request that is being handled; aiohttp handles each in a context of its own."""
+"""The key of the current request; aiohttp handles each in a context of its own."""
 _MAY_ALL: ContextVar[bool] = ContextVar("may_all", default=True)
-"""Whether that request may do what needs an admin key: it brings one, or there are no keys."""
+"""Whether that request may do what needs an admin key: it has one, or there are no keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,17 @@ class Key:
     digest: bytes
     is_admin: bool
     expires_s: float = inf
-    """Unix time from which on it lets nobody in."""
+    """Unix time from which on it is no longer accepted."""
     limits: KeyLimits = NO_LIMITS
 
     @property
     def tenant(self) -> str:
-        """Who has it: its name, or what stands before a slash there, where a tenant has several."""
+        """Its owner: the name, or the part before a slash if the tenant has several keys."""
         return self.name.partition("/")[0]
 
 
 def mint_key(name: str) -> tuple[str, str]:
-    """Return a new key and the line of it for the configuration. Raises `ConfigurationError` for an odd name."""
+    """Return a new key and its line for the configuration. Raises `ConfigurationError` for an invalid name."""
     key = KEY_PREFIX + token_urlsafe(32)
     line = f"{name}:sha256:{digest_of(key).hex()}"
     _read_line(line, is_admin=False)
@@ -75,7 +75,7 @@ def mint_key(name: str) -> tuple[str, str]:
 
 
 def digest_of(text: str) -> bytes:
-    """Return what a key is known by."""
+    """Return the hash by which a key is known."""
     return sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -87,7 +87,7 @@ def _read_line(line: str, *, is_admin: bool) -> Key:
 
 
 class Keyring:
-    """The keys that let somebody in: those of the configuration, and those of a file, which may change."""
+    """The accepted keys: those of the configuration, and those of a file, which may change."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Keyring:
         has_file: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read lines of the configuration. Raises `ConfigurationError` if one is none, or a name comes twice.
+        """Read lines of the configuration. Raises `ConfigurationError` for an invalid line or a repeated name.
 
-        Where a file of keys goes with them (`has_file`) keys are asked for, even while it is empty.
+        With a file of keys (`has_file`) keys are required, even while it is empty.
         """
         self.keys: tuple[Key, ...] = ()
-        """All of them, expired ones too."""
+        """All of them, including expired ones."""
         self.filed: tuple[Key, ...] = ()
         """Those of the file."""
         self._lined: tuple[Key, ...] = ()
@@ -123,17 +123,17 @@ class Keyring:
 
     @property
     def has_admin_keys(self) -> bool:
-        """Whether there is anybody who may call the admin API."""
+        """Whether anybody may call the admin API."""
         return any(key.is_admin for key in self.keys)
 
     def set_lines(self, data_lines: Iterable[str], admin_lines: Iterable[str]) -> None:
-        """Take these lines of the configuration in place of the last. Raises `ConfigurationError`, changing nothing."""
+        """Replace the lines of the configuration. Raises `ConfigurationError`, changing nothing."""
         lined = [_read_line(line, is_admin=False) for line in data_lines]
         lined += [_read_line(line, is_admin=True) for line in admin_lines]
         self._take(tuple(lined), self.filed)
 
     def set_filed(self, keys: Iterable[Key]) -> None:
-        """Take these keys of the file in place of the last. Raises `ConfigurationError`, changing nothing."""
+        """Replace the keys of the file. Raises `ConfigurationError`, changing nothing."""
         self._take(self._lined, tuple(keys))
 
     def _take(self, lined: tuple[Key, ...], filed: tuple[Key, ...]) -> None:
@@ -147,11 +147,11 @@ class Keyring:
         return next((key for key in self.keys if key.name == name), None)
 
     def still(self, key: Key | None) -> Key | None:
-        """Return a key as it is now: None if it was revoked, or has expired."""
+        """Return a key's current state: None if it was revoked or has expired."""
         return None if key is None else self._by_digest(key.digest)
 
     def find(self, text: str) -> Key | None:
-        """Return the key that a text is, if any. Costs the same for every text, and grows with the number of keys."""
+        """Return the key for a text, if any. Costs the same for every text, and grows with the number of keys."""
         return self._by_digest(digest_of(text))
 
     def _by_digest(self, digest: bytes) -> Key | None:
@@ -162,7 +162,7 @@ class Keyring:
         return found if found is None or self._wall_clock() < found.expires_s else None
 
     def key_of(self, headers: CIMultiDictProxy[str]) -> Key | None:
-        """Return the key that a request brings: in our own header, or else in any of those that clients know."""
+        """Return the key of a request: in our own header, or otherwise in any of those that clients use."""
         own = headers.get(KEY_HEADER)
         texts = [own] if own is not None else _usual_texts(headers)
         for text in texts:
@@ -171,7 +171,7 @@ class Keyring:
         return None
 
     def take_out(self, headers: CIMultiDict[str]) -> None:
-        """Take every key of ours out of headers that go to an engine."""
+        """Remove all of our keys from headers that go to an engine."""
         headers.popall(KEY_HEADER, None)
         for name in ("Authorization", "X-API-Key"):
             texts = headers.getall(name, ())
@@ -193,7 +193,7 @@ def _bearer(text: str) -> str:
 
 
 def cookies_of(headers: MultiMapping[str]) -> Iterator[tuple[str, str]]:
-    """Yield the cookies of a request, of all its headers, by their names."""
+    """Yield the cookies of a request, of all its headers, by name."""
     for text in headers.getall("Cookie", ()):
         for each in text.split(";"):
             name, _, value = each.partition("=")
@@ -201,7 +201,7 @@ def cookies_of(headers: MultiMapping[str]) -> Iterator[tuple[str, str]]:
 
 
 def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
-    """Check that a request with this key may go on. Raises `KeyNeededError` (401), `AdminKeyNeededError` (403)."""
+    """Check that a request with this key may continue. Raises `KeyNeededError` (401), `AdminKeyNeededError` (403)."""
     _KEY.set(key)
     _MAY_ALL.set(key is not None and key.is_admin)
     if key is None:
@@ -218,12 +218,12 @@ def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
 
 
 def caller_key() -> Key | None:
-    """Return the key that the request brings which is being handled; None where it brings none."""
+    """Return the key of the current request; None if it has none."""
     return _KEY.get()
 
 
 def check_admin() -> None:
-    """Check, in a handler that takes data keys, that this request of it may be made. Raises as `check_key` does."""
+    """Check, in a handler that accepts data keys, for an admin key. Raises as `check_key` does."""
     if _MAY_ALL.get():
         return
     why = "what concerns every program needs an admin key"

@@ -1,9 +1,9 @@
-"""What single keys may use: turns and tokens in a minute, and programs at a time.
+"""What single keys may use: turns and tokens per minute, and programs at a time.
 
 A key has a bucket of turns and one of tokens, each as large as a minute's. A turn that finds one empty waits in the
-key's line, because clients such as Codex give up at a 429. What a turn took is known at its end, so the bucket of
-tokens may be overdrawn, and fills up again before the next turn goes on. Programs count from the first that was heard
-of them until they have ended; one too many gets 429, because it is that key's to end others.
+key's line, because clients such as Codex give up at a 429. A turn's tokens are known at its end, so the bucket of
+tokens may be overdrawn, and fills up again before the next turn goes on. Programs count from the first news of them
+until they have ended; one too many gets 429, because the key's owner can end others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
 from thunderagent.proxy.gate.rate_limit import Bucket
 
 HEARD = (TurnArrived, TurnFinished, TurnFailed, TurnAbandoned)
-"""What `Quotas.heard` is to be called with."""
+"""Events to call `Quotas.heard` with."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Account:
 
 
 class Quotas:
-    """Counts what keys use, and has them wait or refuses them."""
+    """Counts what keys use, and delays or refuses them."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Quotas:
         max_waiting_count: Callable[[Key], int],
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Begin with nothing used.
+        """Start with nothing used.
 
-        `lives` says whether there is a program of an id, `max_waiting_count` how many turns of a key may wait.
+        `lives` says whether a program exists, `max_waiting_count` how many turns of a key may wait.
         """
         self._lives = lives
         self._max_waiting_count = max_waiting_count
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._by_turn: dict[int, str] = {}
-        """Names of the keys of turns that have not ended, where tokens are limited."""
+        """Key names by turn that has not ended, if tokens are limited."""
         self._limited = Counter(
             "thunderagent_key_limited",
             "Turns that waited (turns, tokens) or programs refused (programs) by a limit of their key.",
@@ -66,7 +66,7 @@ class Quotas:
             self._limited.labels(limit)
 
     async def wait(self, key: Key) -> None:
-        """Wait until a key may begin one more turn, behind those of its turns that wait already.
+        """Wait until a key may begin one more turn, behind its turns that already wait.
 
         Raises `KeyHeldLimitError` if too many do.
         """
@@ -89,7 +89,7 @@ class Quotas:
             account.waiting_count -= 1
 
     def open_program(self, program_id: str) -> None:
-        """Count a program that the request's key may be about to begin. Raises `KeyProgramsLimitError`."""
+        """Count a program that the request's key may begin. Raises `KeyProgramsLimitError`."""
         key = caller_key()
         if key is None or key.limits.programs_count is None:
             return
@@ -104,7 +104,7 @@ class Quotas:
         account.program_ids.add(program_id)
 
     def heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        """Count the tokens of a turn when it ends. It arrives in the context of its request, which has the key."""
+        """Count the tokens of a turn when it ends. Its arrival runs in the context of its request, which has the key."""
         if isinstance(event, TurnArrived):
             key = caller_key()
             if key is not None and key.limits.tokens_per_min is not None:

@@ -1,4 +1,4 @@
-"""The APIs that turns are spoken in, each a `Dialect` in a file of its own; a new one is one file and one entry."""
+"""The APIs of turns, each a `Dialect` in a file of its own; a new one is one file and one entry."""
 
 from thunderagent.proxy.reading.dialects.anthropic import Anthropic
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Dialect, Usage
@@ -8,7 +8,7 @@ from thunderagent.proxy.reading.dialects.sglang import SGLang
 from thunderagent.proxy.reading.dialects.token_in import TokenIn
 
 CHAT = OpenAI()
-"""Also speaks wherever no other does."""
+"""Also used where no other dialect applies."""
 
 DIALECTS: tuple[Dialect, ...] = (
     CHAT,

@@ -1,7 +1,7 @@
 """The Messages API of Anthropic: `/v1/messages`.
 
-Its `input_tokens` leave out what came from the cache, which has counts of its own; the whole prompt is the sum. In a
-stream the first event counts the prompt, the last one the output, and with vLLM the prompt again, better.
+Its `input_tokens` exclude cached tokens, which have counts of their own; the whole prompt is the sum. In a stream the
+first event counts the prompt, the last one the output, and with vLLM the prompt again, better.
 """
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
@@ -63,10 +63,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def _merged(so_far: Usage, usage: _UsageObject | None) -> Usage:
-    """Return the usage with what one more event says of it.
+    """Return the usage updated by one more event.
 
-    Of two counts of the prompt the larger one holds: an event that leaves the cached tokens out of both places would
-    else make the prompt too small.
+    Of two counts of the prompt the larger one counts: an event that omits the cached tokens in both places would
+    otherwise make the prompt too small.
     """
     if usage is None:
         return so_far
@@ -84,7 +84,7 @@ def _merged(so_far: Usage, usage: _UsageObject | None) -> Usage:
 
 
 class _Reader:
-    """Follow a stream for `message_start` and `message_delta`."""
+    """Follows a stream for `message_start` and `message_delta`."""
 
     __slots__ = ("usage",)
 
@@ -99,7 +99,7 @@ class _Reader:
 
 
 class _Content(msgspec.Struct):
-    """A whole message as far as it says something."""
+    """The relevant parts of a whole message."""
 
     content: list[dict[str, Any]] = []
 
@@ -121,7 +121,7 @@ _decode_block_event = msgspec.json.Decoder(_BlockEvent).decode
 
 
 class _Completions:
-    """Put the blocks of a message together: its texts, and the tools that it calls."""
+    """Assembles the blocks of a message: its texts, and its tool calls."""
 
     __slots__ = ("_blocks", "_pieces", "kept_chars")
 
@@ -158,14 +158,14 @@ class _Completions:
 
 
 class Anthropic:
-    """Speak the Messages API."""
+    """The Messages API."""
 
     turn_paths: tuple[str, ...] = ("/v1/messages",)
     asks_for_usage = False  # a stream always has it
     token_id_fields: tuple[str, ...] = ()
 
     def speaks(self, path: str) -> bool:
-        """Speak at `/v1/messages` and below."""
+        """Return whether the path is `/v1/messages` or below."""
         return path == "/v1/messages" or path.startswith("/v1/messages/")
 
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
@@ -178,15 +178,15 @@ class Anthropic:
         return _merged(NO_USAGE, read.usage), read.key()
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
-        """Return what follows a stream."""
+        """Return a reader of a stream."""
         return _Reader()
 
     def completions(self) -> CompletionReader:
-        """Return what follows an answer for its blocks."""
+        """Return a reader of an answer's blocks."""
         return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
-        """Return the body of an error; `code` is one field more than the API has."""
+        """Return the body of an error; `code` is an additional field."""
         kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message, "code": code}}
 

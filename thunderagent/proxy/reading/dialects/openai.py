@@ -1,6 +1,6 @@
 """The chat and text completions of OpenAI.
 
-Usage comes in `usage`, in a stream in an event of its own that has no choices, if it was asked for.
+Usage is in `usage`; in a stream it is in an event without choices, if it was requested.
 """
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
@@ -31,14 +31,14 @@ class _Details(msgspec.Struct):
 
 
 class UsageObject(msgspec.Struct):
-    """The usage as the chat API says it."""
+    """The usage object of the chat API."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
     def read(self) -> Usage:
-        """Return it."""
+        """Convert it."""
         details = self.prompt_tokens_details
         cached_tokens = details.cached_tokens if details is not None else None
         return Usage(count(self.prompt_tokens), count(self.completion_tokens), count(cached_tokens))
@@ -57,16 +57,16 @@ _decode_calling = msgspec.json.Decoder(_Calling).decode
 
 
 class ChoicesReader:
-    """Follow a stream of chunks with choices; the last usage counts."""
+    """Follows a stream of chunks with choices; the last usage counts."""
 
     __slots__ = ("usage",)
 
     def __init__(self) -> None:
-        """Begin before the first event."""
+        """Start before the first event."""
         self.usage = NO_USAGE
 
     def read(self, events: bytes) -> None:
-        """Take in whole events; those without usage cost one search."""
+        """Read whole events; those without usage cost one search."""
         if b'"usage"' not in events:
             return
         for answer in read_events(events, b'"usage"', _decode_answer):
@@ -91,7 +91,7 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """A choice of a whole answer, or a piece of one."""
+    """A choice of a whole answer, or a piece of it."""
 
     index: int = 0
     text: str | None = None
@@ -108,7 +108,7 @@ _decode_choices = msgspec.json.Decoder(_Choices).decode
 
 
 class _Said:
-    """What one choice said so far."""
+    """What one choice contains so far."""
 
     __slots__ = ("calls", "has_message", "text", "token_ids")
 
@@ -120,7 +120,7 @@ class _Said:
         """Id, name and arguments of each call."""
 
     def add(self, choice: _Choice) -> int:
-        """Take in a piece; return how many characters that are."""
+        """Add a piece; return its number of characters."""
         message = choice.message or choice.delta
         text = (choice.text or "") + ((message.content or "") if message is not None else "")
         self.text.append(text)
@@ -155,7 +155,7 @@ class _Said:
 
 
 class _Completions:
-    """Put the choices together."""
+    """Assembles the choices."""
 
     __slots__ = ("_said", "kept_chars")
 
@@ -176,23 +176,23 @@ class _Completions:
 
 
 def error_body(status: int, code: str, message: str) -> dict[str, Any]:
-    """Return an error as OpenAI's APIs give it."""
+    """Return an error in the format of OpenAI's APIs."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 class OpenAI:
-    """Speak the completions API, of chats or of texts; a chat has no prompt of token ids to be looked for."""
+    """The completions API, of chats or of texts; a chat has no prompt of token ids to look for."""
 
     asks_for_usage = True
 
     def __init__(self, turn_path: str = "/v1/chat/completions", *token_id_fields: str) -> None:
-        """Speak at one path, where a prompt may be token ids in these fields."""
+        """Serve one path, where a prompt may be token ids in these fields."""
         self.turn_paths: tuple[str, ...] = (turn_path,)
         self.token_id_fields: tuple[str, ...] = token_id_fields
 
     def speaks(self, path: str) -> bool:
-        """Speak at its path."""
+        """Return whether it is this path."""
         return path in self.turn_paths
 
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
@@ -206,11 +206,11 @@ class OpenAI:
         return read.usage.read() if read.usage is not None else NO_USAGE, read.key()
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
-        """Return what follows a stream."""
+        """Return a reader of a stream."""
         return ChoicesReader()
 
     def completions(self) -> CompletionReader:
-        """Return what follows an answer for its choices."""
+        """Return a reader of an answer's choices."""
         return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
@@ -218,5 +218,5 @@ class OpenAI:
         return error_body(status, code, message)
 
     def break_off(self, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - the protocol's
-        """Return an event with an error, for which clients look in every event."""
+        """Return an event with an error; clients look for one in every event."""
         return event_of(error_body(500, code, message))

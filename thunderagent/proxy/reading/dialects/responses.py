@@ -1,7 +1,7 @@
 """The Responses API of OpenAI: `/v1/responses`.
 
 Usage comes with the whole response, which in a stream is in its last event. A response has an id by which a client may
-ask for it again; the replica that made it alone knows it.
+request it again; only the replica that made it knows it.
 """
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
@@ -68,7 +68,7 @@ def _usage(usage: _UsageObject | None) -> Usage:
 
 
 class _Reader:
-    """Follow a stream: its first event says the id, its last the usage."""
+    """Follows a stream: its first event has the id, its last the usage."""
 
     __slots__ = ("_keep_id", "_knows_id", "usage")
 
@@ -130,7 +130,7 @@ _decode_item = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def _item(item: msgspec.Raw) -> dict[str, Any]:
-    """Return an item of a response as far as a client sends it back. Raises one of `UNREADABLE`."""
+    """Return the parts of a response's item that a client sends back. Raises one of `UNREADABLE`."""
     if _decode_kind(item).type != "message":
         whole: dict[str, Any] = _decode_item(item)
         return whole
@@ -138,9 +138,9 @@ def _item(item: msgspec.Raw) -> dict[str, Any]:
 
 
 class _Completions:
-    """Gather the items of a response.
+    """Collects the items of a response.
 
-    A stream says them twice, each when it is done and all at the end, and engines give some of them other ids there.
+    A stream has them twice, each when it is done and all at the end, and engines give some of them other ids there.
     Some clients keep the former, others the latter, so both count.
     """
 
@@ -171,25 +171,25 @@ class _Completions:
 
 
 class Responses:
-    """Speak the Responses API."""
+    """The Responses API."""
 
     turn_paths: tuple[str, ...] = ("/v1/responses",)
     asks_for_usage = False  # a stream always ends with it
     token_id_fields: tuple[str, ...] = ()
 
     def speaks(self, path: str) -> bool:
-        """Speak at `/v1/responses` and below."""
+        """Return whether the path is `/v1/responses` or below."""
         return path == "/v1/responses" or path.startswith("/v1/responses/")
 
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:
-        """Return the usage of a whole response, and tell its id."""
+        """Return the usage of a whole response, and report its id."""
         response = _decode_response(answer)
         if response.id:
             keep_id(response.id)
         return _usage(response.usage)
 
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:
-        """Return the usage of a whole response, and the key of what it calls; tell its id."""
+        """Return the usage of a whole response, and the key of what it calls; report its id."""
         response = _decode_calling(answer)
         tool = response.key()
         if response.id:
@@ -197,11 +197,11 @@ class Responses:
         return _usage(response.usage), tool
 
     def reader(self, keep_id: KeepId) -> UsageReader:
-        """Return what follows a stream."""
+        """Return a reader of a stream."""
         return _Reader(keep_id)
 
     def completions(self) -> CompletionReader:
-        """Return what follows an answer for its items."""
+        """Return a reader of an answer's items."""
         return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """SGLang's own `/generate`.
 
-Usage comes in `meta_info`, in every event of a stream: each says all that is known by then. Several prompts, or several
-samples of one, are answered by a list, in a stream by events that have an `index`; their usage is summed.
+Usage is in `meta_info`, in every event of a stream, up to that event. Several prompts, or several samples of one, are
+answered by a list, in a stream by events that have an `index`; their usage is summed.
 """
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
@@ -28,7 +28,7 @@ from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
 from thunderagent.proxy.reading.tool_calls import Calls
 
 MAX_INDEXES = 1024
-"""So many answers in one stream are told apart."""
+"""How many answers in one stream are distinguished."""
 
 _INDEX = re.compile(rb'"index"\s*:\s*(\d+)\s*}\s*\Z')
 
@@ -52,7 +52,7 @@ _decode_answers = msgspec.json.Decoder(_Answer | list[_Answer]).decode
 
 
 def _sum(answers: list[_Answer]) -> Usage:
-    """Return what several answers used together."""
+    """Return the total usage of several answers."""
     usages = [answer.meta_info for answer in answers if answer.meta_info is not None]
     prompt, output, cached = (
         [tokens for tokens in map(count, counts) if tokens is not None]
@@ -71,7 +71,7 @@ def _read(answer: bytes) -> list[_Answer]:
 
 
 class _Reader:
-    """Keep the last event of each answer; only that one is decoded, because each repeats all the text before it."""
+    """Keeps the last event of each answer; only that one is decoded, because each repeats all the text before it."""
 
     __slots__ = ("_last",)
 
@@ -104,7 +104,7 @@ class _Generated(msgspec.Struct):
     meta_info: _MetaInfo | None = None
 
     def is_a_piece(self) -> bool:
-        """Say whether these tokens are the last ones only: an engine may be told to stream so."""
+        """Return whether these tokens are only the last ones: an engine may be configured to stream that way."""
         so_far = self.meta_info.completion_tokens if self.meta_info is not None else None
         count = written_ids(bytes(self.output_ids)).count(b",")
         return so_far is not None and 0 < count < so_far
@@ -119,7 +119,7 @@ def _read_generated(answer: bytes) -> list[_Generated]:
 
 
 class _Completions:
-    """Keep what counts of each answer: the last event, which repeats all before it, or every piece."""
+    """Keeps what counts of each answer: the last event, which repeats all before it, or every piece."""
 
     __slots__ = ("_events", "_in_pieces", "_whole", "kept_chars")
 
@@ -164,14 +164,14 @@ class _Completions:
 
 
 class SGLang:
-    """Speak the API of SGLang."""
+    """The API of SGLang."""
 
     turn_paths: tuple[str, ...] = ("/generate",)
     asks_for_usage = False  # it is in every event
     token_id_fields: tuple[str, ...] = ("input_ids",)
 
     def speaks(self, path: str) -> bool:
-        """Speak at `/generate` alone: SGLang's other paths are OpenAI's."""
+        """Return whether the path is `/generate`: SGLang's other paths are OpenAI's."""
         return path == "/generate"
 
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
@@ -184,15 +184,15 @@ class SGLang:
         return _sum([_Answer(read.meta_info)]), read.key()
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
-        """Return what follows a stream."""
+        """Return a reader of a stream."""
         return _Reader()
 
     def completions(self) -> CompletionReader:
-        """Return what follows an answer for its texts and tokens."""
+        """Return a reader of an answer's texts and tokens."""
         return _Completions()
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:  # noqa: ARG002 - the protocol's
-        """Return the body of an error; `code` is one field more than SGLang has."""
+        """Return the body of an error; `code` is an additional field."""
         return {"error": {"message": message, "code": code}}
 
     def break_off(self, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - the protocol's

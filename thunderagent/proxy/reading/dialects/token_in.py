@@ -1,8 +1,8 @@
 """Tokens in, tokens out: `/inference/v1/generate` of vLLM (0.32), as trainers use it.
 
-SkyRL (0.3) has an endpoint of its own beside it, for answers with the routed experts; they have no `usage`.
+SkyRL (0.3) has its own endpoint beside it, for answers with the routed experts; they have no `usage`.
 
-Its answers have `choices` and `usage` as the chat API has, and its streams are asked for usage in the same way.
+Its answers have `choices` and `usage` like the chat API, and its streams are asked for usage in the same way.
 """
 
 # interpreted: msgspec reads the types of its structs, which a compiled class does not keep
@@ -13,7 +13,7 @@ from thunderagent.proxy.reading.dialects.openai import OpenAI
 
 
 class TokenIn:
-    """Speak the token-in API as `OpenAI` speaks its own."""
+    """The token-in API, with the rules of `OpenAI`."""
 
     turn_paths: tuple[str, ...] = ("/inference/v1/generate", "/skyrl/v1/generate")
     asks_for_usage = True
@@ -30,5 +30,5 @@ class TokenIn:
         self.break_off = openai.break_off
 
     def speaks(self, path: str) -> bool:
-        """Speak under `/inference/` and `/skyrl/`."""
+        """Return whether the path is under `/inference/` or `/skyrl/`."""
         return path.startswith(("/inference/", "/skyrl/"))

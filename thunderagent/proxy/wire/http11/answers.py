@@ -1,10 +1,10 @@
-"""An answer as its reader has it: the head, and the body as it comes.
+"""An answer as its reader sees it: the head, and the body as it arrives.
 
-Pieces go to a function, if there is one, where they arrive, without waking a task. Nobody has to read: past
-`READ_AHEAD_BYTES` the server waits.
+Pieces go directly to a sink, if there is one, without waking a task. Nobody has to read: past `READ_AHEAD_BYTES` the
+server waits.
 
-An answer that breaks off fails whoever reads it, each time with an error of its own: an error that was kept would hold
-the frames that it passed, and they the answer, until a garbage collection.
+An answer that breaks off raises a new error for each reader: a stored error would keep its frames alive, and they the
+answer, until a garbage collection.
 """
 
 # compiled: each turn passes here, on both sides
@@ -23,30 +23,30 @@ from thunderagent.proxy.wire.failures import Failure
 from thunderagent.proxy.wire.http11.heads import AnswerHead
 
 READ_AHEAD_BYTES: Final = 2**20
-"""Of an answer that nobody takes, so much is read ahead before the server must wait."""
+"""How much of an answer without a reader is read ahead before the server must wait."""
 
 
 class Carrier(Protocol):
-    """The connection that an answer comes on."""
+    """The connection of an answer."""
 
     def pause_reading(self) -> None:
-        """Have the server wait."""
+        """Make the server wait."""
 
     def resume_reading(self) -> None:
-        """Let more come."""
+        """Accept more bytes."""
 
     def limit_silence(self, silence_s: float) -> None:
-        """Have another limit for silence from now on."""
+        """Change the limit for silence from now on."""
 
     def converse(self, client: Channel, stall_s: float) -> None:
-        """Send what a client says from now on; a server that takes nothing of it for so long is silent."""
+        """Send the client's bytes from now on; a server that reads none of them for `stall_s` counts as silent."""
 
     def give_up(self) -> None:
         """End the request, and the connection with it."""
 
 
 class Answer:
-    """An answer whose head is there; its body may still be on its way. Read it to its end, or close it."""
+    """An answer whose head has arrived; its body may still be on its way. Read it to its end, or close it."""
 
     __slots__ = (
         "_body",
@@ -68,7 +68,7 @@ class Answer:
     )
 
     def __init__(self, head: AnswerHead, connection: Carrier) -> None:
-        """Begin with a body of which nothing came."""
+        """Start before the first byte of the body."""
         self.status = head.status
         self.reason = head.reason
         self.headers: CIMultiDictProxy[str] = head.headers
@@ -99,12 +99,12 @@ class Answer:
         return known
 
     async def read(self) -> bytes:
-        """Return the whole body, or what is left of it; once more the same. Raises like `next_piece`."""
+        """Return the whole body, or what is left of it; repeatable. Raises like `next_piece`."""
         await self.whole_within(sys.maxsize)
         return self.whole()
 
     async def whole_within(self, max_bytes: int) -> bool:
-        """Wait for the whole body; False as soon as it is larger than that: then it waits for who takes pieces.
+        """Wait for the whole body; return False as soon as it is larger: it then waits for a reader of pieces.
 
         Raises like `next_piece`.
         """
@@ -118,13 +118,13 @@ class Answer:
         return self.is_whole
 
     def whole(self) -> bytes:
-        """Return the body of an answer that is whole, or what is left of it; once more the same."""
+        """Return the body of a complete answer, or what is left of it; repeatable."""
         if self._body is None:
             self._body = self._taken()
         return self._body
 
     async def next_piece(self) -> bytes:
-        """Return what came of the body; empty at its end. Raises `ClosedError`, `SilentError` or `TotalError`."""
+        """Return the next part of the body; empty at its end. Raises `ClosedError`, `SilentError` or `TotalError`."""
         while not self._pieces:
             if self.is_whole:
                 return b""
@@ -132,9 +132,9 @@ class Answer:
         return self._taken()
 
     async def pipe(self, sink: Sink) -> None:
-        """Give `sink` what comes of the body, as it comes, and return at its end. Raises like `next_piece`.
+        """Pass the body to `sink` as it arrives, and return at its end. Raises like `next_piece`.
 
-        What `sink` returns is awaited before more comes; what it raises, or that does, is raised here.
+        What `sink` returns is awaited before more comes; errors of either are raised here.
         """
         while True:
             if self._pieces:
@@ -168,40 +168,40 @@ class Answer:
                 self.go_on()
 
     def hold(self) -> None:
-        """Have the server wait: no more is wanted for now."""
+        """Make the server wait: no more is wanted for now."""
         self._is_held = True
         if self._connection is not None:
             self._connection.pause_reading()
 
     def go_on(self) -> None:
-        """Let more come; without a `hold` this changes nothing."""
+        """Accept more; without a `hold` this changes nothing."""
         if self._is_held:
             self._is_held = False
             if self._connection is not None:
                 self._connection.resume_reading()
 
     def converse(self, client: Channel, stall_s: float) -> None:
-        """Have the server hear what a client says from now on; the protocol has changed.
+        """Pass the client's bytes to the server from now on; the protocol has changed.
 
-        One that takes nothing of it for `stall_s` is silent.
+        A server that reads none of them for `stall_s` counts as silent.
         """
         if self._connection is not None:
             self._connection.converse(client, stall_s)
 
     def limit_silence(self, silence_s: float) -> None:
-        """Have the rest come without a longer pause than this, whatever the limit was before."""
+        """Limit the pauses in the rest of the answer to this, whatever the limit was before."""
         if self._connection is not None:
             self._connection.limit_silence(silence_s)
 
     def close(self) -> None:
-        """End the request, and close its connection if the answer is not whole; once more changes nothing."""
+        """End the request, and close its connection if the answer is incomplete; idempotent."""
         if self._connection is not None:
             self._connection.give_up()
 
     # --- for the connection --------------------------------------------------------------------------------------
 
     def feed(self, piece: bytes) -> None:
-        """Take in a piece of the body."""
+        """Add a piece of the body."""
         if self._sink is not None and not self._pieces:
             try:
                 self._wait = self._sink(piece)
@@ -221,7 +221,7 @@ class Answer:
             self._tell()
 
     def end(self, failure: Failure | None) -> None:
-        """Let go of the connection: the body is whole, or nothing more comes of it."""
+        """Release the connection: the body is complete, or nothing more arrives."""
         self._connection = None
         self.is_whole = failure is None
         self._failure = failure
@@ -236,7 +236,7 @@ class Answer:
         return found
 
     async def _change(self) -> None:
-        """Wait until something comes, or nothing more can."""
+        """Wait until something arrives, or nothing more can."""
         if self._failure is not None:
             kind, why = self._failure
             raise kind(why)

@@ -1,8 +1,8 @@
-"""One request of a client, as it was read, and the answer that is written to it.
+"""One request of a client, as read, and its answer as written.
 
-Whoever answers writes, and waits only where it is told to: what a client does not take stays with the transport. Past
-the transport's mark there is something to await before the next piece. An answer is over the moment its last byte is
-written, and the connection is free for the next request then.
+The writer waits only where it is told to: what a client does not read stays with the transport. Past the transport's
+mark there is something to await before the next piece. An answer is over as soon as its last byte is written, and the
+connection is free for the next request then.
 """
 
 # compiled: each turn passes here, on both sides
@@ -32,13 +32,13 @@ from thunderagent.proxy.wire.http11.heads import (
 from thunderagent.proxy.wire.http11.line import Line, Room
 
 JOINED_BYTES: Final = 64 * 1024
-"""A larger body is not copied to stand behind its head."""
+"""A larger body is not copied to join its head."""
 
 READ_AHEAD_BYTES: Final = 2**20
-"""Of a body that nobody takes, so much is read ahead before the client must wait."""
+"""How much of a body without a reader is read ahead before the client must wait."""
 
 EARLY_BYTES: Final = 64 * 1024
-"""Of what follows a request for another protocol, so much may come before its answer; who speaks it waits for that."""
+"""How much may follow a request for another protocol before its answer; clients of it wait for that."""
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -75,14 +75,14 @@ class Asked:
     )
 
     target: Target
-    """What it asks for, once that was read."""
+    """Its target, once that was read."""
 
     def __init__(self, line: Line, head: RequestHead) -> None:
-        """Begin with a request whose head came."""
+        """Create a request whose head has arrived."""
         self._line = line
         self.head = head
         self.body = b""
-        """All of it, once it was read."""
+        """The whole body, once it was read."""
         self.kept: KeptBody | None = None
         self.status = 0
         """Of the answer, once it was begun."""
@@ -93,7 +93,7 @@ class Asked:
         self._chunks = Chunks() if head.length == CHUNKED else None
         self._left_bytes = sys.maxsize if head.upgrades else head.length
         self.is_whole = not self._left_bytes
-        """Whether all of the request came."""
+        """Whether all of the request arrived."""
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._sink: Callable[[bytes], None] | None = None
@@ -115,7 +115,7 @@ class Asked:
 
     @property
     def host(self) -> str:
-        """What the client calls us."""
+        """The host name in the request."""
         return self.head.headers.get("Host", "")
 
     @property
@@ -131,7 +131,7 @@ class Asked:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What others made of the head."""
+        """What other parts derived from the head."""
         return self.head.notes
 
     @property
@@ -142,13 +142,13 @@ class Asked:
     # --- the request ---------------------------------------------------------------------------------------------
 
     def invite(self) -> None:
-        """Say to a client that waits for it that its body is welcome (RFC 9110, 10.1.1)."""
+        """Tell a waiting client that its body is welcome (RFC 9110, 10.1.1)."""
         transport = self._line.transport
         if transport is not None and self.head.is_http_11 and not self.is_whole and not self.begun:
             transport.write(CONTINUE)
 
     async def next_piece(self) -> bytes:
-        """Return what came of the body; empty at its end. Raises `LeftError` if the client leaves."""
+        """Return the next part of the body; empty at its end. Raises `LeftError` if the client leaves."""
         while not self._pieces:
             if self.is_whole:
                 return b""
@@ -162,7 +162,7 @@ class Asked:
         return self.taken()
 
     async def read(self) -> bytes:
-        """Return the body, or what of it was not taken yet. Raises like `next_piece`."""
+        """Return the body, or the part that was not taken yet. Raises like `next_piece`."""
         if self.is_whole:
             return self.taken()
         pieces = []
@@ -171,7 +171,7 @@ class Asked:
         return b"".join(pieces)
 
     def taken(self) -> bytes:
-        """Return what came of the body and was not taken yet; all of it where `is_whole`."""
+        """Return what arrived of the body and was not taken yet; all of it if `is_whole`."""
         pieces = self._pieces
         found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -181,27 +181,27 @@ class Asked:
 
     @property
     def channel(self) -> Asked | None:
-        """Itself, if it asks for another protocol: all that follows its head is for who speaks that."""
+        """Itself, if it asks for another protocol: all that follows its head belongs to that."""
         return self if self.head.upgrades else None
 
     def pour(self, sink: Callable[[bytes], None]) -> None:
-        """Give `sink` what came, and from now on what comes, as it comes."""
+        """Pass to `sink` what has arrived, and later bytes as they arrive."""
         data, self._sink = self.taken(), sink
         if data:
             sink(data)
 
     def hold(self) -> None:
-        """Have the client wait."""
+        """Make the client wait."""
         self._line.pause_reading()
 
     def go_on(self) -> None:
-        """Let more come."""
+        """Accept more bytes."""
         self._line.resume_reading()
 
     # --- the answer ----------------------------------------------------------------------------------------------
 
     def answer(self, status: int, reason: str, headers: CIMultiDict[str], body: bytes) -> Wait:
-        """Write a whole answer; its Content-Length is counted here. Raises `ValueError` for headers that are none."""
+        """Write a whole answer and its Content-Length. Raises `ValueError` for invalid headers."""
         transport = self._line.transport
         assert not self.begun, "a request is answered once"
         if status in BODILESS_STATUSES:
@@ -223,9 +223,9 @@ class Asked:
         return self._over()
 
     def begin(self, status: int, reason: str, headers: CIMultiDict[str]) -> Wait:
-        """Write the head of an answer whose length is what its headers say, or is not known yet.
+        """Write the head of an answer whose length is in its headers, or is not known yet.
 
-        After one that changes the protocol bytes go both ways, until `cut`.
+        After a switch of protocols, bytes go both ways until `cut`.
         """
         transport = self._line.transport
         assert not self.begun, "a request is answered once"
@@ -241,7 +241,7 @@ class Asked:
         return self._wait()
 
     def write(self, data: bytes) -> Wait:
-        """Write a piece of the body; to a client that left, nothing."""
+        """Write a piece of the body; does nothing if the client left."""
         transport = self._line.transport
         self.sent_bytes += len(data)
         if transport is not None and data and self.head.method != "HEAD":
@@ -261,14 +261,14 @@ class Asked:
         return self._over()
 
     def cut(self) -> None:
-        """Close the connection, which is how HTTP says that an answer that has begun is not whole."""
+        """Close the connection, which is how HTTP marks a started answer as incomplete."""
         self.is_over, self._sink = True, None
         self._line.cut()
 
     # --- for the connection --------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> bytes:
-        """Take in bytes of the body; return what follows it. Raises `NotHttpError`."""
+        """Add bytes to the body; return what follows it. Raises `NotHttpError`."""
         rest = b""
         if self._chunks is not None:
             data = self._chunks.feed(data)
@@ -291,11 +291,11 @@ class Asked:
 
     @property
     def is_followed(self) -> bool:
-        """Whether something came after a body in chunks; where that began cannot be told."""
+        """Whether something followed a chunked body; where it began is unknown."""
         return self._chunks is not None and self._chunks.is_followed
 
     def left(self) -> None:
-        """Hear that the client left, or that nothing more of its request is read."""
+        """Note that the client left, or that nothing more of its request is read."""
         self._sink = None
         if self._chunks is not None:
             self._chunks.close()

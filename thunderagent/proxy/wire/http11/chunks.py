@@ -1,8 +1,8 @@
-"""A body that comes in chunks, decoded by llhttp: pieces of data out, sizes, extensions and trailers away.
+"""A chunked body, decoded by llhttp: data out; sizes, extensions and trailers dropped.
 
-Each body has a parser of its own, which began with a head of ours; so what the head of its message said of anything
-else has no say in it. Extensions and trailers are dropped, as a recipient may (RFC 9112, 7.1): trailers that became
-headers would be headers that nobody judged.
+Each body has a parser of its own, which starts with a head of ours; so the rest of its message's head cannot influence
+it. Extensions and trailers are dropped, as a recipient may (RFC 9112, 7.1): trailers that became headers would be
+unchecked headers.
 """
 
 # compiled: each turn passes here, on both sides
@@ -17,18 +17,18 @@ from thunderagent.proxy.wire.failures import NotHttpError
 
 FRAMING_BYTES: Final = 16 * 1024
 FRAMING_RATIO: Final = 16
-"""So much may be no data, and so much for each byte of data: a byte in a chunk of its own takes six."""
+"""How many bytes may be framing, in total and for each byte of data: a byte in a chunk of its own takes six."""
 
 _HEAD: Final = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Chunks:
-    """Decode one body. `is_whole` once its end came; `is_followed` if something came after that."""
+    """Decodes one body. `is_whole` once it ended; `is_followed` if something came after that."""
 
     __slots__ = ("_data_bytes", "_fed_bytes", "_parser", "_pieces", "_tail", "is_followed", "is_whole")
 
     def __init__(self) -> None:
-        """Begin before the first chunk."""
+        """Start before the first chunk."""
         self._pieces: list[bytes] = []
         self._tail = b""
         self._fed_bytes = 0
@@ -39,7 +39,7 @@ class Chunks:
         self._parser.feed_data(_HEAD)
 
     def feed(self, data: bytes) -> bytes:
-        """Return the data that came. Raises `NotHttpError` where it is no chunk, or next to nothing but sizes."""
+        """Return the data in these bytes. Raises `NotHttpError` for an invalid chunk, or almost nothing but framing."""
         if self.is_whole:
             self.is_followed = True
             return b""
@@ -52,9 +52,9 @@ class Chunks:
             self.is_followed = True
         self._tail = data[-6:] if len(data) > 5 else (self._tail + data)[-6:]
         if self.is_whole:
-            self._parser = None  # it holds this, and this it
+            self._parser = None  # breaks the reference cycle
             if self._tail == b"\r\n\r\n\r\n" or not self._tail.endswith(b"\r\n\r\n"):
-                self.is_followed = True  # llhttp passes over empty lines between two messages
+                self.is_followed = True  # llhttp skips empty lines between two messages
         pieces = self._pieces
         found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -65,7 +65,7 @@ class Chunks:
         return found
 
     def close(self) -> None:
-        """Decode no more. What is not closed, nor whole, waits for a garbage collection."""
+        """Stop decoding. A decoder neither closed nor whole waits for a garbage collection."""
         self._parser = None
 
     def on_body(self, piece: bytes) -> None:
@@ -73,10 +73,10 @@ class Chunks:
         self._pieces.append(piece)
 
     def on_message_begin(self) -> None:
-        """Hear that another message begins, which is none of this body's."""
+        """Note that another message begins, which is not part of this body."""
         if self.is_whole:
             self.is_followed = True
 
     def on_message_complete(self) -> None:
-        """Hear of the end."""
+        """Note the end."""
         self.is_whole = True

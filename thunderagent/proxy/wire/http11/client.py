@@ -1,8 +1,8 @@
-"""A connection to a server, as an asyncio Protocol: one request at a time, and its answer as it comes.
+"""A connection to a server, as an asyncio Protocol: one request at a time, and its answer as it arrives.
 
-What comes is read where it arrives, in `data_received`: a head wakes whoever waits for it, and the pieces of a body go
-to the answer. The connection is free for the next request in the moment in which an answer is whole; one on which
-something is wrong, or left, carries no other.
+Bytes are read where they arrive, in `data_received`: a head wakes its waiter, and the pieces of a body go to the
+answer. The connection is free for the next request as soon as an answer is complete; after an error or an abandoned
+request it carries no other.
 """
 
 # compiled: each turn passes here, on both sides
@@ -38,23 +38,23 @@ from thunderagent.proxy.wire.http11.heads import (
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep, notice_lost_peers
 
 JOINED_BYTES: Final = 64 * 1024
-"""A larger body is not copied to stand behind its head."""
+"""A larger body is not copied to join its head."""
 
 PIECE_BYTES: Final = 512 * 1024
-"""What is larger is sent in such pieces, so that other turns go on meanwhile."""
+"""A larger body is sent in pieces of this size, so that other turns go on meanwhile."""
 
 LOOK_AGAIN_S: Final = 1.0
-"""While a replica is paused its limits are looked at so often."""
+"""How often limits are checked while a replica is paused."""
 
 STALL_LOOKS_COUNT: Final = 4
-"""Within the limit for a server to listen on a websocket it is looked at so often."""
+"""How often progress is checked within a server's stall limit on a websocket."""
 
 ROUNDING_S: Final = 1e-6
-"""What is left of a limit that has just passed, by the error of sums of seconds, is less."""
+"""Tolerance for rounding errors of a limit that has just passed."""
 
 
 class Connection:
-    """One connection to a server; a protocol of asyncio's by what it has, as a client's connection is."""
+    """One connection to a server; it has the methods of an asyncio protocol, like a client's connection."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Connection:
         closed: Callable[[Connection], None],
         heads: KnownHeads[AnswerHead],
     ) -> None:
-        """Call `ended` when a request on it ended, whichever way, and `closed` when it is closed."""
+        """Call `ended` when its request ended in any way, and `closed` when it is closed."""
         self._loop = loop
         self._sweep = sweep
         self._pause = pause
@@ -74,7 +74,7 @@ class Connection:
         self._heads = heads
         self._transport: asyncio.Transport | None = None
         self._method = ""
-        """Of the request that it carries; empty while it carries none."""
+        """Of its current request; empty if there is none."""
         self._waiter: asyncio.Future[Answer | None] | None = None
         self._answer: Answer | None = None
         self._failure: Failure | None = None
@@ -84,11 +84,11 @@ class Connection:
         self._unsent = memoryview(b"")
         self._keeps_alive = self._may_change = False
         self._client: Channel | None = None
-        """Who says more after the request."""
+        """The client that sends more after the request."""
         self._stall_s = inf
-        """A server that takes nothing of that for so long has failed."""
+        """A server that reads none of that for this long has failed."""
         self._taken_s = inf
-        """When it was last seen to take some of what waits for it; never while nothing waits."""
+        """When it was last seen to read some of the queued bytes; infinite while none wait."""
         self._is_full = self._is_paused = self._is_reused = self._has_heard = False
         self._heard_s = self._begun_s = 0.0
         self._silence_s = self._total_s = self.due_s = inf
@@ -98,17 +98,17 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether a request may be sent."""
+        """Whether it can take a request."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(
         self, method: str, head: bytes, body: bytes | None, limits: Limits, begun_s: float, *, may_change: bool = False
     ) -> Answer:
-        """Send a request and return when the head of its answer is there.
+        """Send a request and return when the head of its answer has arrived.
 
-        All of the answer is limited from `begun_s` on, by the clock of the pauses. `may_change` says that the
-        request asks for another protocol, so that the answer may be that this begins. Raises `ClosedError`,
-        `SilentError`, `TotalError`, or `StaleError` if the connection was kept and died before a byte came.
+        All of the answer is limited from `begun_s` on, by the clock of the pauses. `may_change` says that the request
+        asks for another protocol, so the answer may start that. Raises `ClosedError`, `SilentError`, `TotalError`, or
+        `StaleError` if the connection was reused and died before the first byte.
         """
         assert self._transport is not None
         assert not self._method, "a connection carries one request at a time"
@@ -134,7 +134,7 @@ class Connection:
             if waiter.cancelled():
                 self.give_up()
             elif (answer := waiter.result()) is not None:
-                answer.close()  # which leaves the connection alone if it carries another request by now
+                answer.close()  # leaves the connection alone if it carries another request by now
             raise
         if answer is None:
             kind, why = self._failure or (ClosedError, "it was closed")
@@ -142,45 +142,45 @@ class Connection:
         return answer
 
     def converse(self, client: Channel, stall_s: float) -> None:
-        """Send what a client says from now on, as fast as the server takes it; the protocol has changed.
+        """Send the client's bytes from now on, as fast as the server reads them; the protocol has changed.
 
-        A server that takes nothing of it for `stall_s` is silent, whatever it says itself.
+        A server that reads none of them for `stall_s` counts as silent, whatever it sends itself.
         """
         self._client, self._stall_s = client, stall_s
         client.pour(self._say)
 
     def _say(self, data: bytes) -> None:
         if self._transport is not None and self._client is not None:
-            now_s = self._heard_s = self._loop.time()  # who is spoken to may listen
+            now_s = self._heard_s = self._loop.time()  # a side that is spoken to may stay silent
             self._transport.write(data)
             if self._taken_s == inf:
                 self._taken_s = now_s
                 self._set_due(now_s)
 
     def limit_silence(self, silence_s: float) -> None:
-        """Have another limit for silence from now on."""
+        """Change the limit for silence from now on."""
         self._silence_s = silence_s
         self._heard_s = self._loop.time()
         self._set_due(self._heard_s)
 
     def keep_until(self, due_s: float) -> None:
-        """Close it then, unless a request is sent before."""
+        """Close it at that time, unless a request is sent before."""
         self.due_s = due_s
         self._sweep.hasten(due_s)
 
     def give_up(self) -> None:
-        """End the request that it carries, if there is one, and close it without what was not sent yet."""
+        """End its request, if there is one, and close it without sending the rest."""
         self._fail((ClosedError, "the answer was closed"))
 
     def pause_reading(self) -> None:
-        """Have the server wait."""
+        """Make the server wait."""
         if not self._is_paused and self.is_open:
             assert self._transport is not None
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Let more come."""
+        """Accept more bytes."""
         if self._is_paused:
             self._is_paused = False
             self._heard_s = self._loop.time()
@@ -190,13 +190,13 @@ class Connection:
     # --- what the transport tells --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, before anything was sent."""
+        """Start before anything was sent."""
         self._transport = cast("asyncio.Transport", transport)
         notice_lost_peers(transport)
         self._sweep.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """End: whoever waits for more waits in vain."""
+        """Fail all waiters: the connection is gone."""
         self._transport = None
         self._sweep.remove(self)
         if self._method:
@@ -206,7 +206,7 @@ class Connection:
         self._closed(self)
 
     def eof_received(self) -> None:
-        """End a body that ends so; the transport closes itself."""
+        """End a body that ends with the connection; the transport closes itself."""
         if self._answer is not None and self._chunks is None and self._left_bytes == TO_THE_END:
             self._end(None)
 
@@ -219,14 +219,14 @@ class Connection:
     def resume_writing(self) -> None:
         """Send more."""
         self._is_full = False
-        self._heard_s = self._loop.time()  # it took some, so it is not silent
+        self._heard_s = self._loop.time()  # it read some, so it is not silent
         if self._client is not None:
             self._client.go_on()
         if self._unsent:
             self._send_more()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of an answer; what nobody asked for is nobody's answer."""
+        """Take bytes of an answer; bytes without a request are discarded."""
         if not self._method:
             self._abort()
             return
@@ -241,13 +241,13 @@ class Connection:
             self._fail((ClosedError, f"what it answered is not HTTP: {error}"))
 
     def late(self, now_s: float) -> None:
-        """Close it if it was idle for too long, and fail a request that it carries and that is late."""
+        """Close it if it was idle for too long, or fail its late request."""
         if not self._method:
             self._abort()
             return
         queued_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         if queued_bytes != self._queued_bytes:
-            self._queued_bytes, self._heard_s = queued_bytes, now_s  # it took some
+            self._queued_bytes, self._heard_s = queued_bytes, now_s  # it read some
             if self._taken_s < inf:
                 self._taken_s = now_s
         if self._is_paused:
@@ -282,7 +282,7 @@ class Connection:
             if head.status == CHANGES_PROTOCOL:
                 raise NotHttpError("it switches protocols without being asked")
             self._interim_bytes += end
-            if self._interim_bytes > MAX_HEAD_BYTES:  # each one ends a silence, so no limit would
+            if self._interim_bytes > MAX_HEAD_BYTES:  # each one ends a silence, so no limit would apply
                 raise NotHttpError(f"it sends more than {MAX_HEAD_BYTES} bytes of interim answers")
         self._buffer = b""
         self._keeps_alive = head.keeps_alive
@@ -309,11 +309,11 @@ class Connection:
             is_whole = not self._left_bytes
         if piece:
             answer.feed(piece)
-        if is_whole and self._answer is answer:  # else whoever took the piece gave the answer up
+        if is_whole and self._answer is answer:  # otherwise the taker of the piece abandoned the answer
             self._end(None)
 
     def _end(self, failure: Failure | None) -> None:
-        """End the request; the connection may have another if nothing of this one is left."""
+        """End the request; the connection may take another if nothing of this one is left."""
         answer, self._answer, self._method, self._client = self._answer, None, "", None
         waiter, self._waiter = self._waiter, None
         self._failure = failure
@@ -353,7 +353,7 @@ class Connection:
             self._transport.write(piece)
 
     def _set_due(self, now_s: float) -> None:
-        """Note when the request is late if nothing more comes."""
+        """Compute when the request is late if nothing more arrives."""
         pause = self._pause
         due_s = max(self._heard_s, pause.ended_s) + self._silence_s
         if self._total_s < inf:

@@ -2,21 +2,21 @@
 
 Theory of operation
 ===================
-A request is smuggled where two servers in a row see its end at different places. So there is one reading here, and
-what leaves room for a second is refused. llhttp, with its leniencies off, refuses bare line feeds, folded lines, spaces
-before a colon, two lengths, and a length beside a transfer coding. What it lets pass and servers read in different ways
-is refused here: two spaces in a request line, lines before it, other versions, a transfer coding other than `chunked`,
+A request can be smuggled if two servers in a row see its end at different places. So there is one reading here, and
+anything that allows a second is refused. llhttp, with its leniencies off, refuses bare line feeds, folded lines, spaces
+before a colon, two lengths, and a length beside a transfer coding. What it accepts but servers read differently is
+refused here: two spaces in a request line, lines before it, other versions, a transfer coding other than `chunked`,
 `chunked` from HTTP/1.0, and a request without a host or with two.
 
-The end of a head is found first; the parser gets the head alone. So it never sees a body, which is counted, and no next
-message: what follows stays as it came, for whoever reads it next. Each head has a parser of its own, and no state of
-one message is left to the next. Once it said that the lines are what they should be, one expression takes them apart:
-that costs half of what a call for each header does.
+The end of a head is found first; the parser gets only the head. So it never sees a body, which is counted, or the next
+message: what follows stays as received, for the next reader. Each head has a parser of its own, and no state of one
+message is left to the next. Once the parser accepted the lines, one regular expression splits them: that costs half of
+a callback for each header.
 
-Headers are text here and bytes on the wire: UTF-8, and what is none comes out as the same bytes that came in.
+Headers are text here and bytes on the wire: UTF-8; invalid bytes come out as they came in.
 
-Clients and engines send the same head again and again, but for the number behind Content-Length. So a head that came
-before is not read once more: it is found by its bytes without that number, and what others made of it with it. Equal
+Clients and engines send the same head again and again, except for the number in Content-Length. So a repeated head is
+not read again: it is found by its bytes without that number, together with what other parts derived from it. Equal
 bytes are read in one way, so this is no second reading.
 """
 
@@ -36,30 +36,30 @@ from thunderagent.proxy.wire.failures import NotHttpError
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS_COUNT: Final = 128
-"""A head with more of either is refused."""
+"""A head with more is refused."""
 
 MAX_KNOWN_BYTES: Final = 4096
 """A longer head is read each time."""
 KNOWN_COUNT: Final = 4096
 KNOWN_BYTES: Final = 2 * 2**20
 CAME_ONCE_COUNT: Final = 4 * KNOWN_COUNT
-"""So many heads, or so much, is known, and as many more that were used not so lately; of so many it is known that they
-came. As it was read a head is ten times as large, and anybody may send some: this comes before any key."""
+"""How many heads, or bytes of them, are known, plus as many less recent ones; and of how many it is known that they
+came once. A parsed head is ten times as large, and anybody may send some: this comes before any key."""
 MAX_LENGTH_DIGITS: Final = 18
 
 CHUNKED: Final = -1
 TO_THE_END: Final = -2
-"""In place of a length: the body comes in chunks, or ends with the connection."""
+"""Instead of a length: the body is chunked, or ends with the connection."""
 
 BODILESS_STATUSES: Final = frozenset({204, 304})
 CHANGES_PROTOCOL: Final = 101
-"""The status after which both sides say what they like, as websockets do, until one of them closes."""
+"""The status after which both sides send anything, as with websockets, until one closes."""
 
 _REQUEST_LINE: Final = re.compile(rb"([A-Z][A-Z-]*) ([!-~\x80-\xff]+) HTTP/1\.([01])\r\n")
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t -~\x80-\xff]*))?\r\n")
 _HEADER: Final = re.compile(r"([^:]++):[ \t]*+([^\r]*+)\r\n")
-"""Takes lines apart that llhttp let pass; where it did not, the count of lines would tell. Two classes of one character
-each, and nothing to go back for: that is twice as quick as to exclude line feeds, too."""
+"""Splits lines that llhttp accepted; if it had not, the count of lines would differ. Two single-character classes
+without backtracking: twice as fast as excluding line feeds, too."""
 _BARE_LINE_FEED: Final = re.compile(rb"(?<!\r)\n")
 _LENGTH: Final = re.compile(f"[0-9]{{1,{MAX_LENGTH_DIGITS}}}")
 _HOST, _CONNECTION = istr("Host"), istr("Connection")
@@ -72,7 +72,7 @@ class RequestHead(NamedTuple):
 
     method: str
     target: bytes
-    """As it stands in the request line."""
+    """As in the request line."""
     is_http_11: bool
     headers: CIMultiDictProxy[str]
     length: int
@@ -81,7 +81,7 @@ class RequestHead(NamedTuple):
     upgrades: bool
     """Whether it asks for another protocol, as WebSockets do."""
     notes: dict[str, Any]
-    """What others made of the head alone, whatever the length says; requests with the same head share it."""
+    """What other parts derived from the head alone, regardless of the length; requests with the same head share it."""
 
 
 class AnswerHead(NamedTuple):
@@ -94,14 +94,14 @@ class AnswerHead(NamedTuple):
     """Of the body, in bytes; or `CHUNKED`, or `TO_THE_END`."""
     keeps_alive: bool
     notes: dict[str, Any]
-    """As of a request."""
+    """As for a request."""
 
 
 def end_of_head(data: bytes, start: int) -> int:
-    """Return where a head ends, its empty line included; 0 if that has not come.
+    """Return where a head ends, including its empty line; 0 if that has not arrived.
 
-    Nothing before `start` ends it: that was looked at when less was there. Raises `NotHttpError` if it is too long, or
-    if its end is one for those who take a bare line feed for the end of a line.
+    Nothing before `start` ends it: that was already searched. Raises `NotHttpError` if it is too long, or if its end
+    depends on accepting a bare line feed.
     """
     end = data.find(b"\r\n\r\n", max(0, start - 3)) + 4
     if end < 4:
@@ -123,7 +123,7 @@ def read_request(head: bytes) -> RequestHead:
         raise NotHttpError("tunnels (CONNECT) are not supported")
     is_http_11 = minor == b"1"
     checked = head
-    if not target.isascii():  # llhttp reads ASCII alone; who routes it has its own opinion on it
+    if not target.isascii():  # llhttp accepts only ASCII; the router checks the target itself
         checked = head.replace(target, quote_from_bytes(target, safe=_ASCII).encode(), 1)
     headers = _headers(httptools.HttpRequestParser, checked, head, line.end())
     length = _length(headers, is_http_11=is_http_11)
@@ -176,18 +176,18 @@ Head = TypeVar("Head")
 
 
 class KnownHeads(Generic[Head]):
-    """The heads that came before, as they were read; those that came longest ago are forgotten.
+    """Known heads, as read; the least recent are forgotten.
 
-    A head is kept from the second time on, so that those with something of their own in them take no memory.
+    A head is kept from the second time on, so that unique heads take no memory.
     """
 
     def __init__(self, read: Callable[[bytes], Head], of_length: Callable[[Head, str, str], Head]) -> None:
-        """Know none. `read` reads a head; `of_length` returns one with another Content-Length, spelt as it came."""
+        """Start empty. `read` reads a head; `of_length` returns one with another Content-Length, spelt as received."""
         self._read = read
         self._of_length = of_length
         self._recent: dict[bytes, tuple[bytes, Head]] = {}
         self._older: dict[bytes, tuple[bytes, Head]] = {}
-        """By their bytes without the digits of a length; with these, as they were when it was read."""
+        """By their bytes without the digits of a length; with these digits, as they were when it was read."""
         self._recent_bytes = 0
         self._came_once: set[int] = set()
 
@@ -195,7 +195,7 @@ class KnownHeads(Generic[Head]):
         return len(self._recent) + len(self._older)
 
     def read(self, raw: bytes) -> Head:
-        """Return a head as it is read. Raises what reading it raises."""
+        """Return a head as read. Raises what reading it raises."""
         at = raw.find(b"-Length: ") + 9
         if at < 9:
             at = raw.find(b"-length: ") + 9
@@ -237,7 +237,7 @@ class KnownHeads(Generic[Head]):
 
 
 def known_requests() -> KnownHeads[RequestHead]:
-    """Return what knows the heads of requests."""
+    """Return a cache for the heads of requests."""
     return KnownHeads(
         read_request,
         lambda head, name, digits: head._replace(headers=_with_length(head.headers, name, digits), length=int(digits)),
@@ -245,7 +245,7 @@ def known_requests() -> KnownHeads[RequestHead]:
 
 
 def known_answers() -> KnownHeads[AnswerHead]:
-    """Return what knows the heads of answers, to requests of any method but HEAD."""
+    """Return a cache for the heads of answers, to requests of any method except HEAD."""
 
     def of_length(head: AnswerHead, name: str, digits: str) -> AnswerHead:
         has_body = head.status >= 200 and head.status not in BODILESS_STATUSES
@@ -263,7 +263,7 @@ def _with_length(headers: CIMultiDictProxy[str], name: str, digits: str) -> CIMu
 def _headers(
     kind: type[httptools.HttpRequestParser | httptools.HttpResponseParser], checked: bytes, head: bytes, start: int
 ) -> CIMultiDict[str]:
-    """Have llhttp check a head, and return the headers that begin at `start` of it."""
+    """Check a head by llhttp, and return its headers, which begin at `start`."""
     try:
         kind(None).feed_data(checked)
     except httptools.HttpParserUpgrade:
@@ -283,7 +283,7 @@ def _headers(
 
 
 def _length(headers: CIMultiDict[str], *, is_http_11: bool) -> int | None:
-    """Return the length of a body, or `CHUNKED`; None if nothing is said of it."""
+    """Return the length of a body, or `CHUNKED`; None if the headers do not say."""
     if _TRANSFER_ENCODING in headers:
         if [coding.lower() for coding in headers.getall(_TRANSFER_ENCODING)] != ["chunked"]:
             raise NotHttpError("a body has a transfer coding other than `chunked`")
@@ -301,14 +301,14 @@ def _length(headers: CIMultiDict[str], *, is_http_11: bool) -> int | None:
 
 
 def _options(headers: CIMultiDict[str]) -> list[str]:
-    """Return what the header Connection names."""
+    """Return the names in the header Connection."""
     return [option.strip(" \t") for option in ",".join(headers.getall(_CONNECTION)).lower().split(",")]
 
 
 def written(lines: list[str], headers: CIMultiDict[str], last_line: str = "") -> bytes:
-    """Return the bytes of a head of these lines, headers, and a last line if there is one.
+    """Return the bytes of a head from lines, headers, and an optional last line.
 
-    Raises `ValueError` for what would end its line itself.
+    Raises `ValueError` for a value with a line break.
     """
     lines += map(": ".join, headers.items())
     if last_line:

@@ -1,9 +1,9 @@
-"""A connection lent to another protocol for one request: what is not a turn is aiohttp's to answer, on the same port.
+"""A connection lent to another protocol for one request: aiohttp answers what is not a turn, on the same port.
 
-The borrower sees a transport of its own, and the bytes of one request as they came. When it has answered, the
-connection goes on as if nothing had been; so a client that asks for its models, or releases its program, pays the price
-of that only once. Where the request ends was read before. A borrower that read it otherwise waits for more, or leaves
-some: it gets nothing of the next request. Only a connection that changes its protocol is never given back.
+The borrower sees a transport of its own, and the bytes of one request as received. When it has answered, the connection
+goes on as if nothing had happened; so a client that asks for its models, or releases its program, pays for that only
+once. The end of the request was found before. A borrower that finds another end waits for more, or leaves some: it
+never gets anything of the next request. Only a connection that switches its protocol is never returned.
 """
 
 # interpreted: it is made from asyncio's transport, and carries no turn
@@ -20,10 +20,10 @@ from thunderagent.proxy.wire.http11.heads import CHUNKED, RequestHead
 
 
 class Borrower(Protocol):
-    """The protocol that answers; as aiohttp's. It calls `Lent.answered` when it did."""
+    """The answering protocol, such as aiohttp's. It calls `Lent.answered` when it has answered."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin with a transport on which nothing came."""
+        """Start with a fresh transport."""
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """End: the client left, or the request was answered."""
@@ -42,17 +42,17 @@ class Lender(Protocol):
     """The connection that is lent."""
 
     def returned(self, *, stays: bool) -> None:
-        """Hear that the request was answered, and whether the connection may carry another."""
+        """Note that the request was answered, and whether the connection may carry another."""
 
     def pause_reading(self) -> None:
-        """Have the client wait."""
+        """Make the client wait."""
 
     def resume_reading(self) -> None:
-        """Let more come."""
+        """Accept more bytes."""
 
 
 class Lent(asyncio.Transport):
-    """The transport that a borrower sees. Once the connection is given back it leads nowhere."""
+    """The transport that a borrower sees. After the connection is returned it is disconnected."""
 
     def __init__(self, lender: Lender, transport: asyncio.Transport, head: RequestHead, borrower: Borrower) -> None:
         """Lend `transport` to `borrower` for the request with this head."""
@@ -72,25 +72,25 @@ class Lent(asyncio.Transport):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the request came; what follows is none of the borrower's."""
+        """Whether all of the request arrived; what follows does not belong to the borrower."""
         is_awaited = self._left_bytes > 0 or (self._chunks is not None and not self._chunks.is_whole)
         return not (self._is_endless or is_awaited)
 
     def begin(self, head: bytes, data: bytes) -> bytes:
-        """Give the borrower the head, and what of `data` is its; return the rest."""
+        """Pass the head and its part of `data` to the borrower; return the rest."""
         assert self._borrower is not None
         self._borrower.connection_made(self)
         self._borrower.data_received(head)
         return data if self.is_whole or not data else self.feed(data)
 
     def feed(self, data: bytes) -> bytes:
-        """Give the borrower what of `data` is its; return the rest."""
+        """Pass its part of `data` to the borrower; return the rest."""
         rest = b""
         if self._chunks is not None and not self._is_endless:
             try:
                 self._chunks.feed(data)
             except NotHttpError:
-                self._is_endless = True  # the borrower will say so, and nothing that follows is a request
+                self._is_endless = True  # the borrower will report it, and nothing that follows is a request
         elif not self._is_endless:
             data, rest = data[: self._left_bytes], data[self._left_bytes :]
             self._left_bytes -= len(data)
@@ -99,8 +99,8 @@ class Lent(asyncio.Transport):
         return rest
 
     def answered(self, *, keeps_alive: bool) -> None:
-        """Give the connection back, for another request if that is possible. For the borrower, within its last call."""
-        is_followed = self._chunks is not None and self._chunks.is_followed  # by what the borrower has seen
+        """Return the connection, for another request if possible. For the borrower, in its last call."""
+        is_followed = self._chunks is not None and self._chunks.is_followed  # as far as the borrower has seen
         stays = keeps_alive and self.is_whole and not is_followed
         asyncio.get_running_loop().call_soon(self._return, stays)
 
@@ -127,12 +127,12 @@ class Lent(asyncio.Transport):
             borrower.connection_lost(exc)
 
     def full(self) -> None:
-        """Have the borrower wait."""
+        """Make the borrower wait."""
         if self._borrower is not None:
             self._borrower.pause_writing()
 
     def has_room(self) -> None:
-        """Have the borrower go on."""
+        """Let the borrower go on."""
         if self._borrower is not None:
             self._borrower.resume_writing()
 
@@ -161,7 +161,7 @@ class Lent(asyncio.Transport):
             self._transport.abort()
 
     def is_closing(self) -> bool:
-        """Say whether nothing can be written any more."""
+        """Return whether nothing can be written any more."""
         return self._transport is None or self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -169,15 +169,15 @@ class Lent(asyncio.Transport):
         return default if self._transport is None else self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Have the client wait."""
+        """Make the client wait."""
         if self._transport is not None:
             self._lender.pause_reading()
 
     def resume_reading(self) -> None:
-        """Let more come."""
+        """Accept more bytes."""
         if self._transport is not None:
             self._lender.resume_reading()
 
     def get_write_buffer_size(self) -> int:
-        """Return how much the client has not taken."""
+        """Return how much the client has not read."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()

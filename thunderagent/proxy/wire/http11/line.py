@@ -1,4 +1,4 @@
-"""A client's connection as others see it: the request that came on it, and the server that made it."""
+"""A client's connection as seen by its request and its server."""
 
 # compiled: each turn passes here, on both sides
 
@@ -24,34 +24,34 @@ class Line(Protocol):
     """The connection that a request came on."""
 
     transport: asyncio.Transport | None
-    """What is written to; None once the client left."""
+    """The transport to write to; None once the client left."""
     is_full: bool
-    """Whether the client takes nothing for now."""
+    """Whether the client reads nothing for now."""
     closes: bool
-    """Whether it ends with the answer that is due."""
+    """Whether it ends with the pending answer."""
 
     @property
     def may_stay(self) -> bool:
         """Whether the connection may carry another request."""
 
     def answered(self) -> None:
-        """Hear that the last byte of the answer was written."""
+        """Note that the last byte of the answer was written."""
 
     def cut(self) -> None:
         """End the connection with what was written so far."""
 
     def pause_reading(self) -> None:
-        """Have the client wait."""
+        """Make the client wait."""
 
     def resume_reading(self) -> None:
-        """Let more come."""
+        """Accept more bytes."""
 
     async def room(self) -> None:
-        """Return when the client has taken something. Raises `LeftError`."""
+        """Return when the client has read something. Raises `LeftError`."""
 
 
 class Room:
-    """What is awaited before more is written; no coroutine, since it need not be awaited."""
+    """An awaitable for room to write; not a coroutine, because it need not be awaited."""
 
     __slots__ = ("_line",)
 
@@ -64,35 +64,35 @@ class Room:
 
 
 class Router(Protocol):
-    """Says who answers what."""
+    """Says who answers which request."""
 
     def handler(self, head: RequestHead) -> Handler | None:
-        """Return who answers a request of ours; None for one that is not ours."""
+        """Return the handler of a request of ours; None for one that is not ours."""
 
     def borrower(self) -> Borrower:
-        """Return a protocol that answers one request which is not ours."""
+        """Return a protocol that answers one request that is not ours."""
 
 
 @dataclass(slots=True, eq=False)
 class Settings:
-    """What all connections of a server share."""
+    """Shared settings of a server's connections."""
 
     router: Router
     sweep: Sweep
     heads: KnownHeads[RequestHead] = field(default_factory=known_requests)
     idle_s: float = 75.0
-    """For a head to come, from the first moment or the last answer on."""
+    """For a head to arrive, from the start or the last answer on."""
     stall_s: float = 120.0
-    """A client that takes nothing of its answer for so long is cut off."""
+    """A client that reads nothing of its answer for this long is cut off."""
     connections: set[Connection] = field(default_factory=set)
     is_leaving: bool = False
-    """Whether each answer that begins says that it is its connection's last."""
+    """Whether each new answer announces that it is its connection's last."""
     is_closing: bool = False
-    """Whether each answer is its connection's last, said or not."""
+    """Whether each answer is its connection's last, announced or not."""
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def ended(self, connection: Connection) -> None:
-        """Hear that a connection is closed."""
+        """Note that a connection is closed."""
         self.connections.discard(connection)
         if not self.connections:
             self._closed.set()

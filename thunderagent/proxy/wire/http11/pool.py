@@ -24,33 +24,33 @@ from thunderagent.proxy.wire.http11.heads import known_answers, written
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 _BODILESS_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
-"""Without a body they have no Content-Length either."""
+"""Without a body they have no Content-Length header either."""
 
 _IDEMPOTENT_METHODS: Final = _BODILESS_METHODS | {"PUT", "DELETE"}
 """RFC 9110, 9.2.2."""
 
 STALE_WITHIN_S: Final = 1.0
-"""A kept connection that dies later than this after a request was sent was no stale one: the engine had the request."""
+"""A kept connection that dies later than this after a request was not stale: the engine had the request."""
 
 _SENDABLE: Final = re.compile(r"/[!\"$-~]*")
-"""Printable ASCII without `#`: nobody can end such a path sooner than we do."""
+"""Printable ASCII without `#`: no server can see an earlier end of such a path."""
 
 
 class _Site(NamedTuple):
-    """What a base URL says of every request to it."""
+    """The data of a base URL for every request to it."""
 
     host: str
     port: int
     is_secure: bool
     path: str
     lines: tuple[str, ...]
-    """Of each head, after its first."""
+    """Lines of each head after its first."""
     idle: list[Connection]
-    """The connections to there that carry no request; the newest is last, and is taken first."""
+    """Connections there without a request; the newest is last, and is taken first."""
 
 
 class Pool:
-    """The connections to one replica, and how many requests are on them."""
+    """The connections to one replica, and the number of requests on them."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Pool:
         ssl_context: SSLContext | None = None,
         keepalive_s: float = 4.0,
     ) -> None:
-        """Have `sweep` look after limits; `rank_headers` replace the client's in every request.
+        """Use `sweep` for limits; `rank_headers` replace the client's in every request.
 
-        A connection that is idle for longer than `keepalive_s` gets no request, and is closed. `ssl_context` says whom
-        to trust where a URL begins with https; None is whom the system trusts.
+        A connection idle for longer than `keepalive_s` gets no request, and is closed. `ssl_context` says which
+        certificates to trust if a URL begins with https; None is the system's.
         """
         self._sweep = sweep
         self._ssl_context = ssl_context
@@ -101,15 +101,15 @@ class Pool:
         *,
         may_repeat: bool = False,
     ) -> Answer:
-        """Send a request and return its answer's head; the request counts until the answer is whole or closed.
+        """Send a request and return its answer's head; the request counts until the answer is complete or closed.
 
-        It is sent once more, on a new connection, if a kept one dies at once: the engine closed it just then. Not so if
-        that might do something twice: neither does the method say that it may be, nor `may_repeat`. Raises
-        `UnreachedError`, `ConnectLateError`, `ClosedError`, `SilentError` or `TotalError`, which reading the body may
-        raise, too; and `ValueError` for a URL or headers that cannot be sent.
+        It is sent again, on a new connection, if a kept one dies at once: the engine just closed it. It is not if that
+        might execute something twice: neither the method nor `may_repeat` allows it. Raises `UnreachedError`,
+        `ConnectLateError`, `ClosedError`, `SilentError` or `TotalError`, which reading the body may raise, too; and
+        `ValueError` for a URL or headers that cannot be sent.
         """
         site = self._sites.get(base_url) or self._site(base_url)
-        if not _SENDABLE.fullmatch(path):  # it is sent as it was judged, or not at all
+        if not _SENDABLE.fullmatch(path):  # it is sent as it was checked, or not at all
             raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
         if "Content-Length" in headers:
             headers = headers.copy()
@@ -124,18 +124,18 @@ class Pool:
         kept = self._idle_connection(site)
         if kept is not None:
             try:
-                self.requests_count += 1  # until the connection says that it ended
+                self.requests_count += 1  # until the connection reports its end
                 return await kept.exchange(method, head, body, limits, begun_s, may_change=changes)
             except StaleError:
                 if not (may_repeat or method in _IDEMPOTENT_METHODS) or self._loop.time() - sent_s > STALE_WITHIN_S:
                     raise
-        self.requests_count += 1  # to connect is a part of it
+        self.requests_count += 1  # connecting is a part of it
         try:
             connection = await self._connect(site, limits.connect_s)
         except (UnreachedError, ConnectLateError) as error:
             if kept is None:
                 raise
-            # It was sent before, so this is no connection that could not be made.
+            # It was sent before, so the connection had been made.
             raise ClosedError(f"it is gone: {error}") from None
         finally:
             self.requests_count -= 1
@@ -143,9 +143,9 @@ class Pool:
         return await connection.exchange(method, head, body, limits, begun_s, may_change=changes)
 
     def _idle_connection(self, site: _Site) -> Connection | None:
-        """Return the connection that was idle for the shortest time and is still good; None if there is none.
+        """Return the valid connection that was idle for the shortest time; None if there is none.
 
-        The others grow old and are closed, so no more stay than are of use, and the engine is about to close few.
+        The others age and are closed, so only useful ones stay, and the engine rarely closes one first.
         """
         now_s = self._loop.time()
         while site.idle:
@@ -209,7 +209,7 @@ _default_context: list[SSLContext] = []
 
 
 def _trusting_the_system() -> SSLContext:
-    """Return a context that trusts whom the system trusts; made once, as that takes long."""
+    """Return a context that trusts the system's certificates; created once, because that is slow."""
     if not _default_context:
         _default_context.append(create_default_context())
     return _default_context[0]

@@ -1,17 +1,17 @@
-"""A client's connection, as an asyncio Protocol: requests one after the other, each to whoever answers its kind.
+"""A client's connection, as an asyncio Protocol: requests one after the other, each passed to its handler.
 
 Theory of operation
 ===================
-A connection reads one head, and asks whose it is. What is ours becomes an `Asked` and a task that answers it; the rest
-is lent to another protocol, aiohttp's, with the bytes as they came (`lent.py`). Where a request ends is read here
-alone: what comes after it waits here until it is answered. Of that, a little is kept. A client that sends more ahead
-than that waits, and nothing is read of it, so that it left cannot be read either: until its answer begins it is asked
-now and then, as one that ended its requests is (`waiting.py`); after that, what it is sent would be refused. A client
-that ended its requests is answered all those that came whole, in their order, and no other.
+A connection reads one head, and asks whose it is. Ours becomes an `Asked` and a task that answers it; any other is lent
+to another protocol, aiohttp's, with the bytes as received (`lent.py`). The end of a request is determined only here:
+later bytes wait until it is answered. Only a little of them is kept. A client that sends more than that ahead waits,
+and nothing is read from it, so its leaving cannot be noticed either. Until its answer begins it is probed now and then,
+like one that ended its requests (`waiting.py`); after that, writing to it would fail. A client that ended its requests
+gets answers to all those that arrived complete, in order, and to no other.
 
-What is not HTTP that all servers read the same way is answered 400, and the connection closes. So it does after an
-answer to a request whose body has not come: what still comes would be read as the next request. Such a client is let
-finish for a moment, because to close on it at once would take the answer away from it.
+Input that is not HTTP that all servers read the same way is answered 400, and the connection closes. It also closes
+after an answer to a request whose body has not arrived: what still comes would be read as the next request. Such a
+client may finish for a moment, because closing at once would take the answer away from it.
 """
 
 # compiled: each turn passes here, on both sides
@@ -34,28 +34,28 @@ from thunderagent.proxy.wire.http11.waiting import Waiting
 log = structlog.get_logger("thunderagent.http")
 
 AHEAD_BYTES: Final = 64 * 1024
-"""Who has sent more than this before the request before it was answered waits."""
+"""A client that has sent more than this before its current request was answered waits."""
 
 
 class Connection:
-    """One client's connection; a protocol of asyncio's by what it has, since a compiled class is made from no other."""
+    """One client's connection, with the methods of an asyncio protocol: a compiled class cannot inherit from that."""
 
     def __init__(self, settings: Settings) -> None:
-        """Begin before it is made."""
+        """Start before the connection is made."""
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self._waiting: Waiting | None = None
         self._buffer = b""
         self._looked_at = 0
-        """Of the buffer, so much holds no end of a head."""
+        """How much of the buffer contains no end of a head."""
         self._asked: Asked | None = None
         self._task: asyncio.Task[None] | None = None
         self._lent: Lent | None = None
         self.closes = False
-        """Whether it ends with the answer that is due."""
+        """Whether it ends with the pending answer."""
         self._has_ended = False
-        """Whether the client has ended its requests; those that came whole are answered."""
+        """Whether the client has ended its requests; complete ones are answered."""
         self._is_lingering = False
         self._is_paused = False
         self._is_ahead = False
@@ -82,7 +82,7 @@ class Connection:
     # --- what the transport tells --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for a head."""
+        """Start to wait for a head."""
         self.transport = cast("asyncio.Transport", transport)
         notice_lost_peers(transport)
         settings = self._settings
@@ -90,7 +90,7 @@ class Connection:
         settings.connections.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """End: whoever answers answers nobody."""
+        """End: a handler would answer nobody."""
         self.transport = None
         if self._waiting is not None:
             self._waiting.over()
@@ -122,9 +122,9 @@ class Connection:
             self._next()
 
     def eof_received(self) -> bool:
-        """Keep the connection if a whole request still waits for its answer to begin.
+        """Keep the connection if a complete request still waits for its answer to begin.
 
-        Who ends in the middle of a body or of an answer has left. TLS has no half of a connection.
+        A client that ends within a body or an answer has left. TLS has no half-closed connections.
         """
         if self.transport is None or self.transport.get_extra_info("sslcontext") is not None:
             return False
@@ -133,13 +133,13 @@ class Connection:
             return False
         self._has_ended = True
         if due is None:
-            self._next()  # which ends it if no request is left
+            self._next()  # ends it if no request is left
         else:
             self._ask_for_sign()
         return True
 
     def _ask_for_sign(self) -> None:
-        """Ask a client that sends nothing more whether it is there; one that left before a request was whole is not."""
+        """Probe a client that sends nothing more; one that left before its request was complete is gone."""
         due = self._asked or self._lent
         assert self._waiting is not None
         if due is None:
@@ -150,7 +150,7 @@ class Connection:
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """Have whoever answers wait: the client takes nothing for now."""
+        """Make the handler wait: the client reads nothing for now."""
         self.is_full = True
         assert self._waiting is not None
         self._waiting.for_room()
@@ -158,7 +158,7 @@ class Connection:
             self._lent.full()
 
     def resume_writing(self) -> None:
-        """Go on: it took something."""
+        """Go on: the client read something."""
         self.is_full = False
         assert self._waiting is not None
         self._waiting.for_answer()
@@ -171,7 +171,7 @@ class Connection:
     # --- for a request -------------------------------------------------------------------------------------------
 
     async def room(self) -> None:
-        """Return when the client has taken something. Raises `LeftError`."""
+        """Return when the client has read something. Raises `LeftError`."""
         while self.is_full and self.transport is not None:
             if self._room is None:
                 self._room = self._loop.create_future()
@@ -185,13 +185,13 @@ class Connection:
             room.set_result(None)
 
     def pause_reading(self) -> None:
-        """Have the client wait."""
+        """Make the client wait."""
         if self.transport is not None and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Let more come, unless the client is too far ahead."""
+        """Accept more bytes, unless the client is too far ahead."""
         if self._is_paused and not self._is_ahead:
             self._is_paused = False
             if self.transport is not None:
@@ -216,16 +216,16 @@ class Connection:
         self._is_lingering = True
         if self.transport is not None and self._waiting is not None:
             self.transport.close()
-            self._waiting.for_room()  # it closes when that was taken
+            self._waiting.for_room()  # it closes when that was read
 
     # --- requests ------------------------------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Begin with the next request, if its head is there."""
+        """Start the next request, if its head has arrived."""
         if self.transport is None or self.transport.is_closing() or not self.is_idle:
             return
         buffer = self._buffer
-        if buffer.startswith(b"\r\n"):  # RFC 9112, 2.2: some clients end a body so
+        if buffer.startswith(b"\r\n"):  # RFC 9112, 2.2: some clients end a body this way
             buffer = self._buffer = buffer[2:]
         try:
             end = end_of_head(buffer, self._looked_at)
@@ -274,24 +274,24 @@ class Connection:
                 self.transport.abort()
 
     def _feed(self, asked: Asked, data: bytes) -> bool:
-        """Take bytes of a body; say whether that is what they are."""
+        """Add bytes to a body; return whether they belong to it."""
         try:
             rest = asked.feed(data)
         except NotHttpError as error:
             self._refuse(error)
             return False
         self._keep(rest)
-        if asked.is_followed:  # it cannot be told where that begins
+        if asked.is_followed:  # where that begins is unknown
             self.closes = True
         return True
 
     def _keep(self, data: bytes) -> None:
-        """Keep what came ahead; a client that is too far ahead waits. What follows its last request is not kept."""
+        """Keep bytes sent ahead; a client that is too far ahead waits. What follows its last request is dropped."""
         self._buffer = b"" if self.closes else self._buffer + data
         due = self._asked or self._lent
         if len(self._buffer) <= AHEAD_BYTES or self._is_ahead or due is None:
             return
-        if not due.head.is_http_11:  # it cannot be asked whether it is still there
+        if not due.head.is_http_11:  # it cannot be probed
             self._buffer, self.closes = b"", True
             return
         self._is_ahead = True
@@ -300,7 +300,7 @@ class Connection:
         self._waiting.for_sign(due)
 
     def _refuse(self, error: NotHttpError) -> None:
-        """Answer what is not HTTP, or cut an answer that has begun, and end."""
+        """Answer invalid input with 400, or cut an answer that has begun, and end."""
         log.info("request_is_not_http", why=str(error))
         asked, task, transport = self._asked, self._task, self.transport
         self._asked = self._task = None
@@ -316,7 +316,7 @@ class Connection:
         self._end(is_whole=False)
 
     def _end(self, *, is_whole: bool) -> None:
-        """End after what was written; a client that still sends is let finish for a moment."""
+        """End after what was written; a client that still sends may finish for a moment."""
         transport = self.transport
         assert transport is not None
         assert self._waiting is not None
@@ -330,7 +330,7 @@ class Connection:
     # --- requests of others, and the end -------------------------------------------------------------------------
 
     def returned(self, *, stays: bool) -> None:
-        """Hear that a lent request was answered, and whether the connection may carry another."""
+        """Note that a lent request was answered, and whether the connection may carry another."""
         lent, self._lent = self._lent, None
         if stays:
             self.answered()
@@ -338,7 +338,7 @@ class Connection:
             self._end(is_whole=lent is None or lent.is_whole)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End it after the answer that is due; if none is, or `at_once`, now."""
+        """End it after the pending answer; if there is none, or `at_once`, now."""
         self.closes = True
         if self.transport is not None and at_once:
             self.transport.abort()

@@ -1,11 +1,11 @@
-"""How long a client is waited for: for its next head, to take what it was sent, to finish sending, or to show itself.
+"""How long a client is waited for: for its next head, to read its answer, to finish sending, or to prove it is there.
 
-The end of what a client sends may be the end of its requests alone, and then it waits for its answer (RFC 9112, 9.6).
-A client that left looks the same until something is sent: a closed peer refuses it. So such a client is sent an interim
-answer now and then, which means nothing and which clients pass over (RFC 9110, 15.2); where one is refused the client
-has left, and its turn ends as ever. HTTP/1.0 knows no interim answers; there the client stays for a moment only. Nor
-may one follow a head; from then on the client is known by what it takes. So is asked, too, who sent so much ahead that
-nothing more is read of it.
+The end of what a client sends may only end its requests, and then it waits for its answer (RFC 9112, 9.6). A client
+that left looks the same until something is sent: a closed peer refuses it. So such a client gets an interim answer now
+and then, which means nothing and which clients skip (RFC 9110, 15.2). If one is refused the client has left, and its
+turn ends as usual. HTTP/1.0 has no interim answers; there the client stays only for a moment. Nor may one follow a
+head; from then on the client shows itself by reading. A client that sent so much ahead that nothing more is read from
+it is probed, too.
 """
 
 # compiled: each turn passes here, on both sides
@@ -25,24 +25,24 @@ from thunderagent.proxy.wire.http11.limits import Sweep
 log = structlog.get_logger("thunderagent.stall")
 
 LINGER_S: Final = 2.0
-"""For a client to finish sending what nobody reads."""
+"""For a client to finish sending unread bytes."""
 
 PROBES_AFTER_S = (0.0, 0.02, 0.1, 0.5, 2.0)
-"""A client that sends nothing more is asked at once whether it is there, and again after each of these times; from the
-last on, always after that. The second one is refused by a client that left, if it was near enough to hear the first."""
+"""A client that sends nothing more is probed at once, and again after each of these times; then always after the last.
+A client that left refuses the second probe, if it was near enough to get the first."""
 
 OLD_CLIENT_S: Final = 1.0
 """For an answer to a client of HTTP/1.0 that sends nothing more."""
 
 STALL_LOOKS_COUNT: Final = 4
-"""A client is looked at so often, within the limit, before it is said to take nothing."""
+"""How often a client is checked within the limit before it counts as reading nothing."""
 
 
 class Due(Protocol):
     """An answer that a client waits for."""
 
     begun: bool
-    """Whether something of it was written."""
+    """Whether part of it was written."""
     head: RequestHead
     """Of the request."""
 
@@ -64,7 +64,7 @@ class Waiting:
     )  # fmt: skip
 
     def __init__(self, transport: asyncio.Transport, sweep: Sweep, idle_s: float, stall_s: float) -> None:
-        """Wait for a first head. What is late is closed."""
+        """Wait for a first head. A late connection is closed."""
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._sweep = sweep
@@ -78,12 +78,12 @@ class Waiting:
         sweep.add(self)
 
     def over(self) -> None:
-        """Wait for nothing: the connection is closed."""
+        """Stop waiting: the connection is closed."""
         self._sweep.remove(self)
         self._asked = None
 
     def for_head(self) -> None:
-        """Wait for the next head; first for what was written to be taken, if that is waited for."""
+        """Wait for the next head; first for pending output to be read, if that is waited for."""
         if self.due_s == inf or self._asked is not None:
             self._asked = None
             self._until(self._idle_s)
@@ -93,24 +93,24 @@ class Waiting:
         self.due_s = inf
 
     def for_room(self) -> None:
-        """Wait for the client to take something of what was written."""
+        """Wait for the client to read some of the output."""
         self._asked = None
         self._queued_bytes, self._looks_count = self._transport.get_write_buffer_size(), 0
         self._until(self._stall_s / STALL_LOOKS_COUNT)
 
     def for_end(self) -> None:
-        """Wait for the client to finish what nobody reads."""
+        """Wait for the client to finish sending unread bytes."""
         self._asked = None
         self._until(LINGER_S)
 
     def for_sign(self, asked: Due) -> None:
-        """Ask the client again and again whether it is there, while its answer has not begun."""
+        """Probe the client again and again while its answer has not begun."""
         if not asked.begun:
             self._asked, self._probes_count = asked, 0
             self._probe(asked)
 
     def late(self, now_s: float) -> None:
-        """Close what is late, or look again."""
+        """Close a late connection, or check again."""
         if self._asked is not None:
             if not self._asked.begun:
                 self._probe(self._asked)
@@ -118,7 +118,7 @@ class Waiting:
                 self._asked, self.due_s = None, inf
             return
         queued_bytes = self._transport.get_write_buffer_size()
-        if queued_bytes != self._queued_bytes:  # it took something, or more was written
+        if queued_bytes != self._queued_bytes:  # it read something, or more was written
             self._queued_bytes, self._looks_count = queued_bytes, 0
         self._looks_count += 1
         if queued_bytes and self._looks_count < STALL_LOOKS_COUNT:
@@ -127,14 +127,14 @@ class Waiting:
         if queued_bytes:
             log.warning("client_stalled", limit_s=self._stall_s)
         self.due_s = inf
-        self._transport.abort()  # to close it would wait for the client to read
+        self._transport.abort()  # closing it would wait for the client to read
 
     def _until(self, wait_s: float) -> None:
         self.due_s = self._loop.time() + wait_s
         self._sweep.hasten(self.due_s)
 
     def _probe(self, asked: Due) -> None:
-        """Send what only a client refuses that left; the transport then tells of the end."""
+        """Send what only a client that left refuses; the transport then reports the end."""
         if self._transport.is_closing():
             return
         self._probes_count += 1
