@@ -25,7 +25,7 @@ class DecodeBatch:
         """How many members there are."""
         self._block_size = block_size
         self._iteration_count = 0
-        self._extra_tokens: dict[EngineSequence, int] = {}  # of each member: its known tokens, less the iterations
+        self._extra_tokens: dict[EngineSequence, int] = {}  # per member: its known tokens, less the iterations
         self.context_tokens = 0
         """How many tokens the members know together."""
         self._filling: list[list[EngineSequence]] = [
@@ -38,7 +38,7 @@ class DecodeBatch:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Return the members, in the order in which they joined."""
+        """Return the members, in order of joining."""
         if self._request_ids is None:
             self._request_ids = tuple([sequence.request.request_id for sequence in self._extra_tokens])
         return self._request_ids
@@ -49,12 +49,12 @@ class DecodeBatch:
         return len(self._filling[(self._iteration_count - 1) % self._block_size])
 
     def known_tokens(self, sequence: EngineSequence) -> int:
-        """Return how many tokens a request knows now, whether it is a member or not."""
+        """Return how many tokens a request knows now, as a member or not."""
         extra_tokens = self._extra_tokens.get(sequence)
         return sequence.known_tokens if extra_tokens is None else self._iteration_count + extra_tokens
 
     def join(self, sequence: EngineSequence) -> None:
-        """Add a decoding request, all of whose full blocks are published."""
+        """Add a decoding request whose full blocks are all published."""
         extra_tokens = self._extra_tokens[sequence] = sequence.known_tokens - self._iteration_count
         self.context_tokens += sequence.known_tokens
         self._filling[-extra_tokens % self._block_size].append(sequence)
@@ -63,7 +63,7 @@ class DecodeBatch:
         self.count += 1
 
     def dissolve(self) -> None:
-        """Let every member stand for itself again."""
+        """Release all members."""
         for sequence in self._extra_tokens:
             self._write_down(sequence)
         self._extra_tokens.clear()
@@ -84,12 +84,12 @@ class DecodeBatch:
             sequence.publish(pool, self.known_tokens(sequence) // self._block_size)
 
     def fills(self, key: int) -> bool:
-        """Say whether the next iteration fills the block with that key."""
+        """Return whether the next iteration fills the block with that key."""
         filling = self._filling[self._iteration_count % self._block_size]
         return any(each.keys[self.known_tokens(each) // self._block_size - 1] == key for each in filling)
 
     def step_alone(self, pool: BlockPool) -> bool:
-        """Do an iteration in which nobody is through and nobody lacks a block; False, and nothing happens, else."""
+        """Do an iteration in which no member ends or needs a block; otherwise return False and do nothing."""
         count, block_size = self._iteration_count, self._block_size
         if count + 1 in self._ending:
             return False
@@ -106,7 +106,7 @@ class DecodeBatch:
         return True
 
     def step(self) -> list[EngineSequence]:
-        """Give each member a token; return those that have all theirs, and are no members any more."""
+        """Give each member a token; remove and return those that have all theirs."""
         self._iteration_count += 1
         self.context_tokens += self.count
         ended = self._ending.pop(self._iteration_count, None)

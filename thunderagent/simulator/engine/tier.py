@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Tier:
-    """The keys of the blocks that it holds, the one to go next first."""
+    """The keys of its blocks, the next to go first."""
 
     def __init__(self, block_count: int) -> None:
         self.block_count = block_count
@@ -36,7 +36,7 @@ class Tier:
         return len(self._keys)
 
     def store(self, key: int) -> None:
-        """Keep a block as the one used last; the one used longest ago goes if there is no room."""
+        """Store a block as most recently used; the least recently used goes if there is no room."""
         keys = self._keys
         if key in keys:
             keys.move_to_end(key)
@@ -46,13 +46,13 @@ class Tier:
         keys[key] = None
 
     def find(self, keys: Sequence[int], begin: int, limit_count: int) -> int:
-        """Return how many keys from `begin` on, and before `limit_count`, it holds without a gap."""
+        """Return how many keys it holds without a gap, from `begin` on and before `limit_count`."""
         held, position = self._keys, begin
         while position < limit_count and keys[position] in held:
             position += 1
         return position - begin
 
     def use(self, keys: Sequence[int]) -> None:
-        """Note that blocks that it holds are copied back: the tail of their context stays the first to go."""
+        """Note that blocks of it are copied back: the tail of their context stays the first to go."""
         for key in reversed(keys):
             self.store(key)
