@@ -173,7 +173,7 @@ class Pools:
             self.to_tell.extend((pool, event) for event in _as_it_is(replica, now_s))
 
     def is_strange(self, replica_id: str) -> bool:
-        """Return whether a replica lists nothing that others of its pool list: its engine serves something else by now."""
+        """Return whether a replica lists nothing that others of its pool list: its engine now serves something else."""
         pool = self._of_replica.get(replica_id)
         if pool is None or self._make is None or len(pool.listed) < 2:
             return False

@@ -84,7 +84,7 @@ class LettingIn:
         return Placement(*self._find_beside(view, program, candidates, home, reserved, comes_first))
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause where claims exceed the capacity, and let programs in that fit, where something changed or on a tick."""
+        """Pause where claims exceed the capacity, and let fitting programs in, where something changed or on a tick."""
         everywhere = moment is Moment.TICK or moment is Moment.REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:

@@ -74,7 +74,7 @@ class Routes:
         return self._asked[1] if self._asked[0] == turn_id else None
 
     def serve(self, program: Program, served_by: Route | None) -> bool:
-        """Send a program, one of whose turns arrived, to where that is served; return False if it cannot go there now."""
+        """Send a program to where its arrived turn is served; return False if it cannot go there now."""
         before = program.served_by
         if program.in_flight or program.held:
             if served_by is None:
