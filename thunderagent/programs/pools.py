@@ -74,7 +74,7 @@ class Pools:
     )
 
     def __init__(self, first: Scheduler, make: Callable[[], Scheduler] | None = None) -> None:
-        """Begin with one pool; `make` returns a scheduler like its own for each further one. None: there is none."""
+        """Start with one pool; `make` returns a scheduler for each further one. None: there are no further ones."""
         self._make = make
         self._ids = count()
         self.all: list[Pool] = [Pool(first, next(self._ids))]

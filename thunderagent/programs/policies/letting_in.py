@@ -156,7 +156,7 @@ class LettingIn:
         return None, Reason.NO_ROOM
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether one waits for that replica alone, comes before a program, and is not to be passed any more."""
+        """Return whether a program waits for that replica alone, comes before this one, and may not be passed."""
         routed = view.first_routed_before(program, replica)
         return routed is not None and (not self.pass_count or self._has_waited_long(view, routed))
 

@@ -157,7 +157,7 @@ class Routing:
         return route.next(is_open)
 
     def model_served(self, verbs: Verbs, model: str, replica_ids: tuple[str, ...]) -> None:
-        """Restrict a model's turns to these replicas; to none in particular, if none is named. Turns in flight stay."""
+        """Send a model's turns only to these replicas; anywhere, if none is named. Turns in flight stay."""
         route = self.routes.by_model.setdefault(model, Route(()))
         if replica_ids:
             route.lead_to(replica_ids)

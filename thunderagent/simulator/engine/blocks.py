@@ -1,17 +1,17 @@
-"""Keep the blocks of a KV pool: who references each, what it holds, and which goes next.
+"""Manages the blocks of a KV pool: who references each, what it holds, and which goes next.
 
 Theory of operation
 -------------------
 A block holds `block_size` consecutive tokens of one context. A full block has a key, `hash(key of the block before it,
-its tokens)`, so that a key stands for the whole prefix up to there. A block is *referenced* by the requests that run on
-it, or it is *free*; free is not empty: it keeps its key, and can be found again by it (a prefix-cache hit) until an
+its tokens)`, so a key stands for the whole prefix up to there. A block is *referenced* by the requests that run on it,
+or it is *free*. Free is not empty: it keeps its key, and can be found again by it (a prefix-cache hit) until an
 allocation takes it: those without a key first, then the block freed longest ago.
 
 A context of 200,000 tokens is 12,500 blocks, which are found, taken and freed together. So the pool keeps *runs*:
-consecutive blocks of one context with the same holders. Of a free run the last block goes first, as its request gave it
-back tail first. A run is split where a context leaves it, and grows while only one request holds it. Blocks without a
-key cannot be told apart: they are counted. So a turn costs its runs, of which a program has a few, and the blocks that
-are computed for it.
+consecutive blocks of one context with the same holders. The last block of a free run goes first, because its request
+returned it tail first. A run is split where a context leaves it, and grows while only one request holds it. Blocks
+without a key cannot be distinguished: they are counted. So a turn costs its runs, of which a program has a few, and the
+blocks that are computed for it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Step requests that only generate all together: an iteration costs what changes in it, not how many there are.
+"""Steps requests that only generate all together: an iteration costs its changes, not its number of requests.
 
 Theory of operation
 -------------------
-A decoding request gets one token in each iteration, and nothing else happens to it but three things that are known
-beforehand: every `block_size` iterations it needs a block, the iteration before that one of its blocks is full, and
-after so many iterations it is finished. So the batch counts its iterations, and keeps of each member how many tokens it
-has more than that count. Who needs a block, and whose is full, are those of one *phase*: the count modulo `block_size`.
+A decoding request gets one token in each iteration, and only three other things happen to it, all known beforehand:
+every `block_size` iterations it needs a block, in the iteration before that one of its blocks is full, and after a
+fixed number of iterations it is finished. So the batch counts its iterations, and stores for each member how many
+tokens it has more than that count. The members that need a block, and those whose block is full, are those of one
+*phase*: the count modulo `block_size`.
 
 The batch is the leading part of what runs, in the order of admission, and takes part in an iteration as a whole or not
-at all: where blocks are short, the engine dissolves it and serves each member by itself.
+at all: if blocks are short, the engine dissolves it and serves each member separately.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""A tier behind a KV pool: memory of the host, or a disk, that keeps the blocks which the pool evicts.
+"""A tier behind a KV pool: host memory, or a disk, that keeps the blocks which the pool evicts.
 
 Theory of operation
 -------------------
-What the pool evicts is copied here, and what a prompt needs and the pool has not is copied back instead of computed: it
-costs `restore_token_s` a token, in the iteration that admits the request, which waits for it as a forward pass of
-LMCache's connector does by default. (vLLM's own offloading and SGLang's HiCache overlap a part of it with others' work;
-then it costs less than is said here, which is a matter of the price.) Writing costs nothing: it is not waited for.
+Evicted blocks are copied here. What a prompt needs and the pool lacks is copied back instead of computed: it costs
+`restore_token_s` per token, in the iteration that admits the request, which waits for it as a forward pass of LMCache's
+connector does by default. (vLLM's own offloading and SGLang's HiCache overlap a part of it with others' work; then it
+costs less than stated here, which is a matter of the price.) Writing costs nothing: it is not waited for.
 
-It keeps a copy of what was copied back. It is full of what was used longest ago first, of each context the tail first,
-as the pool gave it up in that order.
+It keeps its copy of restored blocks. It evicts the least recently used first, of each context the tail first, because
+the pool gave it up in that order.
 """
 
 from __future__ import annotations
