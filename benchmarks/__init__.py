@@ -1,1 +1,1 @@
-"""Loads and comparisons that the published figures come from; run as modules from the project's root."""
+"""Loads and comparisons behind the published figures; run as modules from the project's root."""

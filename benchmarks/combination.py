@@ -84,7 +84,7 @@ MARS_REGIME = "mars-220k"
 
 @dataclass(frozen=True)
 class Case:
-    """A workload on engines: programs that come at a rate, at that of the workload's own, or all at once.
+    """A workload on engines: programs that arrive at a rate, at the workload's own, or all at once.
 
     Memory holds `fitting_count` programs of their mean size (`policy.mean_context_tokens`).
     """
@@ -99,7 +99,7 @@ class Case:
     block_tokens: int = 64
 
     def scenario(self, seed: int) -> Scenario:
-        """Return the engines, and a day, in which all programs are through."""
+        """Return the engines, and a day, in which all programs finish."""
         scenario = scenario_of(self.profile, replicas_count=self.replicas_count, minutes=DAY_MIN, loop=self.loop)
         engine = replace(scenario.engine, block_size=self.block_tokens)
         if self.workload == MARS_REGIME:
@@ -114,7 +114,7 @@ class Case:
         )
 
     def programs(self) -> Workload:
-        """Return what its programs do."""
+        """Return the programs' workload."""
         if self.workload == MARS_REGIME:
             assert self.rate_per_s is not None
             return mars.mix(MARS_REGIME.removeprefix("mars-"), self.rate_per_s)
@@ -146,7 +146,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Task:
-    """One run that is to be done."""
+    """A pending run."""
 
     case: Case
     contestant: str
@@ -154,7 +154,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Return its name among the runs that are kept, which another load or another policy does not have."""
+        """Return its name among the stored runs, unique to its load and policy."""
         case = self.case
         load = f"{case.programs_count} at {case.rate_per_s or case.loop} on {case.replicas_count} {case.profile}"
         return f"{case.workload}, {load}|{self.policy}|{self.seed}"
@@ -177,7 +177,7 @@ def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
 
 
 def figures_of(result: RunResult) -> dict[str, float]:
-    """Return what is kept of a run."""
+    """Return the stored figures of a run."""
     ends_s = [event.now_s for event, _ in result.events if isinstance(event, TurnFinished)]
     goodput = next(each for each in result.goodputs if each.alpha_ratio == ALPHA_RATIO)
     values = {
@@ -194,13 +194,13 @@ def figures_of(result: RunResult) -> dict[str, float]:
 
 
 def turns_per_min(ends_s: Sequence[float]) -> float:
-    """Return the throughput until nine tenths of the turns were through; they are in the order in which they ended."""
+    """Return the throughput until nine tenths of the turns ended; `ends_s` is sorted."""
     count = math.ceil(BUSY_RATIO * len(ends_s))
     return 60 * count / ends_s[count - 1]
 
 
 def tasks(seeds: Sequence[int], cases: Sequence[Case] = CASES) -> list[Task]:
-    """Return all runs, a seed after the other; those of `sticky` on one replica have the key of `fcfs`."""
+    """Return all runs, seed by seed; those of `sticky` on one replica have the key of `fcfs`."""
     return [Task(case, name, seed) for seed in seeds for case in cases for name in CONTESTANTS]
 
 
@@ -209,18 +209,18 @@ def tasks(seeds: Sequence[int], cases: Sequence[Case] = CASES) -> list[Task]:
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure that is compared, whether more of it is better, and its bar in the mean over all workloads."""
+    """A compared figure, whether more of it is better, and its bar in the mean over all workloads."""
 
     name: str
     title: str
     more_is_better: bool
 
     def worst_first(self, ratio: float) -> float:
-        """Return what ascends from the worst ratio to the best one."""
+        """Return a sort key that ascends from the worst ratio to the best."""
         return ratio if self.more_is_better else 1 / ratio
 
     def reaches(self, ratio: float, bar: float = 1.0) -> bool:
-        """Say whether a ratio is as good as the bar, or its inverse."""
+        """Return whether a ratio is as good as the bar, or its inverse."""
         return self.worst_first(ratio) >= bar
 
 
@@ -234,11 +234,11 @@ WHOLE = Measure("whole_turns_per_min", "turns/min until the last is through", mo
 
 WORST_BAR = 0.95
 LEAST_RATIO = 1e-3
-"""What a figure counts at least in a geometric mean: no program in time is that."""
+"""The least value of a figure in a geometric mean: no program in time counts as that."""
 
 
 class Found:
-    """The runs over those seeds that all contestants and workloads have."""
+    """The runs over the seeds that all contestants and workloads have."""
 
     def __init__(
         self, kept: Mapping[str, dict[str, float]], seeds: Sequence[int], cases: Sequence[Case] = CASES
@@ -258,7 +258,7 @@ class Found:
         return Interval.of(self.values(case, contestant, measure))
 
     def ratio(self, case: Case, contestant: str, other: str, measure: str) -> Interval:
-        """Return a figure over another's, seed by seed; where that is 0 for a seed, the mean over the mean."""
+        """Return a figure over another's, seed by seed; if that is 0 for a seed, the mean over the mean."""
         values, others = self.values(case, contestant, measure), self.values(case, other, measure)
         paired = Interval.of_ratios(values, others)
         if paired is not None:
@@ -400,7 +400,7 @@ def plot(found: Found, verdicts: Mapping[str, Any]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not kept yet, and show it; exit status 1 if a bar is missed."""
+    """Run what is not stored yet, and show it; exit status 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10, help="runs of each, each with other programs")
     parser.add_argument("--first-seed", type=int, default=0, help="100 and more are those it was chosen on")

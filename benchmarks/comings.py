@@ -48,7 +48,7 @@ APIS = {
 
 
 class Engine:
-    """Draws what becomes of each turn at an engine."""
+    """Draws the result of each turn at an engine."""
 
     def __init__(self, seed: int) -> None:
         """Draw from a seed."""
@@ -56,7 +56,7 @@ class Engine:
         self._numbers = count()
 
     def plan(self, path: str, body: bytes) -> Plan:
-        """Return what becomes of a turn: an answer of its API, or a failure."""
+        """Return the result of a turn: an answer of its API, or a failure."""
         path = path.partition("?")[0]
         if path not in APIS:
             return Plan(answer=whole(200, "application/json", b'{"count": 100, "input_tokens": 100}'))
@@ -117,7 +117,7 @@ def _events(path: str, body_bytes: int, number: int) -> list[bytes]:
 
 @dataclass
 class Comings:
-    """The load on one proxy; `counts` says what came of it."""
+    """The load on one proxy; `counts` has its results."""
 
     url: str
     client: aiohttp.ClientSession
@@ -126,7 +126,7 @@ class Comings:
     numbers: count[int] = field(default_factory=count)
 
     async def run(self, programs_count: int, seconds: float) -> None:
-        """Keep so many programs running for so long; then wait for those that run to end."""
+        """Keep this many programs running for `seconds`; then wait for the running ones to end."""
         ends_s = asyncio.get_running_loop().time() + seconds
         async with asyncio.TaskGroup() as group:
             operator = group.create_task(self._look_on())
@@ -137,7 +137,7 @@ class Comings:
             listener.cancel()
 
     async def fill(self, turns_count: int) -> None:
-        """Have so many responses made at once, whose ids the proxy remembers: that table is full before the hour."""
+        """Create `turns_count` responses at once, whose ids the proxy remembers: that table is full before the hour."""
         numbers = iter(range(turns_count))
         headers = {"X-Program-ID": "filler"}
 
@@ -161,14 +161,14 @@ class Comings:
             self.counts["programs"] += 1
 
     async def _look_on(self) -> None:
-        """Do what a dashboard and a Prometheus do."""
+        """Send the requests of a dashboard and a Prometheus."""
         while True:
             for path in ("/metrics", "/summary", "/history", "/programs?limit=50", "/queue", "/replicas", "/tools"):
                 await self.call("GET", path)
             await asyncio.sleep(5.0)
 
     async def _listen(self) -> None:
-        """Follow the events, from anew each half minute."""
+        """Follow the events, reconnecting every half minute."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(30.0), self.client.get(f"{self.url}/events") as answer:
@@ -196,7 +196,7 @@ class _Program:
         self._made_id = ""
 
     async def run(self) -> None:
-        """Make some turns, and say at the end that it is the end, or do not."""
+        """Send some turns, and announce the end at the end, or not."""
         turns_count = self._rng.randint(2, 10)
         final_by_header = self._naming == "header" and not self._silent and self._rng.random() < 0.3
         for index in range(turns_count):
@@ -214,7 +214,7 @@ class _Program:
             await self._release()
 
     async def _turn(self, *, final: bool) -> bool:
-        """Make one turn, with all that may go wrong; say whether the program goes on."""
+        """Send one turn, with all possible failures; return whether the program goes on."""
         rng = self._rng
         body_bytes = LARGE_BODY_BYTES if rng.random() < LARGE_TURN_RATIO else self._context_bytes
         body = self._body(body_bytes, stream=rng.random() < 0.5)
@@ -242,7 +242,7 @@ class _Program:
         return False
 
     async def _ask(self, body: bytes, headers: dict[str, str]) -> bool:
-        """Send a turn and read its answer; say whether it was whole."""
+        """Send a turn and read its answer; return whether it was complete."""
         load = self._load
         named = {"header": {"X-Program-ID": self._id}, "session": {"X-Session-ID": self._id}}.get(self._naming, {})
         path = f"/p/{quote(self._id)}{self._path}" if self._naming == "path" else self._path

@@ -1,4 +1,4 @@
-"""The companion systems' policies beside each other, on the project's workloads: `scripts/bench papers companions`."""
+"""The companion systems' policies side by side, on the project's workloads: `scripts/bench papers companions`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTESTANTS = (
     *("concur", "thunderagent", "breakeven"),
 )
 BLOCK_SIZE = 64
-"""Tokens; contexts are long, and a run takes a third of the time that it takes with blocks of 16."""
+"""Tokens; contexts are long, and a run takes a third of the time of one with blocks of 16."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ CASES = (
 
 
 def companions(runner: Runner, console: Console) -> dict[str, Any]:
-    """Compare the policies in four settings: turns a minute, time of a program, prefix hits, the five costs."""
+    """Compare the policies in four settings: turns per minute, time of a program, prefix hits, the five costs."""
     figures: dict[str, Any] = {}
     results = {}
     for case in CASES:
@@ -74,7 +74,7 @@ def turns_per_min(result: RunResult) -> float:
 
 
 def program_s(result: RunResult) -> float:
-    """Return the time that a program took in the mean, of those that ended."""
+    """Return the mean time of ended programs."""
     return result.program_latency.mean_s
 
 
@@ -133,7 +133,7 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _short(text: str) -> str:
-    """Return the mean of a figure, to three places."""
+    """Return the mean of a figure, to three digits."""
     return f"{float(text.partition(' ')[0]):.3g}" if text else "-"
 
 

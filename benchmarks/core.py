@@ -35,7 +35,7 @@ CAPACITY_TOKENS = 400_000
 PLAIN_PROGRAMS_COUNT = 300
 PLAIN_REPLICAS_COUNT = 4
 PLAIN_CUT_COUNT = 9
-"""As a chat of some 30 messages has. The first two are the same in all programs: tools, and what the system says."""
+"""Like a chat of some 30 messages. The first two are the same in all programs: tools, and the system prompt."""
 
 
 @dataclass
@@ -72,9 +72,9 @@ def build(policy_name: str, programs_count: int, replicas_count: int, capacity_t
 
 
 def mixed_events(load: Load, events_count: int, programs_count: int) -> dict[str, list[float]]:
-    """Time arrivals, first bytes, progress, ends and releases, by their kind; ticks come every second untimed.
+    """Time arrivals, first bytes, progress, ends and releases, by kind; ticks come every second untimed.
 
-    Only turns that were granted go on; a turn that is held goes on when some later event grants it.
+    Only granted turns go on; a held turn goes on when a later event grants it.
     """
     rng, left_count = load.rng, events_count
     times: dict[str, list[float]] = defaultdict(list)
@@ -125,7 +125,7 @@ def pausing_tick(programs_count: int, replicas_count: int) -> tuple[float, int]:
 
 
 def plain_turns(policy_name: str, turns_count: int) -> list[float]:
-    """Time turns as a proxy mostly sees them: arrival, first byte and end, with room for all and a chat that grows."""
+    """Time typical turns: arrival, first byte and end, with room for all and a growing chat."""
     load = build(policy_name, PLAIN_PROGRAMS_COUNT, PLAIN_REPLICAS_COUNT, 10**8)
     handle, times = load.scheduler.handle, []
     cuts = [
@@ -152,7 +152,7 @@ def percentile(values: list[float], ratio: float) -> float:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and store the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--replicas", type=int, default=64)

@@ -1,4 +1,4 @@
-"""The core beside that of an earlier commit: that one, today's, and today's compiled take turns on one processor."""
+"""The core compared with an earlier commit: that one, today's, and today's compiled take turns on one processor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Figures = dict[str, float]
 
 
 def beside(revision: str, arguments: tuple[str, ...], rounds_count: int, *, compiles: bool) -> None:
-    """Run each of them so many times, print and keep all runs, medians, and their ratios to the earlier commit."""
+    """Run each of them `rounds_count` times; print and store all runs, medians, and ratios to the earlier commit."""
     with TemporaryDirectory(prefix="thunderagent-core-") as folder:
         trees = {"before": unpacked(revision, Path(folder)), "interpreted": ROOT}
         if compiles:
@@ -39,7 +39,7 @@ def beside(revision: str, arguments: tuple[str, ...], rounds_count: int, *, comp
 
 
 def summary(runs: dict[str, list[Figures]]) -> dict[str, Figures]:
-    """Return the medians of each build, and of what its event takes over the earlier commit's, round by round."""
+    """Return the medians of each build, and its event time over the earlier commit's, round by round."""
     figures = {name: {key: median(run[key] for run in made) for key in made[0]} for name, made in runs.items()}
     for name, made in runs.items():
         ratios = [
@@ -74,7 +74,7 @@ def unpacked(revision: str, folder: Path) -> Path:
 
 
 def compiled(folder: Path) -> Path:
-    """Return a tree of today's files in which what is hot is compiled, as for a release. Takes minutes."""
+    """Return a tree of today's files with compiled hot modules, as for a release. Takes minutes."""
     source, wheels, tree = folder / "source", folder / "wheels", folder / "compiled"
     no_cache = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "thunderagent", source / "thunderagent", ignore=no_cache)

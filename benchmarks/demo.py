@@ -62,19 +62,19 @@ class Scenario:
 
     @property
     def turn_counts(self) -> tuple[int, ...]:
-        """How many turns each program takes."""
+        """Number of turns of each program."""
         return tuple(len(plan_program(self.load, index).turns) for index in range(self.load.programs))
 
     @property
     def final_context_tokens(self) -> int:
-        """What the programs' contexts add up to when each has taken its last turn, role markers aside."""
+        """Total of the programs' contexts after their last turns, without role markers."""
         plans = [plan_program(self.load, index) for index in range(self.load.programs)]
         return self.load.system_tokens * len(plans) + sum(
             len(turn.prompt.split()) + turn.output_tokens for plan in plans for turn in plan.turns
         )
 
     def describe(self) -> str:
-        """Return it in one line."""
+        """Return a description in one line."""
         return (
             f"{self.load.programs} agent programs with {sum(self.turn_counts)} turns, whose contexts grow to "
             f"{self.final_context_tokens:,} tokens, on {self.engines} simulated engines with room for "
@@ -90,7 +90,7 @@ QUICK = Scenario(LoadSpec(programs=8, turns=(3, 4), tool_mean_s=0.3, model=MODEL
 
 
 async def show(scenario: Scenario, out: Path, console: Console) -> tuple[RunReport, RunReport]:
-    """Make both runs, showing how they go; return what came out, first passed through, then scheduled."""
+    """Make both runs, showing their progress; return the results, first passed through, then scheduled."""
     with open_view(console) as view:
         before, after = [await run(scenario, policy, out / "logs", view) for policy in POLICIES]
     return before, after
@@ -149,7 +149,7 @@ async def _until_ready(url: str) -> None:
 
 
 async def _watch(session: aiohttp.ClientSession, state: RunState, view: View) -> None:
-    """Show how far a run is until cancelled."""
+    """Show a run's progress until cancelled."""
     while True:
         async with session.get("/queue", params={"limit": 0}) as answer:
             state.held_turn_count = (await answer.json())["turns_held_count"]
@@ -170,7 +170,7 @@ async def _costs(session: aiohttp.ClientSession) -> dict[str, float]:
 
 
 def engines_of(scenario: Scenario) -> Engines:
-    """Return the model of the engines, by which turns and programs are in time."""
+    """Return the model of the engines, by which turns and programs count as in time."""
     timing = profile("demo")
     faster = {name: getattr(timing, name) / scenario.speed for name in COSTS_US.values()}
     return Engines(replace(timing, **faster), scenario.kv_tokens, scenario.engines)

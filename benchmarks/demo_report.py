@@ -1,4 +1,4 @@
-"""What came out of the demo: a table, a plot, and plain words."""
+"""The result of the demo: a table, a plot, and a text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ COSTS = ("decode", "prefill", "recompute", "caching", "unused")
 """What memory is spent on, useful work first."""
 
 WINDOW_S = 10.0
-"""Throughput over time is that of the last so many seconds."""
+"""Throughput over time is that of this many last seconds."""
 
 CLEARLY_MORE = 1.1
-"""Under this ratio of turns/min the words claim nothing: it may be chance."""
+"""Below this ratio of turns/min the text claims nothing: it may be chance."""
 
 _RUN_COLOURS = ("#8a8f98", "#1b6fd1")
 _COST_COLOURS = {
@@ -50,7 +50,7 @@ _COST_WORDS = {
 class RunReport:
     """One run. `end_s` are the seconds at which its turns ended, `costs_token_s` the sums over the replicas.
 
-    The two goodputs are the parts that took no longer than each of `ALPHA_RATIOS` times their ideal time.
+    The two goodputs are the ratios that took at most each of `ALPHA_RATIOS` times their ideal time.
     """
 
     policy: str
@@ -107,7 +107,7 @@ def _ratio(first: float, second: float, *, more_is_better: bool) -> Text:
 
 
 def in_words(before: RunReport, after: RunReport, *, programs: int, engines: int, pool_tokens: int) -> str:
-    """Say what was shown, from the figures alone."""
+    """Return a summary, from the figures alone."""
     ratio = after.turns_per_min / before.turns_per_min
     shown = (
         f"{programs} agent programs shared {engines} simulated engines with room for {pool_tokens:,} tokens each. "
@@ -125,7 +125,7 @@ def in_words(before: RunReport, after: RunReport, *, programs: int, engines: int
 
 
 def plot(before: RunReport, after: RunReport, path: Path, *, caption: str) -> None:
-    """Draw throughput over time and what memory was spent on, for both runs, into a PNG."""
+    """Draw throughput over time and the use of memory, for both runs, into a PNG."""
     with mpl.rc_context({"font.size": 10, "font.family": "DejaVu Sans", "axes.titlesize": 11}):
         figure = Figure(figsize=(13, 5.2), dpi=150, facecolor="white")
         figure.text(0.06, 0.93, _headline(before, after), fontsize=15, fontweight="bold", color="#1d2430")
@@ -196,7 +196,7 @@ def _draw_costs(axes: Axes, runs: Sequence[RunReport]) -> None:
 
 
 def _plain_axes(axes: Axes) -> None:
-    """Leave out what carries no information."""
+    """Remove axes that carry no information."""
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)

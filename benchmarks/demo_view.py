@@ -1,4 +1,4 @@
-"""How far a run of the demo is: counted here, and shown as bars that move or, without a terminal, as plain lines."""
+"""The progress of a demo run: counted here, and shown as moving bars or, without a terminal, as plain lines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from benchmarks.load import TurnRecord
 
 PLAIN_LINE_S = 5.0
-"""How often a run says how far it is where there is no terminal."""
+"""How often a run reports its progress without a terminal."""
 
 
 @dataclass
 class RunState:
-    """How far a run is."""
+    """The progress of a run."""
 
     policy: str
     turn_count: int
@@ -50,7 +50,7 @@ class RunState:
         return self.cached_tokens / max(self.prompt_tokens, 1)
 
     def count(self, record: TurnRecord, *, is_last_of_program: bool) -> None:
-        """Count a turn that ended."""
+        """Count an ended turn."""
         self.done_turn_count += 1
         self.done_program_count += is_last_of_program
         self.prompt_tokens += record.prompt_tokens or 0
@@ -58,10 +58,10 @@ class RunState:
 
 
 class View(Protocol):
-    """Whoever shows how a run goes."""
+    """Shows the progress of a run."""
 
     def show(self, state: RunState, *, is_over: bool = False) -> None:
-        """Show how far a run is; called about twice a second, the last time with `is_over`."""
+        """Show the progress; called about twice a second, the last time with `is_over`."""
 
 
 @contextmanager
@@ -106,7 +106,7 @@ class PlainView:
         self._next_s = 0.0
 
     def show(self, state: RunState, *, is_over: bool = False) -> None:
-        """Write a line if it is time."""
+        """Write a line if it is due."""
         if state.policy != self._policy:
             self._policy, self._next_s = state.policy, PLAIN_LINE_S
         if is_over or state.elapsed_s >= self._next_s:

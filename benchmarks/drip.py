@@ -1,7 +1,7 @@
-"""An engine that answers slowly, and as often as it is told badly: one raw protocol on the benchmark's event loop.
+"""An engine that answers slowly, and fails as often as told: one raw protocol on the benchmark's event loop.
 
-It understands no more HTTP than the benchmarks need. What it sends for a turn follows from a `Plan`; who loads it makes
-those of the turn's body.
+It understands only the HTTP that the benchmarks need. What it sends for a turn follows from a `Plan`; the load makes
+plans from the turn's body.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ STATUS_LINES = {200: b"200 OK", 500: b"500 Internal Server Error"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of one turn: so long nothing, then an answer with its head, or the next of its events every `gap_s`.
+    """The course of one turn: silence at first, then an answer with its head, or the next of its events every `gap_s`.
 
-    An event is asked for when it goes out. With `breaks` the connection is closed where else the turn would end;
+    An event is computed when it is sent. With `breaks` the connection is closed where the turn would otherwise end;
     without an answer or events that is before the head.
     """
 
@@ -35,7 +35,7 @@ class Plan:
 
 
 Planner = Callable[[str, bytes], Plan]
-"""From a path and a body to what becomes of that turn."""
+"""Maps a path and a body to the course of that turn."""
 
 
 def whole(status: int, content_type: str, body: bytes) -> bytes:
@@ -51,15 +51,15 @@ def event_of(payload: dict[str, object], name: str = "") -> bytes:
 
 
 class DripEngine:
-    """One replica: how many turns it has in hand, and the protocol of its connections."""
+    """One replica: its number of current turns, and the protocol of its connections."""
 
     def __init__(self, plan: Planner, capacity_tokens: int) -> None:
-        """Answer turns as `plan` says."""
+        """Answer turns by `plan`."""
         self.plan = plan
         self.metrics = whole(200, "text/plain", METRICS % capacity_tokens)
         self.connections_count = 0
         self.turns_count = 0
-        """In hand now."""
+        """Current number."""
         self.left_count = 0
         """Turns whose peer closed the connection before their end."""
 

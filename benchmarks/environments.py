@@ -1,4 +1,4 @@
-"""Real parts of tests and benchmarks, made once in a cache outside the checkout: environments, files, models."""
+"""Real parts of tests and benchmarks, created once in a cache outside the checkout: environments, files, models."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def cache_dir() -> Path:
 def ensure_environment(
     name: str, requirements: Sequence[str], cost: str, *commands: Sequence[str], **environment: str
 ) -> Path:
-    """Return the Python interpreter of a virtual environment in the cache; make it at the first call.
+    """Return the Python interpreter of a virtual environment in the cache; create it at the first call.
 
-    `requirements` are what pip installs; then its interpreter runs with each of `commands` and the variables of
+    `requirements` are installed by pip; then its interpreter runs with each of `commands` and the variables of
     `environment`, and must succeed. Raises RealEngineError if something fails.
     """
 
@@ -49,7 +49,7 @@ def ensure_environment(
         log = root.with_name(root.name + ".log")
         log.unlink(missing_ok=True)
         python = str(root / "bin" / "python")
-        # What is imported is compiled then: to compile all of it takes half of an installation's time.
+        # Imported modules are compiled then: compiling everything takes half of an installation's time.
         run_logged([python, "-m", "pip", "install", "--no-cache-dir", "--no-compile", *requirements], log)
         for command in commands:
             run_logged([python, *command], log, **environment)
@@ -64,10 +64,10 @@ def ensure_environment(
 
 
 def made_once(name: str, made_of: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache, named after a digest of all that it is made of; `make` fills it at the first call.
+    """Return a folder of the cache, named by a digest of its ingredients; `make` fills it at the first call.
 
-    It is made where it stays, since environments cannot be moved. One that was interrupted has no marker and is made
-    anew; a lock keeps two processes apart. Raises what `make` raises.
+    It is made in place, since environments cannot be moved. An interrupted one has no marker and is made again; a lock
+    keeps two processes apart. Raises what `make` raises.
     """
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:12]
     folder = cache_dir() / f"{name}-{digest}"

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from thunderagent.simulator.engine.timing import TimingProfile
 
 OTHER_COSTS_RATIOS = (0.85, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.09, 1.12, 1.15)
-"""What other engines in a forecast take for the same work. From one minute to the next the cores that this was written
-on differ by 15 %, which is also the largest error of a fitted constant (90th percentile)."""
+"""Costs of other engines in a forecast for the same work. From one minute to the next the cores of this machine differ
+by 15 %, which is also the largest error of a fitted constant (90th percentile)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Pair:
 
     @property
     def turns_error_ratio(self) -> float:
-        """Return by which part the simulator has more turns a minute."""
+        """Return the simulator's relative error in turns per minute."""
         return self.simulated_turns_per_min / self.real_turns_per_min - 1
 
     @property
@@ -82,12 +82,12 @@ class Pair:
 
     @property
     def turns_beside_ratio(self) -> float:
-        """Return by which part the engine's turns a minute lie outside of the forecast; 0 within."""
+        """Return by which ratio the engine's turns per minute are outside of the forecast; 0 within."""
         return _beside(self.real_turns_per_min, self.turns_range_per_min) / self.real_turns_per_min
 
     @property
     def hits_beside_ratio(self) -> float:
-        """Return how far its hit rate lies outside of the forecast; 0.01 is one point, 0 within."""
+        """Return how far its hit rate is outside of the forecast; 0.01 is one point, 0 within."""
         return _beside(self.real_hit_ratio, self.hit_range_ratio)
 
 
@@ -97,7 +97,7 @@ def _beside(value: float, within: tuple[float, float]) -> float:
 
 
 def forecast(spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison) -> list[RunResult]:
-    """Return what `simulate_load` does for this engine, then for those that take a little more or less time."""
+    """Return the result of `simulate_load` for this engine, then for slightly slower and faster ones."""
     costs = {name: getattr(engine.timing, name) for name in COSTS_US.values()}
     found = [simulate_load(spec, policy, engine, comparison)]
     for ratio in OTHER_COSTS_RATIOS:
@@ -107,7 +107,7 @@ def forecast(spec: LoadSpec, policy: Contestant, engine: EngineConfig, compariso
 
 
 def simulate_load(spec: LoadSpec, policy: Contestant, engine: EngineConfig, comparison: Comparison) -> RunResult:
-    """Return what comes of the same load in the simulator."""
+    """Return the simulator's result for the same load."""
     scenario = Scenario(
         engine=engine,
         programs_count=spec.programs,
@@ -189,7 +189,7 @@ def _range(within: tuple[float, float], times: int = 1) -> str:
 def results(
     comparison: Comparison, config: RealEngineConfig, timing: TimingProfile, pairs: list[Pair]
 ) -> dict[str, Any]:
-    """Return all figures, with what they were measured on, for a JSON file."""
+    """Return all figures, with their measurement conditions, for a JSON file."""
     errors = [{"turns_error_ratio": pair.turns_error_ratio, "hit_error_ratio": pair.hit_error_ratio} for pair in pairs]
     return {
         "command": shlex.join(["python", "-m", "benchmarks.fidelity", *sys.argv[1:]]),

@@ -1,4 +1,4 @@
-"""What a simulated benchmark found: figures over seeds, the bars that they must reach, a table and a plot of them."""
+"""Results of a simulated benchmark: figures over seeds, their bars, a table and a plot of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Pick = Callable[[RunResult], float | None]
 OTHER_COLOUR = "#444444"
 
 LEAST_SEEDS_COUNT = 3
-"""With fewer nothing is decided: of two runs Student's t is 12.7 times their spread."""
+"""With fewer nothing is decided: for two runs Student's t is 12.7 times their spread."""
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure of one policy in one setting; `at_least` and `at_most` are its bars, if something is promised."""
+    """One figure of one policy in one setting; `at_least` and `at_most` are its bars, if any."""
 
     setting: str
     policy: str
@@ -59,7 +59,7 @@ class Finding:
         return ", ".join(least + most)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what JSON knows."""
+        """Return it as JSON values."""
         interval = self.interval
         return {
             "setting": self.setting,
@@ -80,7 +80,7 @@ def mean_of(runs: Sequence[Run], pick: Pick) -> Interval | None:
 
 
 def ratio_of(runs: Sequence[Run], others: Sequence[Run], pick: Pick) -> Interval | None:
-    """Return a figure over that of other runs, seed by seed; None where a run lacks it, or one of those is 0."""
+    """Return a figure over that of other runs, seed by seed; None if a run lacks it, or one of those is 0."""
     by_seed = {run.seed: pick(run.result) for run in others}
     pairs = [(pick(run.result), by_seed[run.seed]) for run in runs]
     whole = [(value, other) for value, other in pairs if value is not None and other is not None]

@@ -29,20 +29,20 @@ from thunderagent.serving.process import calm_garbage_collector
 CAPACITY_TOKENS = 400_000
 PROGRAM_TOKENS = (4_000, 16_000)
 ROUTED_PART = 0.75
-"""Of the replicas, so many have a tenant; the others take from all."""
+"""Ratio of the replicas that have a tenant; the others take from all."""
 ROUTE_WEIGHTS = (1000.0, 1.0)
 """Of a tenant's own replica, and of the further one."""
 
 
 @dataclass
 class Shortest:
-    """Whoever has least to compute goes first: in place of Nalar's SRTF, for here most wait for their first turn."""
+    """The program with least to compute goes first, instead of Nalar's SRTF: here most wait for their first turn."""
 
     period_s: float = 1.0
     name: ClassVar[str] = "shortest"
 
     def decide(self, view: View) -> None:
-        """Prioritise who waits since the last period."""
+        """Prioritise programs that wait since the last period."""
         for program in view.newly_waiting():
             view.propose_priority(program, program.claim_tokens // 1000, Reason.GLOBAL_POLICY)
 
@@ -57,16 +57,16 @@ class Fleet:
     now_s: float = 1000.0
     turn_id: int = 0
     in_flight: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """Granted turns: whose, and until when they run."""
+    """Granted turns: their program, and until when they run."""
 
     def send(self, event: Event) -> list[Decision]:
-        """Hand in one event, and note what was granted."""
+        """Handle one event, and note grants."""
         decisions = self.scheduler.handle(event)
         self.note(decisions)
         return decisions
 
     def note(self, decisions: list[Decision]) -> None:
-        """Let turns that were granted run for some seconds."""
+        """Let granted turns run for some seconds."""
         for decision in decisions:
             if type(decision) is Grant and decision.program_id is not None:
                 run_s = self.rng.expovariate(1 / 8.0)
@@ -79,11 +79,11 @@ class Fleet:
         return self.send(TurnArrived(self.now_s, self.turn_id, program_id, prompt_bytes=size_bytes, tenant=tenant))
 
     def tenant_of(self, number: int) -> str:
-        """Return whose a program is; nobody's without routes."""
+        """Return a program's tenant; empty without routes."""
         return f"t{number % self.tenants_count}" if self.tenants_count else ""
 
     def second(self, programs_count: int) -> int:
-        """Let a second go by: what is through ends, two of three programs with it, and as many come anew."""
+        """Advance a second: finished turns end, two of three programs with them, and as many new ones come."""
         self.now_s += 1.0
         ended = [turn_id for turn_id, (_, until_s) in self.in_flight.items() if until_s <= self.now_s]
         for turn_id in ended:
@@ -98,12 +98,12 @@ class Fleet:
 
     @property
     def waiting_count(self) -> int:
-        """Turns that are held."""
+        """Number of held turns."""
         return self.scheduler.ledger.waiting_count
 
 
 def build(waiting_count: int, replicas_count: int, *, routed: bool, policy: str, global_policy: str) -> Fleet:
-    """Return a fleet whose replicas are full, and on which so many turns wait."""
+    """Return a fleet with full replicas, and this many waiting turns."""
     tenants_count = int(ROUTED_PART * replicas_count) if routed else 0
     fleet = Fleet(Scheduler(load_policy(policy, {"global_policy": global_policy})), tenants_count)
     for number in range(replicas_count):
@@ -150,7 +150,7 @@ def periods(fleet: Fleet, periods_count: int, waiting_count: int) -> dict[str, f
 
 
 def _period(fleet: Fleet) -> tuple[float, list[Decision]]:
-    """Return how long a tick takes, and what it decides."""
+    """Return the duration of a tick, and its decisions."""
     tick = Tick(fleet.now_s)
     began = thread_time()
     decisions = fleet.scheduler.handle(tick)
@@ -165,9 +165,9 @@ def _word(decision: Decision) -> str:
 
 
 def route_one(fleet: Fleet, turns_count: int) -> dict[str, float | int]:
-    """Time the arrival of turns that are granted at once: of new programs on a route, and of those at a tool."""
+    """Time the arrival of turns that are granted at once: of new programs on a route, and of acting ones."""
     figures: dict[str, float | int] = {}
-    if fleet.tenants_count:  # else whoever waits takes the room of a replica that comes
+    if fleet.tenants_count:  # otherwise waiting programs take the room of a replica that comes
         fleet.send(ReplicaPolled(fleet.now_s, "free", CAPACITY_TOKENS))
         fleet.send(ReplicaUp(fleet.now_s, "free"))
         fleet.send(RouteSet(fleet.now_s, "tenant", "fast", (("free", 1.0),)))
@@ -219,7 +219,7 @@ def _next_turns(fleet: Fleet, turns_count: int) -> dict[str, float | int]:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and store the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--waiting", type=int, default=131_072)
     parser.add_argument("--replicas", type=int, default=64)

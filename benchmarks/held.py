@@ -1,7 +1,7 @@
-"""Ten thousand turns of a megabyte that cannot run: what the proxy keeps of them, whom it refuses, and what is lost.
+"""Ten thousand turns of a megabyte that cannot run: what the proxy keeps of them, which it refuses, and what is lost.
 
-Grants are suspended, as for new weights, so every turn is held. Past the bound of bytes a turn is to get 503 at once.
-Then grants go on, and each turn that was held is to get its whole answer.
+Grants are suspended, as for new weights, so every turn is held. Past the bound of bytes a turn must get 503 at once.
+Then grants go on, and each held turn must get its whole answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 SENDING_AT_A_TIME = 32
-"""Clients send so many bodies at once; all of them stay and wait for their answers."""
+"""Number of clients that send bodies at once; all of them stay and wait for their answers."""
 
 SETTLE_S = 2.0
 
@@ -44,7 +44,7 @@ class Turns:
         self.without_retry_after_count = 0
 
     async def take(self, number: int) -> None:
-        """Send one turn, and hear what becomes of it."""
+        """Send one turn, and record its result."""
         length = str(len(self._body))
         headers = {"X-Program-ID": f"p{number}", "Content-Type": "application/json", "Content-Length": length}
         async with self._client.post(self._url, data=self._sent(), headers=headers) as answer:

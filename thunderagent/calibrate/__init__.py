@@ -1,1 +1,1 @@
-"""Measure a running engine, and write a timing profile of it for the engine model."""
+"""Measures a running engine, and writes its timing profile for the engine model."""

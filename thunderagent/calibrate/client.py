@@ -1,4 +1,4 @@
-"""Ask one engine by HTTP, note when each token arrives, and read what the engine says of itself."""
+"""Sends requests to one engine by HTTP, records when each token arrives, and reads the engine's facts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _Body = TypeVar("_Body")
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine says of itself; None is not known.
+    """An engine's facts; None is unknown.
 
-    `limit_tokens`: a prompt and its answer together. `kv_tokens`: what requests can have of the pool. `is_vllm`: it has
-    metrics of vLLM, which tell all but the model and the version.
+    `limit_tokens`: a prompt and its answer together. `kv_tokens`: the part of the pool that requests can have.
+    `is_vllm`: it has vLLM's metrics, which tell all except the model and the version.
     """
 
     model: str
@@ -44,7 +44,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a request: when it was sent, when each token arrived, and its usage."""
+    """The result of a request: when it was sent, when each token arrived, and its usage."""
 
     sent_s: float
     token_times_s: tuple[float, ...]
@@ -69,9 +69,9 @@ class Answer:
 
 
 class EngineClient:
-    """Ask one engine by HTTP. Raises CalibrationError, which names the URL, for everything that goes wrong.
+    """Sends requests to one engine by HTTP. Every failure raises CalibrationError, which names the URL.
 
-    One that does not take token ids (`speaks_ids`) is sent words, each of which is `tokens_per_word` for it.
+    An engine without token-id input (not `speaks_ids`) is sent words, each of `tokens_per_word` tokens.
     """
 
     def __init__(self, http: aiohttp.ClientSession, url: str, clock: Callable[[], float]) -> None:
@@ -83,7 +83,7 @@ class EngineClient:
         self.tokens_per_word = 1.0
 
     async def facts(self, model: str | None) -> EngineFacts:
-        """Return what the engine says of itself; CalibrationError if it serves no such model."""
+        """Return the engine's facts; CalibrationError if it serves no such model."""
         models = self._parse((await self._get("/v1/models")), _Models).data
         entry = next((each for each in models if model in (None, each.id)), None)
         if entry is None:
@@ -128,7 +128,7 @@ class EngineClient:
                 "stream_options": {"include_usage": True},
             }
         )
-        arrivals: list[tuple[float, bytes]] = []  # read when all is over: parsing takes time
+        arrivals: list[tuple[float, bytes]] = []  # read after the end: parsing takes time
         sent_s = self.clock()
         async with self._request("POST", "/v1/completions", data=body) as response:
             try:
@@ -145,7 +145,7 @@ class EngineClient:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.generate(prompt, output_tokens)) for prompt in prompts]
         except ExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None  # one says enough: the others failed alike, or were cancelled
+            raise group_error.exceptions[0] from None  # one is enough: the others failed alike, or were cancelled
         return [task.result() for task in tasks]
 
     def _read(self, sent_s: float, arrivals: list[tuple[float, bytes]]) -> Answer:
@@ -184,7 +184,7 @@ class EngineClient:
             return ""
 
     async def _version(self) -> str:
-        """Return the engine's version; "" for none that can be read: it is for people only, and fails nothing."""
+        """Return the engine's version; "" if unreadable: it is informational, and never an error."""
         try:
             return self._parse(await self._get("/version"), _Version).version
         except CalibrationError:
@@ -248,7 +248,7 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Metrics:
-    """What an exposition says; None and 0 ranks where it says nothing. `kv_tokens` has all blocks."""
+    """The metrics of an exposition; None and 0 ranks if missing. `kv_tokens` counts all blocks."""
 
     is_vllm: bool
     ranks_count: int
@@ -277,7 +277,7 @@ def _read_metrics(exposition: str) -> _Metrics:
 
 
 def _samples(exposition: str, names: tuple[str, ...]) -> Iterator[Sample]:
-    """Read the lines that begin with these names one by one; a broken one says nothing."""
+    """Read the lines that begin with these names one by one; broken ones are skipped."""
     for line in exposition.splitlines():
         if line.startswith(names):
             with suppress(ValueError):

@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate as the options say; return the exit status: 0, or 1 if the engine could not be measured.
+    """Calibrate by the options; return the exit status: 0, or 1 if the engine could not be measured.
 
-    Raises ConfigurationError for what is impossible.
+    Raises ConfigurationError for impossible options.
     """
     settings = _settings_from(args)
     try:

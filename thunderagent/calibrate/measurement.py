@@ -64,7 +64,7 @@ TOO_LONG_STATUSES: Final = (400, 413, 422)  # of an engine that is asked for mor
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure: for how long, with which token ids, and what is known of the engine; None is not known."""
+    """How to measure: for how long, with which token ids, and known facts of the engine; None is unknown."""
 
     budget_s: float = 120.0
     max_num_batched_tokens: int | None = None
@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured of which engine, and the profile that follows."""
+    """The measured engine, and its profile."""
 
     facts: EngineFacts
     fit: Fit
@@ -83,7 +83,7 @@ class Calibration:
 
 @dataclass(slots=True)
 class Measurement:
-    """One calibration while it goes on; `on_progress` hears in words what is being measured."""
+    """A running calibration; `on_progress` is called with texts."""
 
     client: EngineClient
     facts: EngineFacts
@@ -94,7 +94,7 @@ class Measurement:
     tells_cached: bool = False
     context_hits_count: int = 0
     _begin_s: float = field(init=False)
-    # Prompts are to differ from each other and from the last calibration's, not to be secret.
+    # Prompts must differ from each other and from the last calibration's; they need not be secret.
     _random: random.Random = field(default_factory=random.Random)
     _last_sizes: dict[str, int] = field(default_factory=dict)
     _output_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Measurement:
         self._begin_s = self.client.clock()
 
     async def run(self) -> None:
-        """Measure round after round; the first is done to its end, however long it takes."""
+        """Measure round after round; the first is finished, however long it takes."""
         if self._limit_tokens < 4 * SHORTEST_PROMPT_TOKENS:
             raise CalibrationError(f"a context of {self._limit_tokens} tokens is too short to measure anything")
         await self._warm_up()
@@ -120,13 +120,13 @@ class Measurement:
 
     @property
     def _limit_tokens(self) -> int:
-        """Return how long a prompt and its answer may be; the length of a text is not known so well."""
+        """Return the limit of a prompt and its answer; less exact for a text."""
         limit_tokens = min(self.facts.limit_tokens or LONGEST_PROMPT_TOKENS, LONGEST_PROMPT_TOKENS)
         return limit_tokens if self.client.speaks_ids else int(0.8 * limit_tokens)
 
     @property
     def _pool_tokens(self) -> float:
-        """Return what requests at a time may take up of the pool, so that none is preempted."""
+        """Return the part of the pool for simultaneous requests, so that none is preempted."""
         return POOL_RATIO * (self.facts.kv_tokens or self._limit_tokens)
 
     @property
@@ -134,7 +134,7 @@ class Measurement:
         return self.facts.block_size or DEFAULT_BLOCK_SIZE
 
     async def _warm_up(self) -> None:
-        """Make the engine ready, and find out whether it takes token ids, and about how fast it is."""
+        """Warm the engine up, and find out whether it accepts token ids, and its approximate speed."""
         prompt = self._fresh(SHORTEST_PROMPT_TOKENS)
         try:
             await self.client.generate(prompt, LEAST_DECODE_TOKENS)
@@ -159,7 +159,7 @@ class Measurement:
                 is_too_long = error.engine_status in TOO_LONG_STATUSES and prompt_tokens >= 4 * SHORTEST_PROMPT_TOKENS
                 if self.facts.limit_tokens is not None or not is_too_long:
                     raise
-                self._last_sizes["prefill"] = prompt_tokens // 2  # which it took: the limit is somewhere between
+                self._last_sizes["prefill"] = prompt_tokens // 2  # it accepted that: the limit is in between
                 self.facts = replace(self.facts, limit_tokens=prompt_tokens // 2 + 1)
                 return
 
@@ -190,9 +190,9 @@ class Measurement:
             await self._observe_decode("decode", [[]] * requests_count)
 
     def _affordable(self, series: str, sizes: Sequence[int]) -> Iterator[int]:
-        """Give the sizes of a series, as long as the next will not take too long; later rounds end where the first did.
+        """Yield the sizes of a series, until the next would take too long; later rounds end where the first did.
 
-        What a size took is the time until the next one is asked for.
+        The time of a size is measured until the next one is requested.
         """
         most_s = self.settings.budget_s * SERIES_RATIO
         took_s = 0.0
@@ -226,7 +226,7 @@ class Measurement:
         return answer
 
     def _contexts_count(self, context_tokens: int) -> int:
-        """Return how many contexts of this length may be in the pool together, with what comes behind them."""
+        """Return how many contexts of this length fit in the pool together, with what follows them."""
         room_tokens = context_tokens + SHORT_PROMPT_TOKENS + MOST_DECODE_TOKENS + self._block_size
         return min(MOST_CONTEXTS_COUNT, int(self._pool_tokens / room_tokens))
 
@@ -257,7 +257,7 @@ class Measurement:
         )
 
     def _fresh(self, tokens: int) -> list[int]:
-        """Return a prompt that no other has a block in common with."""
+        """Return a prompt that shares no block with others."""
         return self._random.choices(self.settings.token_ids, k=max(1, int(tokens / self.client.tokens_per_word)))
 
 
@@ -272,7 +272,7 @@ async def calibrate(
 ) -> Calibration:
     """Measure the engine at a URL, by a clock in seconds.
 
-    Raises CalibrationError if it cannot be, or its times tell no constants.
+    Raises CalibrationError if that fails, or its times do not determine the constants.
     """
     base_url = url.rstrip("/").removesuffix("/v1")
     timeout = aiohttp.ClientTimeout(total=max(60.0, settings.budget_s), sock_connect=10)
@@ -302,7 +302,7 @@ async def calibrate(
 
 
 def _source(measurement: Measurement, chunk_size: ChunkSize, found: Fit) -> str:
-    """Say in a sentence where the constants come from."""
+    """Return a sentence on the origin of the constants."""
     facts = measurement.facts
     today = datetime.now(UTC).date()
     kind = "vLLM" if facts.is_vllm else "version" if facts.version else ""

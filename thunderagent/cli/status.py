@@ -100,7 +100,7 @@ def watch_top(
 
 def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are text, whatever they look like
+    console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are plain text
     try:
         verify = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
         headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -21,7 +21,7 @@ the last message."""
 
 @dataclass(slots=True)
 class Trial:
-    """The result of the two turns. `by_path`: the same with the program's id in the path, if the header named nobody."""
+    """The two turns' result. `by_path`: the same with the program's id in the path, if the header named nobody."""
 
     program_id: str
     header: str

@@ -74,7 +74,7 @@ class Pools:
     )
 
     def __init__(self, first: Scheduler, make: Callable[[], Scheduler] | None = None) -> None:
-        """Begin with one pool; `make` returns a scheduler like its own for each further one. None: there is none."""
+        """Start with one pool; `make` returns a scheduler for each further one. None: there are no further ones."""
         self._make = make
         self._ids = count()
         self.all: list[Pool] = [Pool(first, next(self._ids))]
@@ -173,7 +173,7 @@ class Pools:
             self.to_tell.extend((pool, event) for event in _as_it_is(replica, now_s))
 
     def is_strange(self, replica_id: str) -> bool:
-        """Return whether a replica lists nothing that others of its pool list: its engine serves something else by now."""
+        """Return whether a replica lists nothing that others of its pool list: its engine now serves something else."""
         pool = self._of_replica.get(replica_id)
         if pool is None or self._make is None or len(pool.listed) < 2:
             return False

@@ -27,7 +27,7 @@ OnLost = Callable[[str, str], None]
 
 
 class Provisioner(Protocol):
-    """A driver that starts and ends replicas. All methods belong to one event loop; they raise only `ProvisionError`."""
+    """Starts and ends replicas. All methods belong to one event loop; they raise only `ProvisionError`."""
 
     @property
     def name(self) -> str:

@@ -77,7 +77,7 @@ def encode_state(records: Sequence[PoolRecord]) -> bytes:
 
 
 def decode_state(content: bytes) -> list[PoolRecord]:
-    """Return the records in a file. Raises `StateError` with the reason if it is invalid, of another version, or torn."""
+    """Return the records in a file. Raises `StateError` with the reason: invalid, of another version, or torn."""
     first, _, body = content.partition(b"\n")
     try:
         head = msgspec.json.decode(first, type=_Head)

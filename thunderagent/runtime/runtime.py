@@ -408,7 +408,7 @@ class Runtime:
         return live_ids
 
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
-        """Say that a program's tool begins now, `inferred` if its client did not; False if there is no such program."""
+        """Report that a program's tool begins now, `inferred` if not by its client; return False if it is unknown."""
         self._writer.dispatch(ToolStarted(self.now_s(), program_id, tool, inferred))
         return program_id in self.programs
 

@@ -155,7 +155,7 @@ class ServedModels:
         return pools.may_be_several and not unknown_ids and bool(pools.models) and not pools.all[0].may_serve_any
 
     def is_plain(self, model: str) -> bool:
-        """Return whether there is nothing to find out: all is known, and the only pool serves that model. Cost: O(1)."""
+        """Return whether all is known, and the only pool serves that model: nothing to find out. Cost: O(1)."""
         return (
             not self.pools.several and self._settled.is_set() and (not model or self.pools.of_model(model) is not None)
         )

@@ -1,4 +1,4 @@
-"""Wire everything up and run it: the proxy, its poller, its runtime and, if there is no backend, embedded engines."""
+"""Wires everything up and runs it: the proxy, its poller, its runtime and, without a backend, embedded engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Beside(Protocol):
         """Run until cancelled."""
 
     def report(self) -> CellReport:
-        """Say which place this scheduler has among others."""
+        """Return this scheduler's role in its cell."""
 
 
 async def serve(
@@ -79,8 +79,8 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until cancelled.
 
-    `ready` is called with the URL, and the policy's name with those of its parts, once it listens; `load` reads the
-    configuration again, on SIGHUP.
+    `ready` is called with the URL, and the policy's name with those of its parts, once it listens; `load` reloads the
+    configuration, on SIGHUP.
 
     A shutdown goes: not ready, serve for the delay, grant nothing new, let turns in flight end up to the grace period,
     flush the event log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot
@@ -129,11 +129,11 @@ async def proxy(
     beside: Callable[[Replicas, Poller, LearnedState | None], Beside] | None = None,
     opened: Callable[[web.Application], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """Run the proxy in front of the engines at `urls` and of every source for the length of the block; yield its URL.
+    """Run the proxy for the engines at `urls` and of every source, for the length of the block; yield its URL.
 
-    `further_sources` come beside those of the configuration. `simulated` has every answer and the dashboard say so.
-    `load` reads the configuration again; by default it stays, and only files that it names are read again. `beside`
-    makes what else is to be served and run. `opened` is given the application once it listens.
+    `further_sources` are added to those of the configuration. `simulated` is mentioned in every answer and on the
+    dashboard. `load` reloads the configuration; by default it stays, and only files that it names are read again.
+    `beside` creates what else is to be served and run. `opened` is called with the application once it listens.
     """
     keyring, tls, ssl_context = build_keyring(config), ServerTls.of(config), backend_ssl_context(config)
     api_key = backend_api_key(config)

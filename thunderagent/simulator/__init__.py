@@ -1,1 +1,1 @@
-"""Simulate agent programs on modelled engines, in virtual time; and serve the engine model: the embedded engine."""
+"""Simulates agent programs on modelled engines, in virtual time; and serves the engine model: the embedded engine."""

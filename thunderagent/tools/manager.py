@@ -271,7 +271,7 @@ class Manager:
         return [self._report(sandbox) for sandbox in self.table]
 
     def reclaim(self, program_id: str, sandbox_id: str) -> bool:
-        """Take a program off one of its sandboxes, which goes if nobody else uses it; False if there is none such."""
+        """Take a program off one of its sandboxes, and remove it after its last user; return False if there is none."""
         sandbox = self.table.sandboxes.get(sandbox_id)
         if sandbox is None or sandbox not in self.table.of_program(program_id):
             return False

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("thunderagent.workflows")
 
 CLOSE_S = 10.0
-"""The longest that a coroutine of an agent has to stop, and its `close` to end."""
+"""Time limit for a coroutine of an agent to stop, and for its `close`."""
 
 
 class Instance:
@@ -46,10 +46,10 @@ class Instance:
         self._thread = ThreadPoolExecutor(1, f"workflow-{location}")
         self._task: asyncio.Task[None] | None = None
         self._left: Any = None
-        """What an interrupted run leaves, as long as it is being interrupted."""
+        """What an interrupted run leaves, while it is being interrupted."""
         self._is_interrupted = False
         self._has_begun = False
-        """The first step of what runs is done."""
+        """Whether the first step of the current run is done."""
         self.done_count = 0
         self.busy_s = 0.0
         self.running_since_s = 0.0
@@ -58,7 +58,7 @@ class Instance:
         return f"<Instance {self.location} of {self.agent.class_path}>"
 
     async def start(self) -> None:
-        """Make the object, in its thread: it may take long. Raises what the class raises."""
+        """Create the object, in its thread, because it may take long. Raises what the class raises."""
         await self._in_thread(self._make)
         for name in self.agent.methods:
             method = getattr(self._object, name)
@@ -76,8 +76,8 @@ class Instance:
         self._task = self.node.loop.create_task(self._run(calls))
 
     def interrupt(self, calls: list[Call]) -> None:
-        """Have what runs stop, and be begun again: the agent's own method says what is kept."""
-        if not self._has_begun and self._task is not None:  # a task that is cancelled so early never hears of it
+        """Stop the current run, to be started again: the agent's own method says what is kept."""
+        if not self._has_begun and self._task is not None:  # a task that is cancelled this early never notices it
             self._task.cancel()
             for call in calls:
                 self.node.post(self.location, m.Interrupted(call.call_id, call.checkpoint))
@@ -94,7 +94,7 @@ class Instance:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Stop what runs, have the agent's own `close` give back what it holds, and end the thread.
+        """Stop the current run, call the agent's own `close`, and end the thread.
 
         A plain method cannot be stopped, so it is waited for. What `close` raises is logged.
         """
@@ -114,7 +114,7 @@ class Instance:
         self._thread.shutdown()
 
     async def _in_thread(self, action: Callable[[], Any]) -> None:
-        """Do something in the instance's thread, behind all that is to be done there."""
+        """Run something in the instance's thread, after everything queued there."""
         try:
             doing = self._thread.submit(action)
         except RuntimeError:  # it has ended, because no method needs it
@@ -164,7 +164,7 @@ class Instance:
         return Scope(self.node, session, self.location, chain, first, first.stage_count, len(calls), is_mixed)
 
     def _arguments(self, calls: list[Call]) -> tuple[Any, ...]:
-        """Return a call's arguments, or for each parameter the list of what the calls of a batch give it."""
+        """Return a call's arguments, or for each parameter the list of a batch's arguments."""
         args = [fill_in(call.args, call.values) if call.values else call.args for call in calls]
         if self.agent.directives.batchable:
             return tuple(list(column) for column in zip(*args, strict=True))
@@ -191,7 +191,7 @@ class Instance:
             self.node.post(self.location, m.Interrupted(call.call_id, kept))
 
     def _failure(self, call: Call, error: BaseException) -> BaseException:
-        """Return an agent's error with where it happened; one that came from a call that it made says so itself."""
+        """Return an agent's error with its location; an error from a call that it made already has one."""
         path = (*call.chain, self.location)
         text = f"{call.agent}.{call.method} failed: {type(error).__name__}: {error}; called by "
         text = text.partition("\n")[0] if isinstance(error, CallError) else text
@@ -210,11 +210,11 @@ _HOLD_FUTURES = (Future, list, tuple, dict)
 
 
 def _nothing() -> None:
-    """Be the last thing that a thread does."""
+    """Do nothing, as a thread's last action."""
 
 
 async def _resolved(value: Any) -> Any:
-    """Return what a method returned, with the values of futures that are in it."""
+    """Return a method's result, with futures in it replaced by their values."""
     if type(value) is Future:
         return await handle_of(value)
     if type(value) in (list, tuple):
@@ -226,7 +226,7 @@ async def _resolved(value: Any) -> Any:
 
 
 def load_class(agent: Agent) -> type:
-    """Import an agent's class and hold its declaration against it. Raises `DeclarationError`."""
+    """Import an agent's class and check its declaration against it. Raises `DeclarationError`."""
     kind = agent.load()
     agent.check(kind)
     hook = agent.directives.preemptable

@@ -1,8 +1,7 @@
-"""A node: an origin, the controllers and instances that are here, and the loop that carries messages between them.
+"""A node: an origin, its controllers and instances, and the loop that carries messages between them.
 
-All of it runs on one event loop. A call from another thread goes through a queue that wakes the loop once for whatever
-is in it. Messages to machines elsewhere go to the `Link`, in the order in which they were sent; embedded, there is
-none.
+All of it runs on one event loop. A call from another thread goes through a queue that wakes the loop once for
+everything in it. Messages to remote machines go to the `Link`, in order of sending; if embedded, there is none.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Link(Protocol):
     """Carries messages to other nodes."""
 
     def send(self, sender: str, to: str, message: Any) -> bool:
-        """Take a message along; False if nobody knows of such a machine."""
+        """Carry a message; return False if the receiver is unknown."""
 
 
 class Node:
-    """What one process runs of a deployment. `agents` are all that are declared; `number` is unique among the nodes."""
+    """One process's part of a deployment. `agents` are all declared ones; `number` is unique among the nodes."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Node:
         link: Link | None = None,
         is_head: bool = True,
     ) -> None:
-        """Take the running event loop."""
+        """Use the running event loop."""
         self.loop = asyncio.get_running_loop()
         self.thread_id = threading.get_ident()
         self.name = f"node-{number}"
@@ -61,19 +60,19 @@ class Node:
         self.instances: dict[str, Instance] = {}
         self.sessions: dict[str, SessionInfo] = {}
         self.waiting: dict[int, Handle] = {}
-        """By call that runs here, what it waits for."""
+        """By running call, what it waits for."""
         self.kept_states: dict[tuple[str, str], dict[str, Any]] = {}
         """By agent and session, state from an earlier deployment, until it is used."""
         self.suspect: Handle | None = None
         """A call that may wait for itself, unless something moves it."""
         self.on_moved: Callable[[m.Moved], None] = lambda _: None
         self.on_answered: Callable[[str, list[Call]], None] | None = None
-        """Told of calls that an instance here has run, before anybody hears what came of them."""
+        """Called with calls that an instance here has run, before anybody gets their results."""
         self.new_session: Callable[[str], SessionInfo] = SessionInfo
         self.retired: set[str] = set()
-        """Locations that are gone, and had nothing any more."""
+        """Locations that are gone, with nothing left there."""
         self.hints: Hints | None = None
-        """Who says when sessions' next turns come; None if nobody wants to know."""
+        """Estimates of sessions' next turns; None if nobody wants them."""
         self._kinds = kinds
         self._link = link
         self._machines: dict[str, Any] = {self.name: self.origin}
@@ -122,14 +121,14 @@ class Node:
         return Future(handle)
 
     def session(self, name: str) -> SessionInfo:
-        """Return what is kept of a session; begin to keep it if nothing is."""
+        """Return the data of a session; create it if there is none."""
         info = self.sessions.get(name)
         if info is None:
             info = self.sessions[name] = self.new_session(name)
         return info
 
     def is_running(self, location: str, call_id: int) -> bool:
-        """Say whether a call runs at an instance of this node."""
+        """Return whether a call runs at an instance of this node."""
         controller = self.controllers.get(location)
         return controller is not None and call_id in controller.running
 
@@ -148,7 +147,7 @@ class Node:
     # --- messages
 
     def enter(self, action: Callable[[], None]) -> None:
-        """Have something done on the loop, from any thread, in the order in which a thread asks for it."""
+        """Run something on the loop, from any thread, in the order of each thread's requests."""
         self._from_threads.append(action)
         if not self._is_notified:
             self._is_notified = True
@@ -160,11 +159,11 @@ class Node:
             self._from_threads.popleft()()
 
     def post(self, to: str, message: Any, *, sender: str = "") -> None:
-        """Give a machine a message. On the loop."""
+        """Deliver a message to a machine. On the loop."""
         self._put(sender or self.name, to, message)
 
     def broadcast(self, message: Any, *, sender: str = "") -> None:
-        """Give all machines of this node a message; the directory comes first."""
+        """Deliver a message to all machines of this node; the directory comes first."""
         for to in sorted(self._machines, key=lambda name: name != DIRECTORY):
             self._put(sender or self.name, to, message)
 
@@ -192,7 +191,7 @@ class Node:
             self._is_draining = False
 
     def _pass_on(self, sender: str, to: str, message: Any) -> None:
-        """Send a message to another node; to a machine that is nowhere, its sender is told so."""
+        """Send a message to another node; if its receiver does not exist, tell its sender."""
         if self._link is not None and to not in self.retired and self._link.send(sender, to, message):
             return
         gone = m.Gone(to, is_clean=to in self.retired)
@@ -243,7 +242,7 @@ class Node:
         cast("Handle", record).notify()
 
     def touched_states(self, location: str, calls: list[Call]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Give each session's managed state, as far as calls that have run at an instance here have touched it."""
+        """Yield each session's managed state that finished calls of an instance here have touched."""
         for call in calls:
             state = self.controllers[location].states.get(call.session)
             if state is not None and state.touched:
@@ -252,7 +251,7 @@ class Node:
     # --- instances
 
     async def launch(self, location: str) -> None:
-        """Start an instance here, and tell everybody. Raises what its class raises."""
+        """Start an instance here, and announce it. Raises what its class raises."""
         agent = self.agents[agent_of(location)]
         instance = Instance(self, location, agent, self._kinds[agent.name])
         try:
@@ -265,13 +264,13 @@ class Node:
         self.tell_all(m.Joined(location))
 
     def tell_all(self, message: Any) -> None:
-        """Tell all machines of all nodes; embedded, they are here."""
+        """Tell all machines of all nodes; if embedded, they are here."""
         self.broadcast(message)
         if self._link is not None:
             self._link.send(self.name, "", message)
 
     def retire(self, location: str, others: tuple[str, ...]) -> None:
-        """Let an instance end when it has given away whatever waits there."""
+        """Let an instance end after it has given its waiting calls away."""
         self.tell_all(m.Leaving(location))
         self.post(location, m.Retire(others))
 
@@ -281,7 +280,7 @@ class Node:
             self._remove(location, m.Gone(location, is_clean=True))
 
     def lose(self, location: str) -> None:
-        """Take an instance away with all that is on it: as if it had crashed."""
+        """Remove an instance with everything on it, as if it had crashed."""
         if location in self._machines:
             self._remove(location, m.Gone(location))
 
@@ -295,14 +294,14 @@ class Node:
     # --- the end
 
     def end_session(self, name: str) -> SessionInfo | None:
-        """Forget a session, and fail the calls that are left of it."""
+        """Forget a session, and fail its remaining calls."""
         self.tell_all(m.SessionEnded(name))
         if self.hints is not None:
             self.hints.session_ended(name)
         return self.sessions.pop(name, None)
 
     def find_circle(self) -> Handle | None:
-        """Return a call that can never run, because what runs where it waits waits for it; None if there is none."""
+        """Return a call that can never run, because its instance's running call waits for it; None if there is none."""
         for start in list(self.waiting):
             seen: set[int] = set()
             todo = [start]
@@ -323,7 +322,7 @@ class Node:
         return None
 
     def break_circle(self) -> None:
-        """Fail a call that waits for itself, if it did so already when this was last called."""
+        """Fail a call that waits for itself, if it already did so at the last check."""
         handle = self.find_circle() if self.waiting else None
         self.suspect, before = handle, self.suspect
         if handle is not None and handle is before:
@@ -334,7 +333,7 @@ class Node:
             self._fail(handle, DeadlockError(text, path=handle.path, instance=handle.executor))
 
     async def close(self) -> None:
-        """End all instances, and fail the calls that are left."""
+        """End all instances, and fail the remaining calls."""
         for location in list(self.instances):
             self.lose(location)
         while self._closing:
@@ -345,5 +344,5 @@ class Node:
                 self._fail(record, EndedError(text, path=record.path, instance=record.executor))
 
     def _fail(self, record: Record, error: CallError) -> None:
-        """Resolve a call by an error."""
+        """Resolve a call with an error."""
         self._put(self.name, self.name, m.Result(record.call.call_id, 0, Outcome(error=error)))

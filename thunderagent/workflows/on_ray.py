@@ -1,7 +1,7 @@
-"""Instances on Ray: it starts a process for each where its resources are, and says when one is gone.
+"""Instances on Ray: it starts a process for each where its resources are, and reports when one is gone.
 
-Everything else stays ours: a call waits in our queues until it is to run, so it can move, be batched, be put first and
-be dropped as in one process. A cluster is one domain of trust: what travels is pickled, and who can send to it runs
+Everything else stays ours: a call waits in our queues until it runs, so it can move, be batched, be prioritised and be
+dropped as in one process. A cluster is one domain of trust: messages are pickled, and anybody who can send to it runs
 code.
 """
 
@@ -23,7 +23,7 @@ from thunderagent.workflows.hub import PeerLostError
 from thunderagent.workflows.parcels import Parcel
 
 PLACE_S = 60.0
-"""The longest that an instance waits for room in the cluster, before it is given up for now."""
+"""How long an instance waits for room in the cluster before giving up for now."""
 
 
 def dumps(message: object) -> bytes:
@@ -33,13 +33,13 @@ def dumps(message: object) -> bytes:
 
 
 class Process:
-    """A Ray actor: all of a host's methods, and where it is."""
+    """A Ray actor: all of a host's methods, and its location."""
 
     def __init__(self) -> None:
         self._host: Host | None = None
 
     async def place(self) -> str:
-        """Say on which of Ray's nodes this is."""
+        """Return which of Ray's nodes this is."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def open(self, hello: Hello) -> None:
@@ -48,7 +48,7 @@ class Process:
         await self._host.open()
 
     async def deliver(self, number: int, batch: list[Parcel]) -> None:
-        """Take in a batch."""
+        """Process a batch."""
         assert self._host is not None
         self._host.deliver(number, batch)
 
@@ -108,15 +108,15 @@ class RayLauncher:
     """Starts actors in a cluster, spread over its nodes as far as their resources allow."""
 
     def __init__(self, *, is_ours: bool) -> None:
-        """`is_ours`: the connection to the cluster was made here, and is closed with this."""
+        """With `is_ours` the connection to the cluster was made here, and is closed with this."""
         self._is_ours = is_ours
 
     def dumps(self, message: Any) -> bytes:
-        """Return a message's bytes; what the driver's own script defines goes by value."""
+        """Return a message's bytes; definitions in the driver's own script go by value."""
         return dumps(message)
 
     async def start(self, agent: Agent, location: str) -> RayPeer:
-        """Start an actor, and wait until it has a place. Raises `WorkflowError` if there is none for `PLACE_S`."""
+        """Start an actor, and wait until it has a place. Raises `WorkflowError` after `PLACE_S` without one."""
         wanted = actor_options(agent.directives.resources)
         actor = ray.remote(Process).options(**wanted, scheduling_strategy="SPREAD", max_restarts=0).remote()
         try:
@@ -139,7 +139,7 @@ class RayLauncher:
 
 
 async def connect(address: str) -> RayLauncher:
-    """Enter a cluster, unless this process has: `auto`, `HOST:PORT`, or `local` for one of its own.
+    """Enter a cluster, unless this process already has: `auto`, `HOST:PORT`, or `local` for a private one.
 
     Raises `WorkflowError`.
     """
@@ -155,7 +155,7 @@ async def connect(address: str) -> RayLauncher:
 
 
 def actor_options(resources: dict[str, float]) -> dict[str, Any]:
-    """Return an agent's resources as Ray names them; whatever it has no name for is a resource of the cluster's own."""
+    """Return an agent's resources under Ray's names; others become custom resources of the cluster."""
     own = {name: amount for name, amount in resources.items() if name not in {"cpu", "gpu", "memory"}}
     options: dict[str, Any] = {"num_cpus": resources.get("cpu", 0.0), "num_gpus": resources.get("gpu", 0.0)}
     if "memory" in resources:
@@ -164,6 +164,6 @@ def actor_options(resources: dict[str, float]) -> dict[str, Any]:
 
 
 async def _in_thread(action: Callable[[], object]) -> None:
-    """Do what blocks, in a thread that ends with it."""
+    """Run something blocking, in a thread that ends with it."""
     with ThreadPoolExecutor(1, "workflow-ray") as thread:
         await asyncio.get_running_loop().run_in_executor(thread, action)

@@ -248,7 +248,7 @@ class Arrivals:
         book.decisions.append(Hold(turn.turn_id, program.program_id, Reason(program.hold_reason)))
 
     def _hold_in_place(self, program: Program, turn: Turn, reason: Reason) -> None:
-        """Hold a turn of an active program in place: the program leaves, or its replica grants nothing at the moment."""
+        """Hold a turn of an active program in place: the program leaves, or its replica grants nothing now."""
         book = self._core.book
         program.held[turn.turn_id] = turn
         self._core.limits.turn_came(program)

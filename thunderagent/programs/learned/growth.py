@@ -54,7 +54,7 @@ class Growth:
     )
 
     def __init__(self) -> None:
-        """Begin with nothing seen."""
+        """Start with nothing seen."""
         self._growths = LogHistogram(TOKEN_EDGES)
         self._outputs = LogHistogram(TOKEN_EDGES)
         self._program_count = 0
@@ -141,7 +141,7 @@ class Residences:
     __slots__ = ("_seen_s", "median_s")
 
     def __init__(self) -> None:
-        """Begin with nothing seen."""
+        """Start with nothing seen."""
         self._seen_s = LogHistogram(RESIDENCE_EDGES_S)
         self.median_s = inf
         """Infinite until a program ended."""

@@ -27,7 +27,7 @@ class RestorePace:
     __slots__ = ("_accrued_s", "_restore_count", "_waited_s", "waiting")
 
     def __init__(self) -> None:
-        """Begin with nothing seen."""
+        """Start with nothing seen."""
         self._restore_count = 0.0
         self._waited_s = 0.0
         self.waiting = False

@@ -92,7 +92,7 @@ class TierPrice:
 
 
 class TierPrices:
-    """The prices of all replicas with a tier; other replicas are unknown here and cost nothing."""
+    """The prices of all replicas with a tier; the others are unknown here, and cause no work."""
 
     __slots__ = ("_known", "by_replica")
 

@@ -20,13 +20,13 @@ who is claims nothing |
 | acting | active, acting | its tool runs, and it holds its claim |
 | ended | terminated | it was released: an id that comes back is a new program with a new generation |
 
-So a program that is active has all its turns in flight, a program that is paused has all its turns held: a branch that
-another one waits for is never stuck behind it. In two places turns of an active program are held all the same, where it
-is: leaving, else a program whose branches overlap would stay for ever, and stalled. A program with a turn in flight is
-never paused: it leaves. When a replica is lost, so are the turns in flight there: they count for the program no longer,
-and whoever carries them out sees them fail and lets them arrive again.
+So an active program has all its turns in flight, and a paused program has all its turns held: a branch that another one
+waits for is never stuck behind it. In two places turns of an active program are held in place: leaving, because a
+program whose branches overlap would otherwise stay for ever, and stalled. A program with a turn in flight is never
+paused: it leaves. When a replica is lost, so are the turns in flight there: they no longer count for the program, and
+their carrier sees them fail and lets them arrive again.
 
-A move that is not in `ALLOWED` is a bug of ours and raises.
+A move that is not in `ALLOWED` is a bug and raises.
 """
 
 from __future__ import annotations

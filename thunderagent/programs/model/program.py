@@ -276,7 +276,7 @@ class Program:
         return [StoryEntry(*fields[at : at + STORY_FIELDS_COUNT]) for at in range(0, len(fields), STORY_FIELDS_COUNT)]
 
     def estimate_prompt_tokens(self, turn: Turn, tokens_per_byte_ratio: float) -> int:
-        """Estimate a prompt: text by its branch's last usage, or the main branch's, or the given ratio; and media."""
+        """Estimate a prompt: text by the last usage of its branch or the main one, or by the ratio; plus media."""
         branch = self.branches.get(turn.branch_id) or self.branches[MAIN_BRANCH]
         return int(turn.prompt_bytes * (branch.tokens_per_byte_ratio or tokens_per_byte_ratio)) + turn.media_tokens
 

@@ -1,41 +1,41 @@
-"""`breakeven`: hold memory through a tool as long as that is cheaper than to compute it again; least area first.
+"""`breakeven`: hold memory through a tool as long as that is cheaper than computing it again; least area first.
 
 Theory of operation
 ===================
 A replica's memory is claimed by programs: each claims its context and what its next turn is expected to add, and what
-the prompts of several have in common is claimed once (`ClaimRules`). Four rules say who may claim it:
+several prompts share is claimed once (`ClaimRules`). Four rules say who may claim it:
 
 **Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
-memory; pausing costs to compute the history again. Both grow with its size, so that the break-even is a time, the
-same for all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens), times
-`hold_ratio`; behind a pool with a tier β is what a loss costs there (`tier_price.py`). How long a tool will run is not
-known, only how long tools of its name ran so far; so a program is held until its tool's rate of return falls under one
-in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the queue needs
-the room, and not before. What a client says of its next turn takes the place of that guess, for the break-even time at
-most, and for at most `hint_ratio` of a replica (`verbs/hints.py`).
+memory; pausing costs computing the history again. Both grow with its size, so the break-even is a time, the same for
+all on a replica: β·C, the time in which it could prefill its whole memory (β seconds per token, C tokens), times
+`hold_ratio`; behind a pool with a tier, β is what a loss costs there (`tier_price.py`). It is unknown how long a tool
+will run, only how long tools of its name ran so far. So a program is held until its tool's rate of return falls below
+one in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the queue
+needs the room, and not before. A client's hint on its next turn replaces that guess, for at most the break-even time,
+and for at most `hint_ratio` of a replica (`verbs/hints.py`).
 
-**Admission by area.** Whoever will be through for least memory times turns is restored first, on every event that
-frees room (`parts/least_area.py`, or another `order`); who has waited for too long comes before all, which bounds
-waiting. If the first does not fit anywhere, newcomers and the `pass_count` behind it may pass; but once the first has
-waited for `wait_ratio` of the median time that programs take in all, the replica with most room takes nobody else in
-until it fits. A program that a route binds to one replica may be passed there for as long; then that replica takes
-nobody else in.
+**Admission by area.** The program that will end for least memory times turns is restored first, on every event that
+frees room (`parts/least_area.py`, or another `order`). A program that has waited too long comes before all, which
+bounds waiting. If the first does not fit anywhere, newcomers and the `pass_count` behind it may pass. Once the first
+has waited for `wait_ratio` of the median time of programs, the replica with most room lets nobody else in until it
+fits. A program that a route binds to one replica may be passed there for the same time; then that replica lets nobody
+else in.
 
-**Room to grow.** Programs are small when they come. One that comes for the first time needs room not only for itself,
-but for what it and all others on the replica will grow by while it would pay to have let it in: to pause it too soon
-costs more than to leave memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow
-beyond the mean size of programs. That holds where memory is short: where all that are in or wait would fit, each of the
-mean size, a newcomer that fits is let in at once, for not all of them are large at a time. Up to `low_ratio` of the
-capacity programs are let in; only above `high_ratio` they are paused: first those that expired, then the youngest
-acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before that
-ends. The last unfinished member of a group is paused last, because the whole group waits for it.
+**Room to grow.** Programs are small when they come. A new one needs room not only for itself, but for the growth of all
+programs on the replica over the time in which letting it in would pay: pausing it too soon costs more than leaving
+memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow beyond the mean size of
+programs. This applies if memory is short. If all that are in or wait would fit at mean size, a newcomer that fits is
+let in at once, because not all of them are large at the same time. Programs are let in up to `low_ratio` of the
+capacity, and paused only above `high_ratio`: first expired ones, then the youngest acting, at last the youngest with a
+turn in flight, which is marked, and unmarked if there is room again before that ends. The last unfinished member of a
+group is paused last, because the whole group waits for it.
 
-**Home.** A program goes back to the replica where its history lies, if there is room; if not, it goes where most room
-is, as new ones do.
+**Home.** A program goes back to the replica with its history, if there is room; if not, it goes where most room is,
+like a new one.
 
-Where memory is not short none of this does anything: every turn is granted at once. A program that is larger than every
-replica is let in at once, too, and so is one that would be alone on a replica: what the engine can do with it is the
-engine's to say. A replica whose capacity is not known has room for everyone.
+If memory is not short, none of this has an effect: every turn is granted at once. A program that is larger than every
+replica is let in at once, too, and so is one that would be alone on a replica: the engine decides what it can do with
+it. A replica of unknown capacity has room for everyone.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class LettingIn:
         return Placement(*self._find_beside(view, program, candidates, home, reserved, comes_first))
 
     def balance(self, view: View, moment: Moment) -> None:
-        """Pause where claims exceed the capacity, and let programs in that fit, where something changed or on a tick."""
+        """Pause where claims exceed the capacity, and let fitting programs in, where something changed or on a tick."""
         everywhere = moment is Moment.TICK or moment is Moment.REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:
@@ -156,7 +156,7 @@ class LettingIn:
         return None, Reason.NO_ROOM
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Say whether one waits for that replica alone, comes before a program, and is not to be passed any more."""
+        """Return whether a program waits for that replica alone, comes before this one, and may not be passed."""
         routed = view.first_routed_before(program, replica)
         return routed is not None and (not self.pass_count or self._has_waited_long(view, routed))
 

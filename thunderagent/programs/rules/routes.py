@@ -74,7 +74,7 @@ class Routes:
         return self._asked[1] if self._asked[0] == turn_id else None
 
     def serve(self, program: Program, served_by: Route | None) -> bool:
-        """Send a program, one of whose turns arrived, to where that is served; return False if it cannot go there now."""
+        """Send a program to where its arrived turn is served; return False if it cannot go there now."""
         before = program.served_by
         if program.in_flight or program.held:
             if served_by is None:
@@ -157,7 +157,7 @@ class Routing:
         return route.next(is_open)
 
     def model_served(self, verbs: Verbs, model: str, replica_ids: tuple[str, ...]) -> None:
-        """Restrict a model's turns to these replicas; to none in particular, if none is named. Turns in flight stay."""
+        """Send a model's turns only to these replicas; anywhere, if none is named. Turns in flight stay."""
         route = self.routes.by_model.setdefault(model, Route(()))
         if replica_ids:
             route.lead_to(replica_ids)

@@ -11,8 +11,7 @@ one tenant.
 The *least level* is the lowest of the tenants that wait and could be served: it only grows, and stands still while
 there is no such tenant. A tenant that begins to wait starts at least there, so nobody can save up for a burst, neither
 by being away nor by being small. A tenant that waits for a replica without grants neither falls behind the others nor
-holds them back. A tenant that had more and left is remembered until the least level has caught up, so nobody can start
-over by leaving.
+holds them back. A tenant that had more and left is remembered until the least level caught up: leaving resets nothing.
 
 Levels are updated at each change of a claim, and grow evenly between. So a level that was looked up is never too high
 later: the order of waiting tenants is a heap of such levels, of which only the top is looked up again (`FairSet`).

@@ -37,7 +37,7 @@ class Placing:
         """Whether any replica ever reported how many images it has to encode."""
 
     def open_to(self, program: Program) -> Sequence[Replica]:
-        """Return where a program may get a claim now: its route's replica if that grants, else any serving its model."""
+        """Return where a program may get a claim now: its route's replica if that grants, else any with its model."""
         routed = self._book.replicas.get(program.routed_to) if program.routed_to is not None else None
         if routed is not None and routed.grants:
             return [routed]

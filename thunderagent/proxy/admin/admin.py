@@ -289,7 +289,7 @@ class Admin:
         return own
 
     def _of_tenant(self, program_ids: list[str], tenant: str | None) -> list[str]:
-        """Return those of these programs that belong to a tenant and to the caller; all of them if no tenant is named."""
+        """Return the programs that belong to a tenant and to the caller; all of them if no tenant is named."""
         program_ids = [program_id for program_id in program_ids if self._tenancy.may_touch(program_id)]
         if tenant is None:
             return program_ids

@@ -34,7 +34,7 @@ OLD_LOAD_PATHS = ("/get_load", "/get_loads")
 
 
 def is_of_one_replica(target: Target) -> bool:
-    """Say whether a target lies below one replica's URL here."""
+    """Return whether a target is below one replica's URL here."""
     return target.path.startswith(REPLICAS_PATH) and target.path.count("/") > 2
 
 

@@ -2,19 +2,18 @@
 
 Theory of operation
 ===================
-The poller finds replicas that are gone. This finds those whose health looks fine and whose turns fail all the same:
-connections that are closed, or time out, before the first byte of an answer. What an engine answers is no failure,
-whatever its status.
+The poller finds replicas that are gone. This finds those that look healthy but whose turns fail: connections that are
+closed, or time out, before the first byte of an answer. An engine's answer is no failure, whatever its status.
 
     closed ──(so many failures in a row)──▶ open ──(backoff is over)──▶ half-open ──(first byte)──▶ closed
                                              ▲───────(failure; the backoff doubles)───┘
 
-While it is open the scheduler takes the replica for tripped: it grants nothing new there, and programs leave. When it
-is half-open the scheduler may grant again; the first turn to be forwarded is the probe, the others that were granted
-there wait for its first byte. If that does not come they are tried elsewhere, without having been sent.
+While it is open the scheduler treats the replica as tripped: it grants nothing new there, and programs leave. When it
+is half-open the scheduler may grant again; the first forwarded turn is the probe, and other turns granted there wait
+for its first byte. If that does not come they are tried elsewhere, without having been sent.
 
-The last usable replica is never taken away: to fail there is no worse than to be held. And a replica that goes down
-begins anew: whatever came back up in its place did not fail yet.
+The last usable replica is never taken away: failing there is no worse than being held. A replica that goes down starts
+over: whatever comes up in its place has not failed yet.
 """
 
 # compiled: each turn passes here

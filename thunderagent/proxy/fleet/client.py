@@ -40,7 +40,7 @@ class Outgoing(Protocol):
         """Change the headers in place, before they are sent."""
 
     def answered(self, status: int) -> None:
-        """Called when the head of the answer arrived."""
+        """Note that the head of the answer arrived."""
 
 
 @dataclass(frozen=True, slots=True)

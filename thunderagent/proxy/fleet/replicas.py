@@ -247,7 +247,7 @@ class Replicas:
             group.create_task(self._notices.run(client))
 
     def has_notices(self, replica_id: str) -> bool:
-        """Return whether a replica gets notices of turns and programs; False for a removed one: sending reports that."""
+        """Return whether a replica gets notices of turns and programs; False if removed: sending reports that."""
         known = self.known.get(replica_id)
         return known is not None and known.endpoint.backend.notices is not None
 

@@ -103,7 +103,7 @@ class HeldTurns:
         return self._limits_of("key", key)[0]
 
     def turn(self, kept: Kept | None, body_bytes: int) -> HeldTurn:
-        """Return the block in which a turn with a body of this size is held; until now `kept` counted it, if anybody."""
+        """Return the block in which a turn with a body of this size is held; `kept` counted it until now, if given."""
         return HeldTurn(self, kept, body_bytes)
 
     def runs(self, body_bytes: int) -> str:

@@ -260,7 +260,7 @@ def _canonical(message: dict[str, Any]) -> bytes:
 
 
 def _content_of(content: object) -> tuple[object, list[object]]:
-    """Return a content as one text if it consists of texts, and the calls in it; None and an empty text are the same."""
+    """Return a content as one text if it consists of texts, and its calls; None and an empty text are the same."""
     if isinstance(content, str):
         return content.strip(), []
     if not isinstance(content, list):

@@ -343,7 +343,7 @@ class Turns:
             await done(exchange.answer(200, "OK", headers, answer))
 
     def _is_through(self, record: Record) -> None:
-        """End a program with its last turn; otherwise tell the judge of it. A program that began anew is another one."""
+        """End a program with its last turn; otherwise tell the judge of it. A restarted program is another one."""
         turn = record.turn
         if turn.program_id is None:
             return

@@ -65,7 +65,7 @@ class Relay:
         self._websockets = websockets
 
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
-        """Relay an answer whose head has arrived. Raises `ReplicaError` if it breaks off before its client heard of it."""
+        """Relay an answer whose head has arrived. Raises `ReplicaError` if it breaks off before its client sees it."""
         granted, record.status = lease.granted, upstream.status
         if upstream.status == CHANGES_PROTOCOL and exchange.channel is not None:
             await self._converse(exchange, exchange.channel, record, lease, upstream)

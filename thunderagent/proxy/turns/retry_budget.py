@@ -31,7 +31,7 @@ class RetryBudget:
     __slots__ = ("_earlier", "_ends_s", "_retries_count", "_settings", "_turns_count", "_window", "refused_count")
 
     def __init__(self, settings: RetrySettings) -> None:
-        """Begin with nothing counted."""
+        """Start with empty counts."""
         self._settings = settings
         self._window = 0
         self._ends_s = 0.0

@@ -72,7 +72,7 @@ class Rates(Report):
 
 
 class History:
-    """The ring of samples. `hold_counts` returns how many turns were held up to each of `HOLD_BUCKETS_S`, and in all."""
+    """The ring of samples. `hold_counts` returns how many turns were held up to each of `HOLD_BUCKETS_S`, and all."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Theory of operation
 ===================
-Spans are made of the events that the runtime hears and decides on, so the hot path knows nothing of them:
+Spans are made from the runtime's events and decisions, so the hot path knows nothing of them:
 
     program  from its first turn to its end
       turn     one request, from its arrival until its answer is whole (SERVER)
@@ -11,8 +11,8 @@ Spans are made of the events that the runtime hears and decides on, so the hot p
       tool     from the end of a turn that calls one to the program's next turn
 
 A program's spans share one trace. A client that sends a `traceparent` has its own trace continued instead, and the turn
-is linked to its program. Which request an arrival belongs to says a context variable: it is dispatched by the task that
-handles the request. Needs the extra `otel`.
+is linked to its program. A context variable says to which request an arrival belongs: the task that handles the request
+dispatches it. Needs the extra `otel`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from thunderagent.proxy.wire.request_id import REQUEST_ID
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLOSE_S = 2.0
-"""How long the last spans get to leave at the end."""
+"""Time for the last spans to be sent at the end."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OUTCOMES = {TurnFinished: "finished", TurnFailed: "failed", TurnAbandoned: "abandoned"}
@@ -71,7 +71,7 @@ class _RequestTrace:
         self.forward: Span | None = None
         self.head_ns: int | None = None
         self.turn_ids: set[int] = set()
-        """Tries that have not ended."""
+        """Attempts that have not ended."""
         self.is_handled = False
 
     def answered(self, status: int) -> None:
@@ -102,30 +102,30 @@ _REQUEST: ContextVar[_RequestTrace | None] = ContextVar("request_trace", default
 
 
 class Tracing:
-    """Make spans of what the runtime tells, and tell engines of them. Make it with `open_tracing`."""
+    """Makes spans of the runtime's events, and tells engines of them. Create it with `open_tracing`."""
 
     def __init__(self, provider: TracerProvider) -> None:
-        """Send spans to `provider`, which is closed by `close`."""
+        """Send spans to `provider`, which `close` closes."""
         self._provider = provider
         self._tracer = provider.get_tracer("thunderagent", __version__)
         self._programs: dict[str, _ProgramTrace] = {}
         self._requests: dict[int, _RequestTrace] = {}
-        """By the turn that has not ended."""
+        """By turn that has not ended."""
 
     def __repr__(self) -> str:
         return f"<Tracing of {len(self._programs)} programs, {len(self._requests)} turns>"
 
     def close(self) -> None:
-        """Send what is left, for as long as `CLOSE_S`; called where nothing waits for the loop."""
+        """Send the rest, within `CLOSE_S`; call it where nothing waits for the loop."""
         for program in self._programs.values():
             program.span.end()
-        # The exporter goes on trying for longer than anybody wants to wait at the end, and does not let itself be told.
+        # The exporter retries for longer than anybody wants to wait at the end, and its limit cannot be set.
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
 
     def around(self, handler: Handler) -> Handler:
-        """Wrap a handler, so that a turn in it is known as its request's."""
+        """Wrap a handler, so that a turn in it is attributed to its request."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             with self.request(request.headers, told_path(request)) as trace:
@@ -137,7 +137,7 @@ class Tracing:
 
     @contextmanager
     def request(self, headers: CIMultiDictProxy[str], path: str) -> Iterator[_RequestTrace]:
-        """Have a turn that is asked for in the block be known as this request's."""
+        """Attribute a turn in the block to this request."""
         trace = _RequestTrace(headers, path)
         _REQUEST.set(trace)
         try:
@@ -149,13 +149,13 @@ class Tracing:
     # --- what engines hear, and are heard to do ----------------------------------------------------------------------
 
     def inject(self, headers: CIMultiDict[str]) -> None:
-        """Write the trace context of the turn that is being handled; of other requests it passes as it came."""
+        """Write the trace context of the current turn; for other requests it passes unchanged."""
         trace = _REQUEST.get()
         if trace is not None and trace.forward is not None:
             _PROPAGATOR.inject(headers, set_span_in_context(trace.forward))
 
     def answered(self, status: int) -> None:
-        """Note that the head of an engine's answer came."""
+        """Note that the head of an engine's answer arrived."""
         trace = _REQUEST.get()
         if trace is not None and trace.forward is not None:
             trace.head_ns = time_ns()
@@ -164,7 +164,7 @@ class Tracing:
     # --- what the runtime tells --------------------------------------------------------------------------------------
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
-        """Follow turns as they come, are granted, and end."""
+        """Follow turns as they arrive, are granted, and end."""
         kind = type(event)
         if kind is TurnArrived:
             assert isinstance(event, TurnArrived)
@@ -206,7 +206,7 @@ class Tracing:
         return program
 
     def _begin_turn(self, trace: _RequestTrace, program: _ProgramTrace | None) -> Span:
-        """Begin a turn in its client's trace, if it has one, else in its program's."""
+        """Start a turn's span in its client's trace, if it has one, otherwise in its program's."""
         context = _PROPAGATOR.extract(trace.headers)
         is_clients = get_current_span(context).get_span_context().is_valid
         if program is not None and not is_clients:
@@ -277,8 +277,8 @@ class Tracing:
 def open_tracing(endpoint: str, sample_ratio: float | None) -> Tracing:
     """Send spans to an OTLP collector (HTTP, protobuf) at `endpoint`, in the background, in batches.
 
-    `sample_ratio` is the part of the traces that begin here which is sent; None leaves that to `OTEL_TRACES_SAMPLER`.
-    The other standard variables `OTEL_*` (headers, time-outs, batches, resource) are heeded, too.
+    `sample_ratio` is the ratio of the traces starting here that are sent; None leaves that to `OTEL_TRACES_SAMPLER`.
+    The other standard variables `OTEL_*` (headers, timeouts, batches, resource) apply, too.
     """
     url = endpoint.rstrip("/")
     if not url.endswith("/v1/traces"):

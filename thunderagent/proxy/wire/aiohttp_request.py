@@ -93,7 +93,7 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
 
 
 async def send_if_large(request: web.Request, response: web.StreamResponse) -> None:
-    """Send a whole answer that may have to wait for its client; small ones are left to the server. Raises like `write`."""
+    """Send a whole answer that may wait for its client; small ones are left to the server. Raises like `write`."""
     body = response.body if isinstance(response, web.Response) and not response.prepared else None
     if isinstance(body, bytes) and len(body) > NEVER_WAITS_BYTES:
         await response.prepare(request)

@@ -13,7 +13,7 @@ from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 
 class ErrorAnswer(NamedTuple):
-    """A whole answer, but for what every answer has."""
+    """A whole answer, except for what every answer has."""
 
     status: int
     headers: CIMultiDict[str]

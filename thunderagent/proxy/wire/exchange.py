@@ -83,7 +83,7 @@ class Exchange(Protocol):
 
     @property
     def headers(self) -> CIMultiDictProxy[str]:
-        """Return the request's headers as received, including hop-by-hop ones. Bytes that are not UTF-8 are surrogates."""
+        """Return the headers as received, including hop-by-hop ones. Bytes that are not UTF-8 are surrogates."""
 
     @property
     def notes(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Writing:
         learned: LearnedState,
         went: Callable[[StoreError | None], None],
     ) -> None:
-        """Write nothing yet, later as `owner` of the lock. `went` is called with each write's result; None is success."""
+        """Write nothing yet, later as `owner` of the lock. `went` takes each write's result; None is success."""
         self.lags_s: deque[float] = deque(maxlen=LAGS_COUNT)
         """Delay of the last entries, from their first change until they were written."""
         self.forgone_count = 0

@@ -123,7 +123,7 @@ class Gateways:
         return gateway
 
     def deposed(self, epoch: int) -> None:
-        """Handle a higher epoch, reported by a gateway that follows another one. Raises `BadFrameError` if it is lower."""
+        """Handle a higher epoch from a gateway that follows another scheduler. Raises `BadFrameError` if impossible."""
         self._check_jump(epoch)
         if self.on_higher is not None and epoch >= self.epoch:
             self.on_higher(epoch)

@@ -1,4 +1,4 @@
-"""Which replicas fail gateways turn after turn: a replica counts as tripped once two gateways, or the only one, say so."""
+"""Which replicas fail gateways turn after turn: one counts as tripped once two gateways, or the only one, say so."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`thunderagent simulate` and `thunderagent compare`: their options, and what they print."""
+"""`thunderagent simulate` and `thunderagent compare`: their options and output."""

@@ -50,10 +50,10 @@ Examples:
 """
 
 SHOWN_ALWAYS = ("policies", "programs", "seeds", "workload", "profile", "replicas", "minutes")
-"""Options that the report's command has even where nobody gave them; of the others those that are not the default."""
+"""Options that the report's command always has; of the others, those that are not the default."""
 
 OUTSIDE_OF_THE_FIGURES = ("out", "process_count")
-"""Options that change no figure."""
+"""Options that do not affect the figures."""
 
 MOST_SEEDS_COUNT = 10_000
 
@@ -100,9 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what the options say; return the exit status: 0, or 1 if not all runs are complete.
+    """Run by the options; return the exit status: 0, or 1 if not all runs are complete.
 
-    Raises ConfigurationError for what is impossible, before anything runs. Ctrl-C ends the runs, but not the report.
+    Raises ConfigurationError for impossible options, before anything runs. Ctrl-C ends the runs, but not the report.
     """
     from thunderagent.simulator.report.page import Making, write_report  # noqa: PLC0415 - needs an extra
 
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_from(args: argparse.Namespace) -> ComparisonPlan:
-    """Build the plan from parsed options; ConfigurationError says what is impossible about it."""
+    """Build the plan from parsed options; ConfigurationError says why it is impossible."""
     if not 1 <= args.seeds <= MOST_SEEDS_COUNT:
         raise ConfigurationError(f"--seeds must be 1 to {MOST_SEEDS_COUNT:,}, got {args.seeds}")
     scenario = scenario_from(args, programs_count=max(args.programs), seed=0)
@@ -156,7 +156,7 @@ def plan_from(args: argparse.Namespace) -> ComparisonPlan:
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """Return the command that makes the same figures again."""
+    """Return the command that reproduces the figures."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = parser.parse_args([])
@@ -169,7 +169,7 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def _as_typed(name: str, value: object) -> str:
-    """Return what is read as the very same value; without exponents, whose - would be that of a range."""
+    """Return a text that parses to the same value; without exponents, whose - would look like a range."""
     if isinstance(value, tuple):
         return ("-" if name == "sandbox_s" else ",").join(_as_typed(name, each) for each in value)
     return f"{Decimal(repr(value)):f}".removesuffix(".0") if isinstance(value, float) else str(value)
@@ -190,7 +190,7 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def _made_folder(path: Path) -> Path:
-    """Make the folder, and see that a file can be made in it."""
+    """Create the folder, and check that it is writable."""
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
@@ -203,7 +203,7 @@ def _made_folder(path: Path) -> Path:
 
 
 def _made(took_s: float) -> dict[str, str]:
-    """Say when, where and with what the report was made."""
+    """Return when, where and with what the report was made."""
     return {
         "python": platform.python_version(),
         "matplotlib": version("matplotlib"),
@@ -235,7 +235,7 @@ def table(result: ComparisonResult) -> Table:
 
 
 def goodput_table(result: ComparisonResult) -> Table:
-    """Return the parts of turns and of programs that were in time, by how many times their ideal time."""
+    """Return the ratios of turns and programs in time, by multiple of their ideal time."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     shown.add_column(f"within {'/'.join(f'{alpha_ratio:g}' for alpha_ratio in ALPHA_RATIOS)} x ideal", overflow="fold")
     for kind in ("turns", "programs"):
@@ -267,7 +267,7 @@ def _add_row(shown: Table, row: Row, *, is_best: bool) -> None:
 
 @contextmanager
 def _progress_bar(console: Console) -> Iterator[Callable[[ComparisonProgress], None]]:
-    """Show how far the comparison is on standard error; nothing where that is not a terminal."""
+    """Show the comparison's progress on standard error, if that is a terminal."""
     columns = (
         TextColumn("{task.completed:.0f} of {task.fields[all_count]} runs"),
         BarColumn(),

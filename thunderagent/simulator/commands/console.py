@@ -1,4 +1,4 @@
-"""A run in the terminal: how far it is, and its figures."""
+"""A run in the terminal: its progress, and its figures."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def _latency_table(result: RunResult) -> Table:
 
 
 def _cost_table(result: RunResult) -> Table:
-    """Show the five costs as parts of the memory that there was: capacity times time.
+    """Show the five costs as ratios of the available memory: capacity times time.
 
-    What turns waited for in the engine's own queue is no memory, and in the JSON only.
+    What turns waited for in the engine's own queue is no memory, and only in the JSON.
     """
     costs_names = ("decode", "prefill", "recompute", "caching", "unused")
     table = table_of_numbers("Replica", "turns", "preempted", *costs_names)
@@ -105,7 +105,7 @@ def table_of_numbers(first: str, *numbers: str) -> Table:
 
 @contextmanager
 def progress_bar(console: Console, scenario: Scenario) -> Iterator[Callable[[Progress], None]]:
-    """Show how far the run is on standard error; nothing where that is not a terminal."""
+    """Show the run's progress on standard error, if that is a terminal."""
     columns = (
         TextColumn("{task.fields[minutes]:.1f} min"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`thunderagent simulate`: one run, with its progress while it goes on and its figures at the end."""
+"""`thunderagent simulate`: one run, with its progress and its final figures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that one run and a comparison have in common: workload, engines, time, tools."""
+    """Add the common options of a run and a comparison: workload, engines, time, tools."""
     add = parser.add_argument
     add(
         "--workload",
@@ -125,9 +125,9 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what the options say; return the exit status: 0, or 1 if the run is not complete.
+    """Run by the options; return the exit status: 0, or 1 if the run is not complete.
 
-    Raises ConfigurationError for what is impossible.
+    Raises ConfigurationError for impossible options.
     """
     if wrong := [text for text in args.policy_arg if "=" not in text]:
         raise ConfigurationError(f"--policy-arg needs NAME=VALUE, not {wrong[0]!r}")
@@ -153,7 +153,7 @@ def _json(result: RunResult) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise ConfigurationError for a file that cannot be written; one that was not there is not there after it."""
+    """Raise ConfigurationError for an unwritable file; a file that did not exist does not exist afterwards."""
     is_new = not path.exists()
     try:
         path.open("ab").close()
@@ -164,7 +164,7 @@ def _check_writable(path: Path) -> None:
 
 
 def scenario_from(args: argparse.Namespace, *, programs_count: int, seed: int) -> Scenario:
-    """Build the scenario from parsed options; ConfigurationError says what is impossible about it."""
+    """Build the scenario from parsed options; ConfigurationError says why it is impossible."""
     try:
         engine = EngineConfig.of(
             profile_from(args.profile),
@@ -201,7 +201,7 @@ def _bytes(option: str, gibibytes: float) -> int:
 
 
 def load_programs(args: argparse.Namespace, limit_tokens: int) -> Workload:
-    """Return what programs do; what of a trace cannot be replayed is said on standard error."""
+    """Return the programs; report on standard error what of a trace cannot be replayed."""
     if args.trace is not None:
         trace = FORMATS[args.trace_format](args.trace, Limits(context_tokens=limit_tokens))
         print(f"{args.trace}: {trace}", file=sys.stderr)

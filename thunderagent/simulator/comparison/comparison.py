@@ -1,18 +1,18 @@
-"""Compare policies: each contestant at each load with each seed, on all cores, and what came of it.
+"""Compares policies: each contestant at each load with each seed, on all cores.
 
 Theory of operation
 -------------------
 Runs with one seed have the same programs, whoever schedules them, so contestants are paired: the ratio to the baseline
-is taken seed by seed, and what seeds have in common falls out of its interval (`intervals.py`).
+is taken seed by seed, and the common effect of a seed drops out of its interval (`intervals.py`).
 
 A run is a fold without clock or threads (`run.py`), so runs go on processes of their own (`processes.py`). The first
-seed comes first for all, then the second, so a comparison that is interrupted, or ended by an error of a run, still
-compares. The figures do not depend on how many processes there are.
+seed comes first for all, then the second, so an interrupted comparison, or one ended by a run's error, still compares.
+The figures do not depend on the number of processes.
 
-`cap-best` is whatever number of programs is best for `cap`: at each load every number of a geometric grid is run with a
-seed that is none of the plan's, and the one that comes nearest to its limit runs with all of those: a run that chose
-itself would be too good. It is what an operator gets who tries them all beforehand, so no other contestant is told as
-much, but for the oracle.
+`cap-best` is the best number of programs for `cap`. At each load every number of a geometric grid is run with a seed
+that is not in the plan, and the one that comes nearest to its limit runs with all of those: choosing by the counted
+runs would be biased. It is the result of an operator who tries all numbers beforehand; no other contestant is told as
+much, except the oracle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from thunderagent.simulator.runs.scenario import MEMORY_ADVICE, available_bytes,
 
 @dataclass(frozen=True, slots=True)
 class ComparisonProgress:
-    """How far a comparison is, for whoever watches it; `last` is the run that was done last, None before any is."""
+    """The progress of a comparison; `last` is the last finished run, None before the first."""
 
     done_count: int
     all_count: int
@@ -51,10 +51,10 @@ class ComparisonProgress:
 def compare(
     plan: ComparisonPlan, *, on_progress: Callable[[ComparisonProgress], None] | None = None
 ) -> ComparisonResult:
-    """Run a comparison and return its figures; an interrupt (Ctrl-C) or a run's error ends it, and what is done counts.
+    """Run a comparison and return its figures; an interrupt (Ctrl-C) or a run's error ends it, and finished runs count.
 
     Raises ConfigurationError if its runs would not fit in memory. With one process everything runs in this one;
-    otherwise the module that was started must be safe to import, as `multiprocessing` says.
+    otherwise the main module must be safe to import, as `multiprocessing` requires.
     """
     process_count = processes_that_fit(plan)
     grid = _Grid(plan)
@@ -73,7 +73,7 @@ def compare(
 
 
 def processes_that_fit(plan: ComparisonPlan) -> int:
-    """Return on how many processes a comparison runs. Raises ConfigurationError if that many do not fit in memory."""
+    """Return the number of processes of a comparison. Raises ConfigurationError if that many do not fit in memory."""
     scenario = plan.scenario_of(max(plan.programs_counts), plan.seeds[0])
     needed_bytes = estimate_bytes(scenario, plan.workload) + PROCESS_BYTES
     free_bytes = available_bytes()
@@ -88,14 +88,14 @@ def processes_that_fit(plan: ComparisonPlan) -> int:
 
 
 def _run_one(plan: ComparisonPlan, planned: PlannedRun, go_on: GoOn) -> RunResult:
-    """Do one run of a comparison, and ask at each of its samples whether to go on."""
+    """Do one run of a comparison, and check at each of its samples whether to go on."""
     scenario = plan.scenario_of(planned.programs_count, planned.seed)
     try:
         result = Contestant.parse(planned.policy).run(scenario, plan.workload, on_progress=lambda _: go_on())
     except ThunderAgentError as error:
         which = f"{planned.policy} with {planned.programs_count} programs and seed {planned.seed}"
         raise ThunderAgentError(f"{which} failed: {error}") from error
-    if not result.complete and result.simulated_s < scenario.horizon_s:  # a run takes Ctrl-C for its end
+    if not result.complete and result.simulated_s < scenario.horizon_s:  # a run ends on Ctrl-C
         raise KeyboardInterrupt
     return replace(result, samples=_kept_samples(plan, planned, result.samples))
 
@@ -116,7 +116,7 @@ def cap_grid(programs_count: int) -> list[int]:
 
 
 class _Grid:
-    """All runs of a comparison: those to do, in their order, and those done."""
+    """All runs of a comparison: pending ones, in order, and finished ones."""
 
     def __init__(self, plan: ComparisonPlan) -> None:
         self._plan = plan
@@ -145,12 +145,12 @@ class _Grid:
         ]
 
     def _place(self, planned: PlannedRun) -> tuple[int, int, int]:
-        """Return what the order of `todo` is by: a sweep is where the first seed is."""
+        """Return the sort key of `todo`: a sweep is where the first seed is."""
         contestant_place = self._plan.contestants.index(planned.contestant)
         return self._seed_places.get(planned.seed, 0), -planned.programs_count, contestant_place
 
     def note(self, planned: PlannedRun, result: RunResult) -> None:
-        """Note a run that is done; the last of a sweep says which runs of `cap-best` are still to do."""
+        """Add a finished run; the last of a sweep decides which runs of `cap-best` are still to do."""
         self.done[planned] = result
         if planned.contestant == CAP_BEST and planned.seed == self._plan.sweep_seed:
             best = self._best_of_sweep(planned.programs_count)
@@ -161,7 +161,7 @@ class _Grid:
                 self.todo.extend(in_order)
 
     def sweeps(self) -> Iterator[CapSweep]:
-        """Give the sweeps that are done."""
+        """Yield finished sweeps."""
         if CAP_BEST not in self._plan.contestants:
             return
         for programs_count in self._plan.programs_counts:
@@ -175,7 +175,7 @@ class _Grid:
                 yield CapSweep(programs_count, tuple(tried))
 
     def runs(self) -> Iterator[Run]:
-        """Give the runs that are done, without those of a sweep that were not the best, or not all there."""
+        """Yield finished runs, without those of a sweep that is incomplete or that were not its best."""
         for contestant in self._plan.contestants:
             for programs_count in self._plan.programs_counts:
                 policy = contestant
@@ -190,7 +190,7 @@ class _Grid:
                         yield Run(contestant, policy, programs_count, seed, result)
 
     def _best_of_sweep(self, programs_count: int) -> str | None:
-        """Return the policy that was the best at a load; None before that is known."""
+        """Return the best policy at a load; None until it is known."""
         for sweep in self.sweeps():
             if sweep.programs_count == programs_count:
                 return f"cap:n={sweep.best_count}"

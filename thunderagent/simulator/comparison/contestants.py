@@ -1,4 +1,4 @@
-"""Who is compared: policies with settings, presets of them, and the oracle, all by a short text."""
+"""The contestants: policies with settings, presets of them, and the oracle, each given by a short text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Contestant:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a contestant; ConfigurationError for what is unknown, or no setting."""
+        """Parse a contestant; ConfigurationError for an unknown or invalid one."""
         name, *parts = text.split(":")
         if parts and "=" not in parts[0]:  # package.module:Class
             name = f"{name}:{parts.pop(0)}"
@@ -61,7 +61,7 @@ class Contestant:
 
     @classmethod
     def of(cls, name: str, settings: dict[str, Setting]) -> Self:
-        """Name a policy and its settings; ConfigurationError for what is unknown."""
+        """Create it from a policy and its settings; ConfigurationError if unknown."""
         contestant = cls(name, tuple(settings.items()))
         if name == ORACLE:
             contestant._check_oracle()
@@ -73,7 +73,7 @@ class Contestant:
         return ":".join((self.name, *(f"{key}={value}" for key, value in self.settings)))
 
     def prepare(self, scenario: Scenario, workload: Workload) -> tuple[Policy, dict[str, float] | None]:
-        """Make the policy for one run, and what it foresees of it: both are arguments of `simulate`."""
+        """Create the policy for one run, and its foresight: both are arguments of `simulate`."""
         if self.name != ORACLE:
             return self._policy(), None
         settings = ORACLE_SETTINGS | dict(self.settings)
@@ -87,7 +87,7 @@ class Contestant:
     def run(
         self, scenario: Scenario, workload: Workload, *, on_progress: Callable[[Progress], None] | None = None
     ) -> RunResult:
-        """Simulate one run: the oracle's on engines that drop what it drops, and priorities on engines that have them.
+        """Simulate one run: the oracle's on engines that drop what it drops, priorities on engines that have them.
 
         Raises ConfigurationError.
         """
@@ -112,7 +112,7 @@ class Contestant:
 
 
 def _names_a_module(setting: str) -> bool:
-    """Say whether a setting `key=value` is a part of a policy in a module, whose class comes after a colon."""
+    """Return whether a setting `key=value` is a part of a policy in a module, whose class follows after a colon."""
     key, _, value = setting.partition("=")
     return key in PARTS and "." in value and ":" not in value
 
@@ -150,7 +150,7 @@ def _first_plans(scenario: Scenario, workload: Workload) -> list[ProgramPlan]:
 
 
 def _as_far_as_it_fits(plan: ProgramPlan, limit_tokens: int) -> ProgramPlan:
-    """Cut a plan before the turn that engines refuse: that is where it ends in a run."""
+    """Cut a plan before the turn that engines would refuse: it ends there in a run."""
     context_tokens = plan.shared_prefix_tokens
     for number, turn in enumerate(plan.turns):
         context_tokens += turn.new_tokens + turn.output_tokens

@@ -1,18 +1,17 @@
-"""`oracle`: the clairvoyant hold-or-drop, the policy behind the bound L1; it can only run where the future is known.
+"""`oracle`: the clairvoyant hold-or-drop, the policy behind the bound L1; it needs a known future.
 
 Theory of operation
 ===================
 When a turn ends, the oracle knows how long the tool will run. If that is shorter than a threshold, the program keeps
 its claim; if not, its claim goes at once and its next turn computes everything again. The threshold is the best one of
-the bound (`bounds.py`), which trades the memory that holding takes against the time that recomputing takes.
+the bound (`bounds.py`), which trades the memory for holding against the time for recomputing.
 
-It is after throughput alone. Programs are let in oldest first, and what is left is filled with the oldest that fits, so
-a large program may wait for long. A little headroom stays for growth. Where what is held grows beyond the capacity all
-the same, the smallest go: they free enough, and are the least to compute again. A prefix that all programs share is
-counted once.
+It maximises throughput alone. Programs are let in oldest first, and the rest is filled with the oldest that fits, so a
+large program may wait for long. A little headroom stays for growth. If held claims still grow beyond the capacity, the
+smallest go: they free enough, and are the cheapest to compute again. A prefix that all programs share is counted once.
 
-A real engine keeps the blocks of who was dropped, or ended, until they are the oldest, and so loses others that were to
-be held. The oracle does without that: its runs are on engines that drop what it drops (`Scenario.engines_drop`).
+A real engine keeps the blocks of dropped or ended programs until they are the oldest, and so loses others that were to
+be held. The oracle avoids that: its runs are on engines that drop what it drops (`Scenario.engines_drop`).
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class Oracle:
         return ClaimRules(reserve_tokens=self.reserve_tokens)
 
     def hold_s(self, view: View, program: ProgramView) -> float:  # noqa: ARG002 - the protocol's
-        """Return infinity: `balance` drops at once who is not to be held."""
+        """Return infinity: `balance` drops programs at once that are not to be held."""
         return inf
 
     def pause_rank(self, program: ProgramView) -> float:
-        """Rank first who is not to be held, then the smallest."""
+        """Rank programs first that are not to be held, then the smallest."""
         held = program.phase is Phase.REASONING or self._is_held(program)
         return program.claim_tokens if held else -1.0
 
@@ -67,7 +66,7 @@ class Oracle:
         return self.fitting.place(view, program, candidates)
 
     def balance(self, view: View, moment: Moment) -> None:  # noqa: ARG002 - the protocol's
-        """Drop who is not to be held, or does not fit, and fill what is free."""
+        """Drop programs that are not to be held, or do not fit, and fill free room."""
         for replica in view.replicas:
             while (program := view.first_to_pause(replica)) is not None and not self._is_held(program):
                 view.propose_pause(program, Reason.POLICY)
@@ -76,7 +75,7 @@ class Oracle:
             self._refill(view)
 
     def _refill(self, view: View) -> None:
-        """Restore who waits, the oldest first, and pass who does not fit."""
+        """Restore waiting programs, oldest first, skipping those that do not fit."""
         for program in list(view.waiting()):
             placement = self.fitting.find_room(view, program, view.replicas)
             if placement.replica is not None:

@@ -33,16 +33,16 @@ Result = TypeVar("Result")
 GoOn = Callable[[], None]
 
 PROCESS_BYTES = 70_000_000
-"""Memory of a process besides its task: 62 MB measured."""
+"""Memory of a process without its task: 62 MB measured."""
 
 GRACE_S = 5.0
-"""Tasks may go on for so long after they were told to stop."""
+"""How long tasks may go on after they were told to stop."""
 
 INTERRUPTED = "it was interrupted"
-"""What ended the work: Ctrl-C."""
+"""Reason for the end: Ctrl-C."""
 
 LOST_A_PROCESS = "a process ended by itself: was memory short?"
-"""What ended the work: the system, or a task, ended a process."""
+"""Reason for the end: the system, or a task, ended a process."""
 
 
 def do_all(
@@ -51,14 +51,14 @@ def do_all(
     note: Callable[[Task, Result], None],
     process_count: int,
 ) -> str:
-    """Do all tasks, on so many processes or, with one, in this; return in words what ended that early, or nothing."""
+    """Do all tasks, on several processes or, with one, in this; return the reason for an early end, or nothing."""
     if process_count == 1:
         return do_here(do, todo, note)
     return do_on_processes(do, todo, note, process_count)
 
 
 def do_here(do: Callable[[Task, GoOn], Result], todo: deque[Task], note: Callable[[Task, Result], None]) -> str:
-    """Do all tasks in this process; return in words what ended that early, or nothing."""
+    """Do all tasks in this process; return the reason for an early end, or nothing."""
     with _interrupts() as interrupts:
         try:
             while todo:
@@ -81,10 +81,10 @@ def do_on_processes(
     *,
     grace_s: float = GRACE_S,
 ) -> str:
-    """Do all tasks on so many processes; return in words what ended that early, or nothing.
+    """Do all tasks on several processes; return the reason for an early end, or nothing.
 
-    `do` and the tasks must be what `pickle` knows. An error of a task ends all of them: it is returned in words if it
-    is one of ours, and raised otherwise. Tasks that go on for `grace_s` after they were told to stop are ended.
+    `do` and the tasks must be picklable. An error of a task ends all of them: it is returned as text if it is one of
+    ours, and raised otherwise. Tasks that go on for `grace_s` after they were told to stop are killed.
     """
     context = get_context("spawn")
     hears, tells = context.Pipe(duplex=False)
@@ -96,7 +96,7 @@ def do_on_processes(
                 while todo or running:
                     while todo and len(running) < process_count and not interrupts.came:
                         task = todo.popleft()
-                        with _interrupts_blocked():  # a process that this starts inherits it
+                        with _interrupts_blocked():  # its child processes inherit it
                             running[pool.submit(_Process.run, task)] = task
                     with interrupts.heard():
                         finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -124,7 +124,7 @@ class _Interrupts:
         self._is_heard = False
 
     def handle(self, _number: int, _frame: object) -> None:
-        """Take one Ctrl-C."""
+        """Handle one Ctrl-C."""
         if not self.came:
             self.came = True
             if self._is_heard:
@@ -132,7 +132,7 @@ class _Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Let Ctrl-C raise KeyboardInterrupt here, also the one that came before."""
+        """Let Ctrl-C raise KeyboardInterrupt here, including an earlier one."""
         self._is_heard = True
         try:
             if self.came:
@@ -144,7 +144,7 @@ class _Interrupts:
 
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
-    """Take Ctrl-C, unless somebody else does."""
+    """Handle Ctrl-C, unless somebody else does."""
     interrupts = _Interrupts()
     with _handling(interrupts.handle):
         yield interrupts
@@ -152,18 +152,18 @@ def _interrupts() -> Iterator[_Interrupts]:
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C, but while tasks are done here: for what must come to its end after them."""
+    """Ignore Ctrl-C except while tasks run here: for work that must finish after them."""
     with _handling(_ignore):
         yield
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """Take Ctrl-C for nothing."""
+    """Ignore Ctrl-C."""
 
 
 @contextmanager
 def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Let a function handle Ctrl-C, if it is Python or `_ignore` that does, and signals are handled in this thread."""
+    """Let a function handle Ctrl-C, if Python or `_ignore` does now, and signals are handled in this thread."""
     before = signal.getsignal(signal.SIGINT)
     if current_thread() is not main_thread() or before not in (signal.default_int_handler, _ignore):
         yield
@@ -177,7 +177,7 @@ def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let Ctrl-C wait."""
+    """Delay Ctrl-C."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -190,14 +190,14 @@ class _StoppedError(Exception):
 
 
 class _Process:
-    """What a process works with, set as it starts."""
+    """State of a process, set as it starts."""
 
     do: ClassVar[Callable[[Any, GoOn], Any]]
     is_stopped: ClassVar[bool] = False
 
     @classmethod
     def begin(cls, do: Callable[[Any, GoOn], Any], hears: connection.Connection, grace_s: float) -> None:
-        """Get ready for tasks."""
+        """Prepare for tasks."""
         cls.do = staticmethod(do)
         Thread(target=cls._end_in_time, args=(hears, grace_s), daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""What a comparison is to do, and what came of it: the plan, the runs that are done, and their figures in rows."""
+"""A comparison's plan, its finished runs, and their figures in rows."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ COSTS = ("decode", "prefill", "recompute", "caching", "unused")
 """The five costs of the ledger, useful work first."""
 
 KEPT_SAMPLES_COUNT = 120
-"""Samples of a run that a report has, at most."""
+"""Limit of a run's samples in a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonPlan:
-    """Say what is compared. Raises ConfigurationError for what is impossible.
+    """The plan of a comparison. Raises ConfigurationError if impossible.
 
-    `scenario` is that of every run, but for its seed and `programs_count`; the events of runs are not kept.
-    `contestants` are texts that `Contestant.parse` reads, or `cap-best`. Ratios are to `baseline`, or to the first of
-    the contestants. `process_count` None: one for each core, as far as memory reaches. `keep_samples` False spares
-    memory: of other seeds than the first there is only what a plot of imbalance needs.
+    `scenario` is that of every run, except for its seed and `programs_count`; the events of runs are not kept.
+    `contestants` are texts for `Contestant.parse`, or `cap-best`. Ratios are to `baseline`, or to the first of the
+    contestants. `process_count` None: one per core, as far as memory allows. `keep_samples` False saves memory: for
+    seeds other than the first only what a plot of imbalance needs is kept.
     """
 
     scenario: Scenario
@@ -74,13 +74,13 @@ class ComparisonPlan:
 
     @property
     def sweep_seed(self) -> int:
-        """Return the seed of the sweeps of `cap-best`: none of those whose runs count."""
+        """Return the seed of the sweeps of `cap-best`: none of those that count."""
         return max(self.seeds) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One run that is to be done: `policy` is the text of what runs, which for `cap-best` is some `cap:n=...`."""
+    """A pending run: `policy` is the text of what runs, which for `cap-best` is some `cap:n=...`."""
 
     contestant: str
     policy: str
@@ -90,7 +90,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run that is done."""
+    """A finished run."""
 
     contestant: str
     policy: str
@@ -101,10 +101,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CapSweep:
-    """What `cap-best` tried at a load, with the seed of sweeps: each number of programs with how good it was.
+    """What `cap-best` tried at a load, with the seed of sweeps: the score of each number of programs.
 
-    That is the part of its limit that a run reached: turns a minute would praise a cap that lets everybody begin and
-    nobody grow. Where nothing limits a run it is turns a minute all the same.
+    The score is the ratio of its limit that a run reached: turns per minute would favour a cap that lets everybody
+    begin and nobody grow. For a run without a limit it is turns per minute all the same.
     """
 
     programs_count: int
@@ -118,13 +118,12 @@ class CapSweep:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A contestant at a load, over all seeds that were run.
+    """A contestant at a load, over all finished seeds.
 
-    `ratio` is turns a minute over those of the baseline with the same seed; None if the baseline has none. The limit is
-    min(L1, L2, L3) of the very turns that each run finished; None where nothing bounds them. `costs` are parts of the
-    memory that there was: capacity times time. `turn_goodputs` and `program_goodputs` are the parts of them that took
-    no longer than each of `ALPHA_RATIOS` times their ideal time, `goodput_per_hour` how many programs did within the
-    last.
+    `ratio` is turns per minute over those of the baseline with the same seed; None if the baseline has none. The limit
+    is min(L1, L2, L3) of exactly the turns that each run finished; None without a bound. `costs` are ratios of the
+    available memory: capacity times time. `turn_goodputs` and `program_goodputs` are the ratios of them that took at
+    most each of `ALPHA_RATIOS` times their ideal time, `goodput_per_hour` how many programs did within the last.
     """
 
     contestant: str
@@ -152,9 +151,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonResult:
-    """What a comparison came to: all runs that are done, by contestant, load and seed, each in the plan's order.
+    """The result of a comparison: all finished runs, by contestant, load and seed, each in the plan's order.
 
-    `done_count` counts the runs of sweeps too. `stopped_by` says in words what ended it early; empty if nothing did.
+    `done_count` includes the runs of sweeps. `stopped_by` is the reason for an early end; empty if there is none.
     """
 
     plan: ComparisonPlan
@@ -171,11 +170,11 @@ class ComparisonResult:
 
     @property
     def programs_counts(self) -> tuple[int, ...]:
-        """Return the loads of which there is at least one run, the lightest first."""
+        """Return the loads with at least one run, the lightest first."""
         return tuple(sorted({run.programs_count for run in self.runs}))
 
     def runs_of(self, contestant: str, programs_count: int) -> tuple[Run, ...]:
-        """Return the runs of a contestant at a load, one for each seed that is done."""
+        """Return the runs of a contestant at a load, one for each finished seed."""
         return tuple(run for run in self.runs if (run.contestant, run.programs_count) == (contestant, programs_count))
 
     def rows(self) -> tuple[Row, ...]:
@@ -237,7 +236,7 @@ def _over_each(figures: Sequence[Sequence[float]]) -> tuple[Interval, ...]:
 
 
 def cost_parts(result: RunResult) -> dict[str, float]:
-    """Return each of the five costs as a part of the memory that there was, in all replicas: capacity times time."""
+    """Return each of the five costs as a ratio of the available memory in all replicas: capacity times time."""
     whole_token_s = sum(replica.capacity_tokens for replica in result.replicas) * result.measured_s or 1.0
     return {
         name: sum(getattr(replica.costs, f"{name}_token_s") for replica in result.replicas) / whole_token_s
@@ -246,5 +245,5 @@ def cost_parts(result: RunResult) -> dict[str, float]:
 
 
 def thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Return every second, third, ... sample: at most `KEPT_SAMPLES_COUNT`, equally far from one another."""
+    """Return every second, third, ... sample: at most `KEPT_SAMPLES_COUNT`, evenly spaced."""
     return samples[:: max(1, math.ceil(len(samples) / KEPT_SAMPLES_COUNT))]

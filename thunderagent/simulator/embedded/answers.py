@@ -1,4 +1,4 @@
-"""Shape what the embedded engine answers as vLLM does (vLLM 0.32, `vllm/entrypoints/openai`)."""
+"""Shapes the embedded engine's answers like vLLM's (vLLM 0.32, `vllm/entrypoints/openai`)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def usage_of(prompt_tokens: int, generated_tokens: int) -> Json:
 
 
 def final_usage_of(finished: FinishedRequest) -> Json:
-    """Report as an engine does that was started with --enable-prompt-tokens-details."""
+    """Report like an engine started with --enable-prompt-tokens-details."""
     usage = usage_of(finished.prompt_tokens, finished.generated_tokens)
     return {**usage, "prompt_tokens_details": {"cached_tokens": finished.cached_tokens}}
 
 
 def models_body(model: str, *, created_s: int, context_limit_tokens: int) -> Json:
-    """Return the list of the one model that is served."""
+    """Return the list of the one served model."""
     entry = {
         "id": model,
         "object": "model",
@@ -58,7 +58,7 @@ class ChatForm:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def first_chunks(self) -> list[Json]:
-        """Return what a stream begins with: the role."""
+        """Return the begin of a stream: the role."""
         return [self._chunk({"role": "assistant", "content": ""}, {"finish_reason": None})]
 
     def chunk(self, words: list[str], *, is_first: bool, finish_reason: str | None) -> Json:
@@ -95,7 +95,7 @@ class ChatForm:
 
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
-    """Shape an answer as a text completion; each word stands behind a space, so that it continues the prompt."""
+    """Shapes an answer as a text completion; each word follows a space, so that it continues the prompt."""
 
     model: str
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
@@ -135,16 +135,16 @@ Form: TypeAlias = ChatForm | CompletionForm
 
 
 class EventForm(Protocol):
-    """Shape an answer for an API that has events of its own."""
+    """Shapes an answer for an API with its own events."""
 
     def opening(self) -> bytes:
-        """Return the events that a stream begins with."""
+        """Return the events at the begin of a stream."""
 
     def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:
         """Return the events for these tokens and their words, the answer's last if there is a finish reason."""
 
     def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:
-        """Return the events that a stream ends with; `words` are all that were said."""
+        """Return the events at the end of a stream; `words` are all that were generated."""
 
     def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:
         """Return the answer in one piece."""

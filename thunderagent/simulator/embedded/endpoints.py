@@ -1,4 +1,4 @@
-"""Answer vLLM's HTTP API from an engine: each path, and the streams that it may answer with."""
+"""vLLM's HTTP API in front of an engine: each path, and its streams."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _said(path: str, refusal: ApiError) -> object:
 
 
 class EngineServer:
-    """Answer vLLM's HTTP API from an engine; `app` is the aiohttp application, and `drive` must run beside it."""
+    """Answers vLLM's HTTP API from an engine; `app` is the aiohttp application, and `drive` must run beside it."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -130,7 +130,7 @@ class EngineServer:
         stored: Stored,
         rank_id: int,
     ) -> None:
-        """Make a response that its client asks for later."""
+        """Generate a response that its client fetches later."""
         news = asyncio.Event()
         async with self._generation(body, prompt, answer, news, rank_id) as generation:
             stored.response["status"] = "in_progress"
@@ -158,7 +158,7 @@ class EngineServer:
         return json_response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
     def composed(self, body: GenerationBody, prompt: list[int]) -> tuple[list[int], Answer]:
-        """Check a request, and return its prompt with the answer that it will get."""
+        """Check a request, and return its prompt with its future answer."""
         engine_config = self.config.engine
         self._check_model(body.model)
         body.validate(allows_priority=engine_config.scheduling_policy == "priority")
@@ -203,7 +203,7 @@ class EngineServer:
     async def answer_in_events(
         self, request: web.Request, body: GenerationBody, prompt: list[int], answer: Answer, form: EventForm
     ) -> web.StreamResponse:
-        """Answer in an API that has events of its own, streamed or whole."""
+        """Answer in an API with its own events, streamed or whole."""
         news = asyncio.Event()
         spoken = self._tokenizer.spoken_words
         async with self._generation(body, prompt, answer, news, self._rank_of(request)) as generation:
@@ -297,7 +297,7 @@ class EngineServer:
 
 
 def _end_of(generation: Generation, answer: Answer) -> tuple[list[int], str, FinishedRequest]:
-    """Return what was generated, why it ended, and what it took, without what an aborted request found cached."""
+    """Return what was generated, why it ended, and its usage, without what an aborted request found cached."""
     if generation.finished is not None:
         return answer.token_ids, answer.finish_reason, generation.finished
     count, now_s = generation.generated_count, time.monotonic()

@@ -1,4 +1,4 @@
-"""Run the engine model in real time for whoever serves it, and answer in JSON, whatever dialect that is."""
+"""Runs the engine model in real time for a server, and answers in JSON, in any dialect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def answering_errors(say: Callable[[str, ApiError], object], kind_of: Callable[[web.HTTPException], str]) -> Middleware:
-    """Return what answers every refusal as `say` says it to the caller of a path; `kind_of` names aiohttp's own."""
+    """Return a middleware that answers every refusal in the path's format by `say`; `kind_of` names aiohttp's own."""
 
     @web.middleware
     async def answer_errors(
@@ -42,10 +42,10 @@ def answering_errors(say: Callable[[str, ApiError], object], kind_of: Callable[[
 
 
 class LiveEngine:
-    """Step an engine, in the rhythm of `realtime.py`, for the requests that handlers run in it.
+    """Steps an engine, in the rhythm of `realtime.py`, for the requests that handlers run in it.
 
-    `drive` must run beside them. A request lives as long as its handler: a client that goes away cancels that, which
-    frees the blocks.
+    `drive` must run beside them. A request lives as long as its handler: a client that leaves cancels that, which frees
+    the blocks.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -73,7 +73,7 @@ class LiveEngine:
             realtime.deliver(result)
 
     def stand_still(self) -> None:
-        """Begin no further iteration: requests stay as they are, and new ones wait."""
+        """Start no further iteration: requests stay as they are, and new ones wait."""
         self._may_step.clear()
 
     def go_on(self) -> None:
@@ -84,7 +84,7 @@ class LiveEngine:
     def compose(
         self, prompt: Sequence[int], *, limit_tokens: int, min_tokens: int | None, ignore_eos: bool | None
     ) -> Answer:
-        """Choose what the engine is going to say."""
+        """Choose the engine's answer."""
         return compose_answer(
             prompt,
             seed=self.config.seed,

@@ -1,7 +1,7 @@
-"""Anthropic's Messages API: what the embedded engine reads and answers at `/v1/messages`.
+"""Anthropic's Messages API: the embedded engine's requests and answers at `/v1/messages`.
 
-Written after `vllm/entrypoints/anthropic` (vLLM 0.32): its order of events, and its usage, which counts the prompt
-without what was cached once that is known.
+Modelled after `vllm/entrypoints/anthropic` (vLLM 0.32): its order of events, and its usage, which counts the prompt
+without its cached part once that is known.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _block_text(block: Json) -> str:
 
 
 def error_body(refusal: ApiError) -> Json:
-    """Return a refusal as this API says it."""
+    """Return a refusal in this API's format."""
     return {"type": "error", "error": {"type": refusal.kind, "message": str(refusal)}}
 
 

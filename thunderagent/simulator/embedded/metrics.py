@@ -1,4 +1,4 @@
-"""Report an engine under vLLM's metric names (vLLM 0.32, `vllm/v1/metrics/loggers.py`)."""
+"""Reports an engine under vLLM's metric names (vLLM 0.32, `vllm/v1/metrics/loggers.py`)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EngineCollector(Collector):
         yield self._gauge("simulator:lag_seconds", "How far the engine's clock is behind.", self._realtime.lag_s)
 
     def _tier(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yield what is said of the tier behind the pool; without one, vLLM counts nothing under these names."""
+        """Yield the metrics of the tier behind the pool; without one, vLLM counts nothing under these names."""
         for name, text, value in (
             ("queries", "External prefix cache queries from KV connector, in tokens.", stats.tier_query_tokens),
             ("hits", "External prefix cache hits from KV connector, in tokens.", stats.tier_hit_tokens),

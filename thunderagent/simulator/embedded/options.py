@@ -1,4 +1,4 @@
-"""Configure the embedded engine, from a command line too."""
+"""The embedded engine's configuration, also from a command line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thunderagent.simulator.engine.timing import load_profiles, profile_from
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Fix where an engine is served, under which name, and how fast its time passes.
+    """Where an engine is served, under which name, and how fast its time passes.
 
     `speed` divides every duration: 2 makes the engine twice as fast. `port` 0 takes a free one. `seed` changes what is
-    generated. `grace_s` is how long a shutdown lets requests finish. `end_with_stdin` ends the engine when its
-    standard input does, so that it cannot outlive whoever started it. `data_parallel_count` engines, each as `engine`
-    says, run behind the one address. `keep_zombies` goes on with whole answers whose client
-    left, as some versions of SGLang do. `clock` says the time in seconds, as the event loop's does. Raises ValueError.
+    generated. `grace_s` is how long a shutdown lets requests finish. `end_with_stdin` ends the engine when its standard
+    input does, so that it cannot outlive its parent. `data_parallel_count` engines, each configured by `engine`, run
+    behind the one address. `keep_zombies` continues whole answers whose client left, like some versions of SGLang.
+    `clock` returns the time in seconds, like the event loop's. Raises ValueError.
     """
 
     engine: EngineConfig
@@ -49,7 +49,7 @@ class ServerConfig:
 
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a command that makes engines says of the tier behind their pools."""
+    """Add the options of the tier behind the pools."""
     add = parser.add_argument
     add(
         "--tier-tokens",
@@ -69,7 +69,7 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_tier(engine: EngineConfig, args: argparse.Namespace) -> EngineConfig:
-    """Return an engine with the tier that the options ask for. Raises ValueError."""
+    """Return an engine with the tier of the options. Raises ValueError."""
     return replace(engine, tier_tokens=args.tier_tokens, restore_token_s=args.restore_us / 1e6)
 
 
@@ -150,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
-    """Build the configuration from parsed options; ValueError says what is impossible about it."""
+    """Build the configuration from parsed options; ValueError says why it is impossible."""
     engine = EngineConfig.of(
         profile_from(args.profile),
         kv_tokens=args.kv_tokens,

@@ -1,7 +1,7 @@
 """Several data-parallel ranks behind one server: which one a request runs on, and their metrics side by side.
 
-As vLLM has it: `X-data-parallel-rank` chooses; without it, or if it is no number, the rank with the least to do.
-A waiting request weighs as four that run.
+As in vLLM: `X-data-parallel-rank` chooses; without it, or if it is no number, the rank with the least to do. A waiting
+request weighs as much as four running ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WAITING_WEIGHT: Final = 4
 
 
 def chosen_rank(header: str | None, ranks: Sequence[RealtimeEngine]) -> int:
-    """Return the rank that a request runs on. Raises `ApiError` for one that is not there."""
+    """Return the rank of a request. Raises `ApiError` for a missing one."""
     try:
         rank_id = int(header or "")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Read what the embedded engine is asked, and refuse what vLLM refuses (vLLM 0.32, `vllm/entrypoints/openai`)."""
+"""Parses the embedded engine's requests, and refuses what vLLM refuses (vLLM 0.32, `vllm/entrypoints/openai`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 IMAGE_TOKENS = 85
 CHARS_PER_IMAGE_TOKEN = 1250
-"""An image is so many tokens, and one more for so much of its data: no real model's formula, but one of its own."""
+"""An image takes a fixed number of tokens, and one more for this many characters of its data: no real model's
+formula."""
 
 Json: TypeAlias = dict[str, Any]
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class ApiError(Exception):
-    """Carry an error to the client, in vLLM's schema."""
+    """An error for the client, in vLLM's schema."""
 
     def __init__(
         self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None
@@ -35,7 +36,7 @@ class ApiError(Exception):
 
 
 def parse(data: bytes, kind: type[_Body]) -> _Body:
-    """Return the body of a request; ApiError for what is no JSON, and for JSON of another shape."""
+    """Return the body of a request; ApiError for invalid JSON, and for JSON of another shape."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
@@ -59,14 +60,14 @@ class Message(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream says besides its text."""
+    """What a stream contains besides its text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """The fields that both ways to ask for text have in common; sampling parameters are accepted and ignored."""
+    """The common fields of both ways to ask for text; sampling parameters are accepted and ignored."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -99,7 +100,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         return self.max_tokens
 
     def answer_limit_tokens(self, prompt_tokens: int, context_limit_tokens: int) -> int:
-        """Return how long the answer may be; ApiError, in vLLM's words, if the context cannot hold it."""
+        """Return the limit of the answer; ApiError, with vLLM's text, if the context cannot hold it."""
         if prompt_tokens == 0:
             raise ApiError("The decoder prompt cannot be empty", param="prompt")
         limit_tokens = self.limit_tokens

@@ -1,6 +1,6 @@
-"""The Responses API: what the embedded engine reads and answers at `/v1/responses`, and which responses it remembers.
+"""The Responses API: the embedded engine's requests and answers at `/v1/responses`, and the stored responses.
 
-Written after `vllm/entrypoints/openai/responses` (vLLM 0.32, with its store of responses).
+Modelled after `vllm/entrypoints/openai/responses` (vLLM 0.32, with its store of responses).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from thunderagent.simulator.engine.records import FinishedRequest
 
 Chat: TypeAlias = list[tuple[str, str]]
-"""Who said what."""
+"""Speakers and texts."""
 
 STORED_COUNT = 1024
 
@@ -44,7 +44,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         return self.max_output_tokens
 
     def chat_after(self, history: Chat) -> Chat:
-        """Return what was said, without the instructions, which are not handed down; ApiError for what is no text."""
+        """Return the conversation, without the instructions, which are not inherited; ApiError for what is no text."""
         if isinstance(self.input, str):
             return [*history, ("user", self.input)]
         return [*history, *map(_said, self.input)]
@@ -56,7 +56,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
 
 
 def _said(item: Json) -> tuple[str, str]:
-    """Return who said what in one item of the input."""
+    """Return speaker and text of one item of the input."""
     kind = item.get("type", "message")
     if kind == "message":
         content = item.get("content", "")
@@ -75,7 +75,7 @@ def _said(item: Json) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Stored:
-    """A response that may be asked for again; `cancel` stops one that is made in the background."""
+    """A response that may be fetched again; `cancel` stops one that is generated in the background."""
 
     response: Json
     chat: Chat
@@ -83,19 +83,19 @@ class Stored:
 
 
 class ResponseStore:
-    """The last responses by their ids."""
+    """The last responses by id."""
 
     def __init__(self) -> None:
         self._stored: dict[str, Stored] = {}
 
     def put(self, stored: Stored) -> None:
-        """Remember a response, or what became of it."""
+        """Store a response, or its new state."""
         self._stored[stored.response["id"]] = stored
         if len(self._stored) > STORED_COUNT:
             del self._stored[next(iter(self._stored))]
 
     def get(self, response_id: str) -> Stored:
-        """Return a response; ApiError, in vLLM's words, if there is none."""
+        """Return a response; ApiError, with vLLM's text, if there is none."""
         try:
             return self._stored[response_id]
         except KeyError:
@@ -103,7 +103,7 @@ class ResponseStore:
             raise ApiError(message, status=404, kind="NotFoundError", param="response_id") from None
 
     def cancel(self, response_id: str) -> Json:
-        """Stop a response that is made in the background; ApiError for any other."""
+        """Stop a response that is generated in the background; ApiError for any other."""
         stored = self.get(response_id)
         if stored.cancel is None:
             raise ApiError("Cannot cancel a synchronous response.", param="response_id")
@@ -160,12 +160,12 @@ class ResponsesForm:
                 self._event("response.output_text.done", **place, text=text, logprobs=[]),
                 self._event("response.content_part.done", **place, part=_part(text)),
                 self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-                self._event("response.completed", response=response),  # as vLLM: its status may be incomplete
+                self._event("response.completed", response=response),  # as in vLLM: its status may be incomplete
             )
         )
 
     def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:  # noqa: ARG002 - the seam
-        """Return the answer in one piece, and remember it if the client wants that."""
+        """Return the answer in one piece, and store it if the client wants that."""
         status = "completed" if finish_reason == "stop" else "incomplete"
         text = " ".join(words)
         response = self.response(status, [self._item([_part(text)], "completed")], _usage(finished))
@@ -174,7 +174,7 @@ class ResponsesForm:
         return response
 
     def response(self, status: str, output: Sequence[Json] = (), usage: Json | None = None) -> Json:
-        """Return the response as it is now."""
+        """Return the response in its current state."""
         body = self.body
         return {
             "id": self.id,

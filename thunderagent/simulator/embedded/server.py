@@ -1,13 +1,13 @@
-"""Serve the engine model in real time under vLLM's HTTP dialect: the embedded engine.
+"""Serves the engine model in real time under vLLM's HTTP dialect: the embedded engine.
 
 Theory of operation
 -------------------
-One task steps the engine, in the rhythm of `realtime.py`; of several data-parallel ranks (`ranks.py`) each has its own.
-A handler reads a request (`requests.py`), turns it into tokens and chooses those of the answer (`tokens.py`), waits
-until the engine has generated them, and shapes them (`answers.py`). A request lives as long as its handler: a client
-that goes away cancels that, which frees the blocks.
+One task steps the engine, in the rhythm of `realtime.py`; each of several data-parallel ranks (`ranks.py`) has its own.
+A handler parses a request (`requests.py`), tokenizes it and chooses the tokens of the answer (`tokens.py`), waits until
+the engine has generated them, and shapes them (`answers.py`). A request lives as long as its handler: a client that
+leaves cancels that, which frees the blocks.
 
-Another server than `EngineServer` is run by the same functions: what they need of it is `Served`.
+The same functions run servers other than `EngineServer`: their interface is `Served`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def running(config: ServerConfig, build: Build = EngineServer) -> AsyncIte
     """Serve an engine while the context is open, and yield its base URL.
 
     Leaving it closes the socket, lets requests finish for up to `grace_s`, aborts the rest. Raises OSError if the
-    address cannot be had.
+    address is not available.
     """
     server = build(config)
     runner = web.AppRunner(
@@ -69,7 +69,7 @@ async def running(config: ServerConfig, build: Build = EngineServer) -> AsyncIte
             try:
                 yield f"http://{host}:{port}"
             finally:
-                await runner.cleanup()  # while the engine still runs, for the requests that are to finish
+                await runner.cleanup()  # while the engine still runs, for requests that may finish
                 driver.cancel()
     finally:
         await runner.cleanup()
@@ -80,7 +80,7 @@ async def serve(
 ) -> None:
     """Serve an engine until cancelled, SIGTERM or SIGINT; `ready` is called with its base URL once it listens.
 
-    Needs the main thread, where signals arrive. Raises OSError if the address cannot be had.
+    Needs the main thread, where signals arrive. Raises OSError if the address is not available.
     """
     with _stop_signals() as stop:
         async with running(config, build) as url:
@@ -107,7 +107,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
 
 async def _stop_with_stdin(stop: asyncio.Event) -> None:
-    """Set `stop` when standard input ends: whoever started this process is gone."""
+    """Set `stop` when standard input ends: the parent process is gone."""
 
     class EndOfInput(asyncio.Protocol):
         def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
@@ -121,7 +121,7 @@ async def _stop_with_stdin(stop: asyncio.Event) -> None:
 
 
 def run(args: argparse.Namespace, build: Build = EngineServer) -> int:
-    """Serve an engine as the options say, until a signal; return the exit status (2: impossible options)."""
+    """Serve an engine by the options, until a signal; return the exit status (2: impossible options)."""
     try:
         config = config_from(args)
     except ValueError as error:

@@ -22,15 +22,15 @@ END_TOKEN: Final = 1
 _MARKERS: Final = {"system": 2, "user": 3, "assistant": 4, "tool": 5, "developer": 6, "tools": 7}
 _OTHER_MARKER: Final = 8
 _FIRST_WORD: Final = 100
-SPOKEN_WORD_COUNT: Final = 32_000  # w0 … w31999, the words the engine itself says
+SPOKEN_WORD_COUNT: Final = 32_000  # w0 … w31999, the words that the engine generates
 _FIRST_HASHED: Final = 1 << 16
 _VOCABULARY_LIMIT: Final = 200_000  # words remembered, for speed and for /detokenize
 
 
 class WordTokenizer:
-    """Turn text into token ids, a word each, and chats into prompts; the same in every process.
+    """Turns text into token ids, one per word, and chats into prompts; the same in every process.
 
-    White space is not kept. Distinct words share an id with a chance of 2**-47 for each pair.
+    White space is not kept. Distinct words share an id with a probability of 2**-47 per pair.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class WordTokenizer:
         return [known.get(word) or self._learn(word) for word in text.split()]
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the words of these tokens; one that was never seen reads `<unk>`."""
+        """Return the words of these tokens; an unknown one reads `<unk>`."""
         return " ".join(self._word_by_id.get(token, "<unk>") for token in token_ids)
 
     def spoken_words(self, token_ids: Iterable[int]) -> list[str]:
@@ -75,7 +75,7 @@ class WordTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold what will be generated, before it is: `finish_reason` is `stop` (the end token was said) or `length`."""
+    """A future answer: `finish_reason` is `stop` (it ends with the end token) or `length`."""
 
     token_ids: list[int]
     finish_reason: str

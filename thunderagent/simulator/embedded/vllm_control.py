@@ -1,8 +1,8 @@
-"""How the embedded engine is controlled under vLLM's dialect: pauses, sleep, aborts, weights that there are none of.
+"""Control of the embedded engine under vLLM's dialect: pauses, sleep, aborts, and weights, which it does not have.
 
-As vLLM does in its development mode (vLLM 0.32, `entrypoints/rl/online/api_router.py` and
-`entrypoints/serve/dev`). While it is paused new requests wait at the door; those inside were aborted (`abort`), were
-waited for (`wait`), or stand still (`keep`). It sleeps as it is paused, and forgets its cache over it.
+As in vLLM's development mode (vLLM 0.32, `entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev`). While it
+is paused new requests wait before entering; those inside were aborted (`abort`), were waited for (`wait`), or stand
+still (`keep`). It sleeps as it is paused, and loses its cache by that.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class VllmControl:
             for rank in self._ranks:
                 rank.stand_still()
             if clears:
-                self._reset_caches()  # refused while requests that are kept hold blocks
+                self._reset_caches()  # refused while kept requests hold blocks
 
     def _open_door(self) -> None:
         self._door.set()

@@ -1,17 +1,17 @@
-"""Keep the blocks of a KV pool: who references each, what it holds, and which goes next.
+"""Manages the blocks of a KV pool: who references each, what it holds, and which goes next.
 
 Theory of operation
 -------------------
 A block holds `block_size` consecutive tokens of one context. A full block has a key, `hash(key of the block before it,
-its tokens)`, so that a key stands for the whole prefix up to there. A block is *referenced* by the requests that run on
-it, or it is *free*; free is not empty: it keeps its key, and can be found again by it (a prefix-cache hit) until an
+its tokens)`, so a key stands for the whole prefix up to there. A block is *referenced* by the requests that run on it,
+or it is *free*. Free is not empty: it keeps its key, and can be found again by it (a prefix-cache hit) until an
 allocation takes it: those without a key first, then the block freed longest ago.
 
 A context of 200,000 tokens is 12,500 blocks, which are found, taken and freed together. So the pool keeps *runs*:
-consecutive blocks of one context with the same holders. Of a free run the last block goes first, as its request gave it
-back tail first. A run is split where a context leaves it, and grows while only one request holds it. Blocks without a
-key cannot be told apart: they are counted. So a turn costs its runs, of which a program has a few, and the blocks that
-are computed for it.
+consecutive blocks of one context with the same holders. The last block of a free run goes first, because its request
+returned it tail first. A run is split where a context leaves it, and grows while only one request holds it. Blocks
+without a key cannot be distinguished: they are counted. So a turn costs its runs, of which a program has a few, and the
+blocks that are computed for it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Run:
         self.before = self.after = self
 
     def unlink(self) -> None:
-        """Take it out of its ring."""
+        """Remove it from its ring."""
         self.before.after, self.after.before = self.after, self.before
 
     def link_before(self, other: Run) -> None:
-        """Have it go right before another of a ring."""
+        """Insert it right before another one of a ring."""
         before = other.before
         self.before, self.after = before, other
         before.after = other.before = self
@@ -74,7 +74,7 @@ class Holding:
 
 
 class BlockPool:
-    """Keep the blocks: who references each, what a full one holds, and which free one goes next."""
+    """Manages the blocks: who references each, what a full one holds, and which free one goes next."""
 
     def __init__(self, block_count: int, tier: Tier | None = None) -> None:
         self._block_count = self.free_count = block_count
@@ -83,7 +83,7 @@ class BlockPool:
         self._ring = Run([])  # the next to go comes after it, the last to go before it
         Run([], block_count).link_before(self._ring)
         self.version = 0
-        """Changes whenever references are taken or given back, and when its owner says that more can be shared."""
+        """Changes whenever references are taken or returned, and when its owner says that more can be shared."""
 
     def __repr__(self) -> str:
         return f"<BlockPool {self.used_count} used, {self.free_count} free, {len(self._run_by_key)} cached>"
@@ -109,11 +109,11 @@ class BlockPool:
         return found
 
     def offers_no_more(self, version: int, missing_key: int) -> bool:
-        """Say whether a context that did not fit at `version`, and lacked the block `missing_key`, cannot fit yet."""
+        """Return whether a context that did not fit at `version`, and lacked block `missing_key`, cannot fit yet."""
         return version == self.version and missing_key not in self._run_by_key
 
     def allocate(self, count: int, holding: Holding | None = None) -> Holding:
-        """Give a request, or a new one, that many free blocks, the longest freed first; what they held is lost."""
+        """Give a request, or a new one, `count` free blocks, the longest freed first; their content is lost."""
         assert count <= self.free_count, self
         holding = holding or Holding()
         self.free_count -= count
@@ -147,7 +147,7 @@ class BlockPool:
         return holding
 
     def acquire(self, holding: Holding, runs: Iterable[Run]) -> None:
-        """Give a request that holds nothing a reference to the blocks of these runs, which `find` returned."""
+        """Give a request without blocks a reference to the blocks of these runs, which `find` returned."""
         self.version += 1
         for run in runs:
             if not run.holders:
@@ -158,9 +158,9 @@ class BlockPool:
             holding.count += len(run.keys)
 
     def release(self, holding: Holding) -> None:
-        """Take all references of a request back; blocks that nobody else holds become free: its tail goes first.
+        """Release all references of a request; blocks without other holders become free: its tail goes first.
 
-        One without a key is worth nothing to anybody: it is taken before all others (vLLM's `BlockPool.free_blocks`).
+        A block without a key is worthless: it is taken before all others (vLLM's `BlockPool.free_blocks`).
         """
         self.version += 1
         ring = self._ring
@@ -180,7 +180,7 @@ class BlockPool:
         holding.count = holding.blank_count = 0
 
     def expire(self, keys: Sequence[int]) -> None:
-        """Have the free blocks with these keys taken first, the last of them before all others."""
+        """Take the free blocks with these keys first, the last of them before all others."""
         position = 0
         while position < len(keys):
             run = self._run_by_key.get(keys[position])
@@ -194,9 +194,9 @@ class BlockPool:
             self._move_first(run, begin, end)
 
     def publish(self, holding: Holding, keys: Sequence[int], parent: int) -> None:
-        """Let blocks of a request that became full be found by their keys; `parent` is the key before the first.
+        """Make blocks of a request that became full findable by their keys; `parent` is the key before the first.
 
-        A block whose key another block has cannot be found.
+        A block cannot be found if another has the same key.
         """
         run_by_key = self._run_by_key
         if len(keys) == 1 or not run_by_key.keys().isdisjoint(keys):
@@ -226,7 +226,7 @@ class BlockPool:
         return True
 
     def check_invariants(self, holdings: Sequence[Holding]) -> None:
-        """Assert that each run is free xor held, by those who have it, and that keys and counts agree."""
+        """Assert that each run is either free or held, by its holders, and that keys and counts agree."""
         held = {run for holding in holdings for run in holding.runs}
         free = list(self._free_runs())
         for run in held:
@@ -265,7 +265,7 @@ class BlockPool:
         return tail
 
     def _move_first(self, run: Run, begin: int, end: int) -> None:
-        """Have the blocks of a part of a free run taken before all others."""
+        """Take the blocks of a part of a free run before all others."""
         if end < len(run.keys):
             self._split(run, end)
         if begin:
@@ -275,7 +275,7 @@ class BlockPool:
 
 
 def _last_run(holding: Holding, parent: int) -> Run:
-    """Return the run of a request that ends with the block `parent` and is its alone, a new one if there is none."""
+    """Return the run of a request that ends with the block `parent` and is its alone, or a new one."""
     run = holding.runs[-1] if holding.runs else None
     if run is None or len(run.holders) > 1 or run.keys[-1] != parent:
         run = Run([])

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 POOR_FIT_RATIO: Final = 0.15
-"""With a higher median of relative errors the model does not describe the engine."""
+"""With a higher median relative error the model does not describe the engine."""
 
 ASSUMED_CHUNK_TOKENS: Final = 2048
-"""Tokens in one iteration at most, of an engine whose times do not tell (vLLM's `--max-num-batched-tokens`)."""
+"""Assumed limit of tokens per iteration if an engine's times do not tell (vLLM's `--max-num-batched-tokens`)."""
 
 _CHUNK_TOKENS: Final = (512, 1024, 2048, 4096, 8192, 16_384)
 _CLEAR_RATIO: Final = 1.5  # by which the errors of every other size must be larger
@@ -62,7 +62,7 @@ _NEEDED_COUNT: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Report one measured time and what passed in it: `iteration_count` iterations whose work together is `work`.
+    """One measured time and what passed in it: `iteration_count` iterations with `work` in total.
 
     `request_count` is 1 for a time to first token, and 0 for the time between two tokens.
     """
@@ -76,7 +76,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Show how far predictions are from the times of one experiment, as parts of those times."""
+    """Relative errors of the predictions for the times of one experiment."""
 
     experiment: str
     observation_count: int
@@ -86,7 +86,7 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Hold fitted constants, how well they describe what was measured, and the names of those that could not be told.
+    """Fitted constants, their errors, and the names of those that could not be determined.
 
     `observation_count` counts repetitions as one. The last of the residuals are those of all experiments together.
     """
@@ -103,13 +103,13 @@ class Fit:
 
     @property
     def is_poor(self) -> bool:
-        """Say whether the worst experiment's median error is too large for the model to be trusted."""
+        """Return whether the worst experiment's median error is too large to trust the model."""
         return max(residuals.median_ratio for residuals in self.residuals) > POOR_FIT_RATIO
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """Hold how many tokens an iteration takes at most, and whether the times tell it or it is assumed."""
+    """The limit of tokens per iteration, and whether the times tell it or it is assumed."""
 
     tokens: int
     is_told: bool
@@ -118,26 +118,27 @@ class ChunkSize:
 def prefill_observation(
     experiment: str, first_token_s: float, *, prompt_tokens: int, cached_tokens: int, max_num_batched_tokens: int
 ) -> Observation:
-    """Return what a time to first token says, of a request that was alone: its chunks, each an iteration."""
+    """Return the observation of a single request's time to first token: each of its chunks is an iteration."""
     computed_tokens = prompt_tokens - cached_tokens
     work = IterationWork(computed_tokens, computed_tokens * (cached_tokens + computed_tokens / 2))
     return _in_chunks(Observation(experiment, first_token_s, work, request_count=1), max_num_batched_tokens)
 
 
 def decode_observation(experiment: str, iteration_s: float, *, requests_count: int, context_tokens: int) -> Observation:
-    """Return what the time between two tokens says: `context_tokens` are those of all the requests."""
+    """Return the observation of a time between two tokens: `context_tokens` are those of all the requests."""
     return Observation(experiment, iteration_s, IterationWork(0, 0.0, requests_count, context_tokens))
 
 
 def in_chunks(observations: Iterable[Observation], max_num_batched_tokens: int) -> list[Observation]:
-    """Return what the same times say of an engine that takes so many tokens in one iteration at most."""
+    """Return the observations for an engine with this limit of tokens per iteration."""
     return [_in_chunks(each, max_num_batched_tokens) if each.request_count else each for each in observations]
 
 
 def tell_chunk_size(observations: Iterable[Observation]) -> ChunkSize:
-    """Return how many tokens an iteration takes at most if the times tell it, else what is usual.
+    """Return the limit of tokens per iteration if the times tell it, otherwise the usual one.
 
-    Sizes that no prompt exceeds are all alike, so that of them none is told. Raises CalibrationError as `fit` does.
+    Sizes that no prompt exceeds cannot be distinguished, so none of them is reported. Raises CalibrationError as `fit`
+    does.
     """
     points = _merge_repetitions(observations)
     longest_tokens = max((point.work.prefill_tokens for point in points if point.request_count), default=0)
@@ -159,13 +160,13 @@ def tell_chunk_size(observations: Iterable[Observation]) -> ChunkSize:
 
 
 def predict_s(timing: TimingProfile, observation: Observation) -> float:
-    """Return how long the model says that it takes."""
+    """Return the time that the model predicts."""
     constants = [getattr(timing, name) for name in _CONSTANTS]
     return _dot(constants, _row(observation))
 
 
 def fit(observations: Iterable[Observation]) -> Fit:
-    """Return the constants that describe these times best; CalibrationError if they cannot tell the needed ones."""
+    """Return the constants that fit these times best; CalibrationError if the needed ones cannot be determined."""
     points = _merge_repetitions(observations)
     rows = [_row(point) for point in points]
     scales = [max(point.measured_s, _LEAST_TIME_S) for point in points]

@@ -1,14 +1,15 @@
-"""Step requests that only generate all together: an iteration costs what changes in it, not how many there are.
+"""Steps requests that only generate all together: an iteration costs its changes, not its number of requests.
 
 Theory of operation
 -------------------
-A decoding request gets one token in each iteration, and nothing else happens to it but three things that are known
-beforehand: every `block_size` iterations it needs a block, the iteration before that one of its blocks is full, and
-after so many iterations it is finished. So the batch counts its iterations, and keeps of each member how many tokens it
-has more than that count. Who needs a block, and whose is full, are those of one *phase*: the count modulo `block_size`.
+A decoding request gets one token in each iteration, and only three other things happen to it, all known beforehand:
+every `block_size` iterations it needs a block, in the iteration before that one of its blocks is full, and after a
+fixed number of iterations it is finished. So the batch counts its iterations, and stores for each member how many
+tokens it has more than that count. The members that need a block, and those whose block is full, are those of one
+*phase*: the count modulo `block_size`.
 
 The batch is the leading part of what runs, in the order of admission, and takes part in an iteration as a whole or not
-at all: where blocks are short, the engine dissolves it and serves each member by itself.
+at all: if blocks are short, the engine dissolves it and serves each member separately.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class DecodeBatch:
         """How many members there are."""
         self._block_size = block_size
         self._iteration_count = 0
-        self._extra_tokens: dict[EngineSequence, int] = {}  # of each member: its known tokens, less the iterations
+        self._extra_tokens: dict[EngineSequence, int] = {}  # per member: its known tokens, less the iterations
         self.context_tokens = 0
         """How many tokens the members know together."""
         self._filling: list[list[EngineSequence]] = [
@@ -38,7 +39,7 @@ class DecodeBatch:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Return the members, in the order in which they joined."""
+        """Return the members, in order of joining."""
         if self._request_ids is None:
             self._request_ids = tuple([sequence.request.request_id for sequence in self._extra_tokens])
         return self._request_ids
@@ -49,12 +50,12 @@ class DecodeBatch:
         return len(self._filling[(self._iteration_count - 1) % self._block_size])
 
     def known_tokens(self, sequence: EngineSequence) -> int:
-        """Return how many tokens a request knows now, whether it is a member or not."""
+        """Return how many tokens a request knows now, as a member or not."""
         extra_tokens = self._extra_tokens.get(sequence)
         return sequence.known_tokens if extra_tokens is None else self._iteration_count + extra_tokens
 
     def join(self, sequence: EngineSequence) -> None:
-        """Add a decoding request, all of whose full blocks are published."""
+        """Add a decoding request whose full blocks are all published."""
         extra_tokens = self._extra_tokens[sequence] = sequence.known_tokens - self._iteration_count
         self.context_tokens += sequence.known_tokens
         self._filling[-extra_tokens % self._block_size].append(sequence)
@@ -63,7 +64,7 @@ class DecodeBatch:
         self.count += 1
 
     def dissolve(self) -> None:
-        """Let every member stand for itself again."""
+        """Release all members."""
         for sequence in self._extra_tokens:
             self._write_down(sequence)
         self._extra_tokens.clear()
@@ -84,12 +85,12 @@ class DecodeBatch:
             sequence.publish(pool, self.known_tokens(sequence) // self._block_size)
 
     def fills(self, key: int) -> bool:
-        """Say whether the next iteration fills the block with that key."""
+        """Return whether the next iteration fills the block with that key."""
         filling = self._filling[self._iteration_count % self._block_size]
         return any(each.keys[self.known_tokens(each) // self._block_size - 1] == key for each in filling)
 
     def step_alone(self, pool: BlockPool) -> bool:
-        """Do an iteration in which nobody is through and nobody lacks a block; False, and nothing happens, else."""
+        """Do an iteration in which no member ends or needs a block; otherwise return False and do nothing."""
         count, block_size = self._iteration_count, self._block_size
         if count + 1 in self._ending:
             return False
@@ -106,7 +107,7 @@ class DecodeBatch:
         return True
 
     def step(self) -> list[EngineSequence]:
-        """Give each member a token; return those that have all theirs, and are no members any more."""
+        """Give each member a token; remove and return those that have all theirs."""
         self._iteration_count += 1
         self.context_tokens += self.count
         ended = self._ending.pop(self._iteration_count, None)

@@ -1,36 +1,36 @@
-"""Model one vLLM engine, iteration by iteration, in whatever time the caller keeps.
+"""Models one vLLM engine, iteration by iteration, in the caller's time.
 
 Theory of operation
 -------------------
-An engine works in *iterations*. `Engine.step` is one: it chooses what to compute, says how long that takes, and
-does it. The caller owns time: a simulator jumps to the end of the iteration, a server sleeps until then. There is no
-clock here, no randomness, no I/O; the same calls always give the same results.
+An engine works in *iterations*. `Engine.step` is one: it chooses what to compute, says how long that takes, and does
+it. The caller owns time: a simulator jumps to the end of the iteration, a server sleeps until then. There is no clock
+here, no randomness, no I/O; the same calls always give the same results.
 
 **Scheduling** is vLLM's (V1). An iteration has a budget of tokens. The running requests come first, in the order of
-their admission: a decoding one takes one token, one whose prompt is not yet computed takes what is left (a *chunk*).
-A chunk only ever stands at the end of that order, since nothing is admitted behind a prompt that exhausted the
-budget: so decodes come first. Then waiting requests are admitted by *rank*, while budget and places last and the
-whole prompt fits in the free blocks. The rank is the arrival, or under the `priority` policy (priority, arrival) with
-the lower number first. Nobody overtakes the head of the queue. A `Discipline` (`sequences.py`) makes another engine of
-it: one that orders what runs in each iteration, and lets chunks shrink.
+their admission: a decoding one takes one token, one with an unfinished prompt takes what is left (a *chunk*). A chunk
+is always at the end of that order, because nothing is admitted behind a prompt that exhausted the budget: so decodes
+come first. Then waiting requests are admitted by *rank*, while budget and places last and the whole prompt fits in the
+free blocks. The rank is the arrival, or under the `priority` policy (priority, arrival) with the lower number first.
+Nobody overtakes the head of the queue. A `Discipline` (`sequences.py`) changes that: such an engine orders what runs in
+each iteration, and lets chunks shrink.
 
 **Memory** is a pool of blocks (see `blocks.py`). A request's blocks are freed tail first, so that its head, which
 others are more likely to share, is lost last.
 
 **Thrashing** follows. The engine never knows that a program will come back: while its tool runs, its blocks are free,
-and age. When the programs' contexts do not fit in the pool together, each finds its own gone when it returns, and
+and age. If the programs' contexts do not fit in the pool together, each finds its own gone when it returns, and
 computing it again takes the blocks of the next one to return.
 
 **Preemption.** A running request that needs a block when none is free takes it from the request of the highest rank
 (the newest, or least important), perhaps itself. The victim loses its blocks and its progress, keeps the tokens it
-generated, and waits at its rank, which is ahead of everything that arrived later. Re-admitted, it hits what is left
-of its blocks and computes the rest again.
+generated, and waits at its rank, which is ahead of everything that arrived later. Re-admitted, it hits what is left of
+its blocks and computes the rest again.
 
-**A tier.** What the pool evicts may be kept behind it (`tier.py`). What follows a prompt's hits in the pool and is
-found there is copied back into blocks of its own, which takes the iteration longer, and counts as cached.
+**A tier.** Evicted blocks may be kept behind the pool (`tier.py`). What follows a prompt's hits in the pool and is
+found there is copied back into blocks of its own, which lengthens the iteration, and counts as cached.
 
-**The last token.** A prompt that is cached as a whole still has one token computed, for the next token comes from it;
-and the last token generated is never computed, as nothing follows it.
+**The last token.** A fully cached prompt still has one token computed, because the next token comes from it. The last
+generated token is never computed, because nothing follows it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from thunderagent.simulator.engine.timing import IterationWork
 
 
 class Engine:
-    """Serve requests by continuous batching over a pool of KV blocks (see the module's theory of operation).
+    """Serves requests by continuous batching over a pool of KV blocks (see the module's theory of operation).
 
     A step costs O(requests that prefill, need a block or end); a request without keys is hashed when it is submitted.
     """
@@ -81,12 +81,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Say whether a step would compute anything."""
+        """Return whether a step would compute anything."""
         return bool(self._sequences)
 
     @property
     def stats(self) -> EngineStats:
-        """Return the gauges and counters as they are now."""
+        """Return the current gauges and counters."""
         return EngineStats(
             running_count=len(self._running),
             waiting_count=len(self._waiting),
@@ -131,7 +131,7 @@ class Engine:
         insort(self._waiting, sequence, key=rank_of)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks at once; False if it is not here (finished, or never came)."""
+        """Drop a request and free its blocks at once; return False if it is not here (finished, or never came)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -156,7 +156,7 @@ class Engine:
         if batch.count and not self._fits(batch, plan):
             batch.dissolve()
         self._schedule_running(plan)
-        if self._waiting and not plan.preempted:  # who was just preempted would only come back and preempt again
+        if self._waiting and not plan.preempted:  # a just preempted request would only come back and preempt again
             self._admit_waiting(plan)
         work = plan.work(batch.count, batch.context_tokens)
         duration_s = self.config.timing.iteration_s(work)
@@ -167,10 +167,10 @@ class Engine:
         return StepResult(duration_s, work, generated, finished, tuple(plan.admitted), tuple(plan.preempted))
 
     def decode(self) -> float | None:
-        """Run the iteration that begins now if each that runs gets a token in it, and nothing else happens.
+        """Run the iteration that begins now if each running request gets a token in it, and nothing else happens.
 
-        Return how long it takes. None, and nothing happens, where it is for `step`: a prompt is computed, somebody may
-        be admitted, is through, or lacks a block. Most iterations are such, and cost next to nothing here.
+        Return its duration. Return None, doing nothing, if `step` is needed: a prompt is computed, or a request may be
+        admitted, ends, or lacks a block. Most iterations are of this kind, and cost almost nothing here.
         """
         batch, config = self._batch, self.config
         count = batch.count
@@ -187,7 +187,7 @@ class Engine:
         return config.timing.decode_s(count, context_tokens)
 
     def retract_all(self) -> int:
-        """Take the blocks of all running requests and let them wait, ahead of what came later; return how many."""
+        """Take the blocks of all running requests and let them wait, ahead of later ones; return their number."""
         self._batch.dissolve()
         running = tuple(self._running)
         for sequence in running:
@@ -196,16 +196,16 @@ class Engine:
 
     @property
     def waiting_tokens(self) -> int:
-        """Return how many tokens the waiting requests have; costs O(those)."""
+        """Return the tokens of the waiting requests; costs O(those)."""
         return sum(sequence.known_tokens for sequence in self._waiting)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Return the requests that are inside, in the order in which they came."""
+        """Return the requests inside, in order of arrival."""
         return tuple(self._sequences)
 
     def generated_tokens(self, request_id: str) -> int | None:
-        """Return how many tokens a request has got so far; None if it is not here."""
+        """Return how many tokens a request has generated; None if it is not here."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._batch.known_tokens(sequence) - sequence.prompt_tokens
 
@@ -215,15 +215,15 @@ class Engine:
         return None if sequence is None else sequence.cached_tokens
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and nothing happens, while a request holds blocks."""
+        """Forget everything cached; return False, doing nothing, while a request holds blocks."""
         return self._pool.reset()
 
     def expire(self, keys: Sequence[int]) -> None:
-        """Have the free blocks with these keys taken before all others; no real engine has this."""
+        """Take the free blocks with these keys before all others; no real engine has this."""
         self._pool.expire(keys)
 
     def drop_retained(self, retain_id: str) -> None:
-        """Retain the blocks of that id no longer; nothing if there are none."""
+        """Stop retaining the blocks of that id, if there are any."""
         self._retained.drop(retain_id)
 
     def check_invariants(self) -> None:
@@ -248,7 +248,7 @@ class Engine:
         return hash_blocks([*request.prompt_token_ids, *request.output_token_ids], self.config.block_size)
 
     def _fits(self, batch: DecodeBatch, plan: Plan) -> bool:
-        """Say whether budget and free blocks suffice for the batch and what else runs: nobody is preempted then."""
+        """Return whether budget and free blocks suffice for the batch and the others: nobody is preempted then."""
         budget_tokens = plan.budget_tokens - batch.count
         missing = batch.missing_count
         for sequence in self._running[batch.count :]:
@@ -264,7 +264,7 @@ class Engine:
         for sequence in self._in_order(plan.now_s):
             if plan.budget_tokens == 0:
                 break
-            if not sequence.blocks.count:  # preempted a moment ago, for one before it
+            if not sequence.blocks.count:  # just preempted, for an earlier one
                 continue
             tokens = min(sequence.known_tokens - sequence.computed_tokens, plan.budget_tokens)
             if self._discipline is not None and not sequence.is_decoding:
@@ -276,19 +276,19 @@ class Engine:
             self._publish(sequence, tokens)
 
     def _in_order(self, now_s: float) -> Sequence[EngineSequence]:
-        """Return what runs, besides the batch, in the order in which it is served."""
+        """Return what runs besides the batch, in serving order."""
         if self._discipline is None:
             return self._running[self._batch.count :]
         return self._discipline.in_order(self._running, now_s)
 
     def _bounded(self, sequence: EngineSequence, tokens: int, now_s: float) -> int:
-        """Return how many tokens of a prompt are computed now; one that is alone in the engine gets what it can."""
+        """Return how many tokens of a prompt are computed now; one that is alone gets what it can."""
         if self._discipline is None or len(self._sequences) == 1:
             return tokens
         return min(tokens, self._discipline.most_tokens(sequence, now_s))
 
     def _shrunk(self, sequence: EngineSequence, tokens: int) -> int:
-        """Return so many tokens of a prompt as fit without a preemption, halved again and again, a block at least."""
+        """Return how many tokens of a prompt fit without a preemption, halving repeatedly, at least a block."""
         while self._retained.count and self._missing_blocks(sequence, tokens) > self._pool.free_count:
             self._retained.drop_least(sequence)
         while tokens > self.config.block_size and self._missing_blocks(sequence, tokens) > self._pool.free_count:
@@ -296,7 +296,7 @@ class Engine:
         return tokens
 
     def _make_room(self, sequence: EngineSequence, tokens: int, plan: Plan) -> bool:
-        """Give a running sequence the blocks for its next tokens, by preemption if need be; False if it was it."""
+        """Give a running sequence the blocks for its next tokens, by preemption if needed; False if it was it."""
         missing = self._missing_blocks(sequence, tokens)
         if missing == 0:  # as for most tokens
             return True
@@ -311,7 +311,7 @@ class Engine:
         return True
 
     def _victim(self, now_s: float) -> EngineSequence:
-        """Return who is preempted."""
+        """Return the sequence to preempt."""
         if self._discipline is None:
             return max(self._running, key=rank_of)
         return self._discipline.victim(self._running, now_s)
@@ -338,7 +338,7 @@ class Engine:
             self._running.append(sequence)
 
     def _admit(self, sequence: EngineSequence, plan: Plan) -> bool:
-        """Start a waiting sequence on what is cached of it, if all of its tokens fit; its first chunk is planned."""
+        """Start a waiting sequence on its cached part, if all of its tokens fit; its first chunk is planned."""
         if sequence.refused_at is not None and self._pool.offers_no_more(*sequence.refused_at):
             return False
         pool, size = self._pool, self.config.block_size
@@ -348,7 +348,7 @@ class Engine:
         missing = self._block_count(sequence.known_tokens) - hit_count
         if self._discipline is not None:
             missing += self._promised_count()
-        if missing <= pool.free_count - count_free(hits) + self._retained.block_count:  # else it would be for nothing
+        if missing <= pool.free_count - count_free(hits) + self._retained.block_count:  # otherwise it would be in vain
             while self._retained.count and missing > pool.free_count - count_free(hits):
                 self._retained.drop_least(sequence)
         if missing > pool.free_count - count_free(hits):
@@ -378,7 +378,7 @@ class Engine:
         return True
 
     def _restored_count(self, sequence: EngineSequence, hit_count: int, wanted_count: int) -> int:
-        """Return how many blocks come from the tier, behind those that the pool has."""
+        """Return how many blocks come from the tier, after those in the pool."""
         if self._tier is None:
             return 0
         count = self._tier.find(sequence.keys, hit_count, wanted_count)
@@ -386,7 +386,7 @@ class Engine:
         return count
 
     def _promised_count(self) -> int:
-        """Return how many blocks the prompts that run still need: where chunks are bounded several run at a time."""
+        """Return how many blocks the running prompts still need: with bounded chunks several run at a time."""
         return sum(
             self._block_count(sequence.known_tokens) - sequence.blocks.count
             for sequence in self._running
@@ -409,7 +409,7 @@ class Engine:
             self._pool.version += 1
 
     def _compute(self, plan: Plan, end_s: float) -> tuple[tuple[str, ...], tuple[FinishedRequest, ...]]:
-        """Carry the plan out: whose tokens are all computed gets its next one."""
+        """Carry the plan out: a sequence whose tokens are all computed gets its next one."""
         generated = self._batch.request_ids
         finished = [self._finish(sequence, end_s) for sequence in self._batch.step()]
         last: list[str] = []
@@ -432,7 +432,7 @@ class Engine:
         return generated, tuple(finished)
 
     def _gather(self) -> None:
-        """Let the first of what runs decode together, as far as it decodes; never where a discipline orders it."""
+        """Let the first running requests decode together, as far as they decode; never if a discipline orders them."""
         running, batch = self._running, self._batch
         while self._discipline is None and batch.count < len(running) and running[batch.count].is_decoding:
             batch.join(running[batch.count])

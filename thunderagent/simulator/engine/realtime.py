@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """Follow one request: how far it is. `on_news` is called when it goes on; if `whole`, at its end only."""
+    """The progress of one request. `on_news` is called at each step; if `whole`, only at its end."""
 
     request: EngineRequest
     finish_reason: str
@@ -45,7 +45,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Say whether there will be no more."""
+        """Return whether there will be no more."""
         return self.finished is not None or self.aborted
 
     def finish(self, finished: FinishedRequest) -> None:
@@ -55,7 +55,7 @@ class Generation:
 
 
 class RealtimeEngine:
-    """Step an engine in real time, from `now_s` on.
+    """Steps an engine in real time, from `now_s` on.
 
     `late_iteration_count` counts iterations that were over before they could be waited for, `lag_s` is how far the
     model's clock is behind now. `ended_count` counts requests by reason: stop, length, abort.
@@ -87,24 +87,24 @@ class RealtimeEngine:
                 self.ended_count["abort"] += 1
 
     def abort(self, generation: Generation) -> None:
-        """End a request before its end, with what it has got; nothing happens to one that is over."""
+        """End a request early, with what it has; does nothing for a finished one."""
         if not generation.is_over and self.engine.abort(generation.request.request_id):
             self.ended_count["abort"] += 1
             generation.aborted = True
             generation.on_news()
 
     def catch_up(self, now_s: float) -> None:
-        """Let the next iteration begin now at the earliest: time without work is no time the engine was behind."""
+        """Let the next iteration begin now at the earliest: idle time does not count as lag."""
         self._model_s = max(self._model_s, self._to_model_s(now_s))
 
     def begin_iteration(self) -> StepResult:
-        """Run the iteration that begins at the end of the one before; its tokens are not handed out yet."""
+        """Run the iteration that begins at the end of the one before; its tokens are not delivered yet."""
         result = self.engine.step(self._model_s)
         self._model_s += result.duration_s
         return result
 
     def time_left_s(self, result: StepResult, now_s: float) -> float:
-        """Return for how many real seconds the iteration lasts from now on; note by how much it is late."""
+        """Return how many real seconds the iteration lasts from now on; record its lateness."""
         if result.duration_s == 0:
             self.catch_up(now_s)
             return 0.0
@@ -114,10 +114,10 @@ class RealtimeEngine:
         return max(0.0, left_s)
 
     def deliver(self, result: StepResult) -> None:
-        """End the iteration: hand out its tokens."""
+        """End the iteration: deliver its tokens."""
         for request_id in result.generated:
             generation = self._generations.get(request_id)
-            if generation is not None:  # else its client left during the iteration
+            if generation is not None:  # otherwise its client left during the iteration
                 generation.add_token()
         for finished in result.finished:
             generation = self._generations.get(finished.request_id)

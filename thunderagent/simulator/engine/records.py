@@ -1,4 +1,4 @@
-"""What an engine is made from, what it is asked, and what it reports: values only."""
+"""An engine's configuration, requests and reports: values only."""
 
 from __future__ import annotations
 

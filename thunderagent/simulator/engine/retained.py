@@ -1,4 +1,4 @@
-"""Keep the blocks of finished requests for the next turns of their programs: no vLLM does, some papers' engines do."""
+"""Keeps the blocks of finished requests for their programs' next turns: vLLM does not, some papers' engines do."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 class _Retained(NamedTuple):
-    """What one request left; the highest rank goes first."""
+    """One request's leftover; the highest rank goes first."""
 
     rank: tuple[int, int, int]
     blocks: Holding
 
 
 class RetainedBlocks:
-    """What is retained, by the id of whom for. When blocks are short it goes before anybody is preempted.
+    """Retained blocks by id. When blocks are short they go before anybody is preempted.
 
-    Of those the highest priority number goes first, of equals the most blocks, then the newest.
+    The highest priority number goes first, of equals the most blocks, then the newest.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -44,11 +44,11 @@ class RetainedBlocks:
 
     @property
     def ids(self) -> frozenset[str]:
-        """Return for whom something is retained."""
+        """Return the ids with retained blocks."""
         return frozenset(self._by_id)
 
     def keep(self, sequence: EngineSequence) -> None:
-        """Keep the blocks of a finished request, in place of what its program retained before."""
+        """Keep the blocks of a finished request, instead of what its program retained before."""
         self.drop(sequence.request.retain_id)
         rank = (sequence.request.priority, sequence.blocks.count, sequence.rank[1])
         self._by_id[sequence.request.retain_id] = _Retained(rank, sequence.blocks)
@@ -56,12 +56,12 @@ class RetainedBlocks:
         self._pool.version += 1  # they can be evicted now, and could not before
 
     def drop(self, retain_id: str) -> None:
-        """Retain the blocks of that id no longer; nothing if there are none."""
+        """Stop retaining the blocks of that id, if there are any."""
         retained = self._by_id.pop(retain_id, None)
         if retained is not None:
             self._pool.release(retained.blocks)
 
     def drop_least(self, for_whom: EngineSequence) -> None:
-        """Retain the blocks of one program less; those that `for_whom` is about to use go last."""
+        """Drop the blocks of one program; those that `for_whom` is about to use go last."""
         own_id = for_whom.request.retain_id
         self.drop(max(self._by_id, key=lambda name: (name != own_id, self._by_id[name].rank)))

@@ -1,4 +1,4 @@
-"""Hold what an engine knows of each request inside it, and what an iteration is going to compute of which."""
+"""An engine's data on each request inside it, and the plan of an iteration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EngineSequence:
         return self.known_tokens > self.prompt_tokens and self.computed_tokens == self.known_tokens - 1
 
     def publish(self, pool: BlockPool, full_count: int) -> None:
-        """Make its blocks findable up to that many, of which some are not yet."""
+        """Make its blocks findable up to that many, some of which are not yet."""
         begin, keys = self.published_count, self.keys
         parent = keys[begin - 1] if begin else ROOT_HASH
         if full_count == begin + 1:
@@ -61,36 +61,36 @@ class EngineSequence:
 
 
 def rank_of(sequence: EngineSequence) -> tuple[int, int]:
-    """Return what the waiting requests are ordered by."""
+    """Return the sort key of waiting requests."""
     return sequence.rank
 
 
 class Discipline(Protocol):
-    """How an engine serves what runs, where that is not vLLM's way; one for each engine.
+    """How an engine serves running requests, if not like vLLM; one for each engine.
 
-    With one, a chunk of a prompt that does not fit in the free blocks is halved until it does, down to one block,
-    before anybody is preempted; and a prompt is admitted only if those that run will fit, too.
+    With a discipline, a chunk of a prompt that does not fit in the free blocks is halved until it does, down to one
+    block, before anybody is preempted; and a prompt is admitted only if the running ones will fit, too.
     """
 
     def in_order(self, running: Sequence[EngineSequence], now_s: float) -> Sequence[EngineSequence]:
-        """Return what runs in the order in which this iteration serves it."""
+        """Return the running requests in this iteration's serving order."""
 
     def most_tokens(self, sequence: EngineSequence, now_s: float) -> int:
-        """Return how many tokens of a prompt this iteration computes at most, where others are there."""
+        """Return the limit of a prompt's tokens in this iteration, if there are others."""
 
     def victim(self, running: Sequence[EngineSequence], now_s: float) -> EngineSequence:
-        """Return who is preempted."""
+        """Return the request to preempt."""
 
     def preempted(self, sequence: EngineSequence) -> None:
         """Give a preempted sequence the rank at which it waits."""
 
     def served(self, sequence: EngineSequence, tokens: int, end_s: float) -> None:
-        """Learn that so many tokens of a sequence are computed, before they count."""
+        """Learn that `tokens` tokens of a sequence are computed, before they count."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What an iteration is going to compute: how many tokens of which sequence, besides those of the batch.
+    """The plan of an iteration: the number of tokens per sequence, besides those of the batch.
 
     `restored_tokens` are copied into the pool from the tier behind it, and not computed.
     """
@@ -112,7 +112,7 @@ class Plan:
         self.budget_tokens += self.chunks.pop(sequence, 0)
 
     def work(self, decode_count: int, decode_context_tokens: int) -> IterationWork:
-        """Return what that is together with so many decoding sequences of so many tokens."""
+        """Return the total work, together with the decoding batch."""
         prefill_tokens = 0
         attention_pairs = 0.0
         for sequence, tokens in self.chunks.items():

@@ -1,4 +1,4 @@
-"""Say how long an iteration takes, from what it computes: a linear formula, and its constants for known engines."""
+"""How long an iteration takes, by what it computes: a linear formula, and its constants for known engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COSTS_US: Final = {
     "prefill_attention_us": "attention_pair_s",
     "request_overhead_us": "request_overhead_s",
 }
-"""Costs of a profile in TOML, in the order in which they are written, and the fields they are for."""
+"""Costs of a profile in TOML, in order of writing, and their fields."""
 
 _SIZES: Final = ("kv_tokens", "block_size", "max_num_batched_tokens")
 _NEEDED_KEYS: Final = ("source", "base_us", "prefill_us", "decode_us")
@@ -32,7 +32,7 @@ _KEYS: Final = ("source", *COSTS_US, *_SIZES)
 
 @dataclass(slots=True, unsafe_hash=True)
 class IterationWork:
-    """Say what one iteration computes.
+    """What one iteration computes.
 
     `attention_pairs` is Σ p(ctx + p/2) over the requests in prefill: p prompt tokens computed behind ctx others.
     """
@@ -83,7 +83,7 @@ class TimingProfile:
         )
 
     def decode_s(self, decode_count: int, context_tokens: int) -> float:
-        """Return how long an iteration takes in which requests of so many tokens in all decode, and no more."""
+        """Return how long an iteration takes in which requests with this many tokens in total only decode."""
         return self.base_s + self.decode_request_s * decode_count + self.decode_context_token_s * context_tokens
 
     def sizes(

@@ -1,1 +1,1 @@
-"""What came of one run, what bounds it, and intervals over several."""
+"""Figures of one run, its bounds, and intervals over several runs."""

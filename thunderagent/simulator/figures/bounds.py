@@ -65,10 +65,10 @@ from thunderagent.simulator.workloads.plans import ProgramPlan
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Hold the bounds of a load, in turns a second of all replicas; infinite where nothing bounds it.
+    """The bounds of a load, in turns per second of all replicas; infinite without a bound.
 
     `hold_below_s` is the best threshold of L1: a context is held if its gap is shorter (of the longest gaps under it,
-    perhaps only a part: what memory is left for).
+    perhaps only a part, limited by the remaining memory).
     """
 
     no_recompute_per_s: float
@@ -91,7 +91,7 @@ class Bounds:
 
 @dataclass(slots=True)
 class TurnCost:
-    """What one turn needs of an engine: `work_s` is g and `token_iterations` is W of the theory above."""
+    """A turn's needs of an engine: `work_s` is g and `token_iterations` is W of the theory above."""
 
     work_s: float = 0.0
     token_iterations: float = 0.0
@@ -101,7 +101,7 @@ class TurnCost:
         return TurnCost(self.work_s + other.work_s, self.token_iterations + other.token_iterations)
 
     def __sub__(self, other: TurnCost) -> TurnCost:
-        """Return what this costs more."""
+        """Return the additional cost."""
         return TurnCost(self.work_s - other.work_s, self.token_iterations - other.token_iterations)
 
     def __mul__(self, part: float) -> TurnCost:
@@ -109,13 +109,13 @@ class TurnCost:
         return TurnCost(self.work_s * part, self.token_iterations * part)
 
     def __truediv__(self, count: float) -> TurnCost:
-        """Return the mean of so many."""
+        """Return the mean of `count` turns."""
         return TurnCost(self.work_s / count, self.token_iterations / count)
 
 
 @dataclass(slots=True)
 class TurnShape:
-    """What a turn is made of: of its `prompt_tokens` the last `new_tokens` were not in its program's context before.
+    """The shape of a turn: of its `prompt_tokens` the last `new_tokens` were not in its program's context before.
 
     The first `shared_tokens` of the prompt are those that programs share. `gap_s` is how long the tool ran before the
     turn; None for the first turn of a program.
@@ -134,7 +134,7 @@ class TurnShape:
 
 
 def turn_shapes(program: ProgramPlan) -> Iterator[TurnShape]:
-    """Give the turns of a plan, in their order."""
+    """Yield the turns of a plan, in order."""
     context_tokens = program.shared_prefix_tokens
     gap_s = None
     for turn in program.turns:
@@ -165,7 +165,7 @@ class Engines:
 
     @classmethod
     def of(cls, config: EngineConfig, replicas_count: int) -> Self:
-        """Return so many engines of that kind."""
+        """Return this many engines of that kind."""
         restore_token_s = config.restore_token_s if config.tier_block_count else math.inf
         return cls(
             config.timing, config.capacity_tokens, replicas_count, config.max_num_batched_tokens, restore_token_s
@@ -174,9 +174,9 @@ class Engines:
     def turn_cost(
         self, *, prompt_tokens: int, computed_tokens: int, output_tokens: int, shared_tokens: int
     ) -> TurnCost:
-        """Return the least that a turn costs, of whose prompt the last `computed_tokens` are computed.
+        """Return the least cost of a turn that computes the last `computed_tokens` of its prompt.
 
-        What is shared with other programs may lie in memory once for all of them: it counts as no room here.
+        Tokens shared with other programs may be in memory once for all of them: they take no room here.
         """
         timing = self.timing
         cached_tokens = prompt_tokens - computed_tokens
@@ -194,7 +194,7 @@ class Engines:
         return TurnCost(work_s, prefill + decode_tokens - decode_count * shared_tokens)
 
     def prefill_iterations_count(self, computed_tokens: int) -> int:
-        """Return in how many iterations that many prompt tokens are computed at least."""
+        """Return the least number of iterations that compute this many prompt tokens."""
         return max(1, math.ceil(computed_tokens / self.max_num_batched_tokens))
 
     def least_cost(self, shape: TurnShape) -> TurnCost:
@@ -211,11 +211,11 @@ class Engines:
         return TurnCost(min(recomputed.work_s, restored_s), least.token_iterations)
 
     def iterations_count(self, shape: TurnShape) -> int:
-        """Return how many iterations a turn takes at least; its first token comes with the last one of its prefill."""
+        """Return a turn's least number of iterations; its first token comes with the last one of its prefill."""
         return self.prefill_iterations_count(shape.new_tokens) + max(0, shape.output_tokens - 1)
 
     def alone_s(self, shape: TurnShape) -> float:
-        """Return the least time that a turn takes: on an idle replica that holds all of its program's context."""
+        """Return a turn's least time: on an idle replica that holds all of its program's context."""
         return self.iterations_count(shape) * self.timing.base_s + self.least_cost(shape).work_s
 
     def _cost(self, shape: TurnShape, computed_tokens: int) -> TurnCost:
@@ -227,7 +227,7 @@ class Engines:
         )
 
     def turns_per_s(self, mean: TurnCost, held_token_s: float) -> float:
-        """Solve X·W·a/(1 - X·g) + X·H = C for one replica; return the X of all of them. The docstring above has why."""
+        """Solve X·W·a/(1 - X·g) + X·H = C for one replica; return the X of all of them. See the module docstring."""
         resident_s = mean.token_iterations * self.timing.base_s
         return self.replicas_count * _rate_per_s(resident_s, held_token_s, mean.work_s, self.capacity_tokens)
 
@@ -292,10 +292,10 @@ def bounds(
 
 
 def makespan_bound_s(limits: Bounds, turns_count: int, programs_alone_s: Sequence[float]) -> float:
-    """Return the time that a batch takes at least: the docstring above has why.
+    """Return the least time of a batch: the module docstring explains it.
 
-    `limits` are those of all its turns, of which there are `turns_count`; `programs_alone_s` says of each program what
-    it takes alone, its tools included.
+    `limits` are those of all its turns, of which there are `turns_count`; `programs_alone_s` is each program's time
+    alone, including its tools.
     """
     turns_s = turns_count / min(limits.hold_or_drop_per_s, limits.tools_per_s)
     return max(turns_s, *programs_alone_s)
@@ -303,7 +303,7 @@ def makespan_bound_s(limits: Bounds, turns_count: int, programs_alone_s: Sequenc
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """A tool's time, what holding the context for it costs, and what dropping it costs the next turn more."""
+    """A tool's time, the cost of holding the context for it, and the next turn's additional cost of dropping it."""
 
     gap_s: float
     held_token_s: float
@@ -311,10 +311,10 @@ class _Gap:
 
 
 def _best_threshold(fixed: TurnCost, gaps: list[_Gap], turns_count: float, engines: Engines) -> tuple[float, float]:
-    """Return the threshold that gives the most turns a second, and how many: all gaps under it are held."""
+    """Return the threshold with the most turns per second, and that rate: all gaps below it are held."""
     by_length = sorted(gaps, key=lambda gap: gap.gap_s)
     cost = sum((gap.recompute for gap in by_length), fixed)
-    held = [(cost, 0.0)]  # if so many of the shortest gaps are held: what turns cost, and holding
+    held = [(cost, 0.0)]  # by number of the shortest gaps held: the cost of turns, and of holding
     for gap in by_length:
         cost -= gap.recompute
         held.append((cost, held[-1][1] + gap.held_token_s))
@@ -335,7 +335,7 @@ def _best_threshold(fixed: TurnCost, gaps: list[_Gap], turns_count: float, engin
 
 
 def _peak(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a function that rises and then falls is highest, the ends and the middle included."""
+    """Return the maximum position of a function that rises and then falls, including the ends and the middle."""
     candidates = [low, high, (low + high) // 2]
     for _ in range(60):
         left, right = low + (high - low) / 3, high - (high - low) / 3

@@ -1,4 +1,4 @@
-"""The figures of one run: what is noted while it goes on, and what is made of it at its end."""
+"""The figures of one run: notes during the run, and the results at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLEST_SIZE_TOKENS = 1024
 
 @dataclass(slots=True)
 class ToolFigures:
-    """What tools did: waits are sums in seconds, disk is the most that was used at a time."""
+    """Use of tools: waits are sums in seconds, disk is the largest simultaneous use."""
 
     tool_count: int = 0
     waited_for_cpu_s: float = 0.0
@@ -55,7 +55,7 @@ class Percentiles:
 
 
 def nearest_rank(ordered: Sequence[float], ratio: float) -> float:
-    """Return the value that this part of the values does not pass; they are ordered, and at least one."""
+    """Return the value that this ratio of the values does not exceed; they are sorted, and not empty."""
     return ordered[max(0, ceil(ratio * len(ordered)) - 1)]
 
 
@@ -66,7 +66,7 @@ def quantiles_s(values_s: Sequence[float]) -> tuple[float, ...]:
 
 
 ROUNDING_RATIO = 1e-9
-"""What was added up in another order may differ by so much."""
+"""How much sums in another order may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class RunResult:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with None for what JSON has no number for: what nothing limits is infinite."""
+    """Return the value with None for numbers that JSON cannot represent, such as infinity."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
@@ -247,7 +247,7 @@ class TurnLog:
         cached_tokens: int,
         replica_count: int,
     ) -> None:
-        """Note a turn that finished on replica number `replica_count`."""
+        """Add a turn that finished on replica number `replica_count`."""
         self.arrived_s.append(arrived_s)
         self.granted_s.append(granted_s)
         self.first_token_s.append(first_token_s)
@@ -290,7 +290,7 @@ class TurnLog:
 
 
 def difference(after: Costs, before: Costs) -> Costs:
-    """Return what was spent between two looks at an account's costs."""
+    """Return what was spent between two readings of an account's costs."""
     return Costs(
         decode_token_s=after.decode_token_s - before.decode_token_s,
         prefill_token_s=after.prefill_token_s - before.prefill_token_s,

@@ -19,9 +19,9 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The mean of some values, and how far it may be off: with 95 % confidence by `half_width` at most.
+    """The mean of some values, and its uncertainty: with 95 % confidence at most `half_width`.
 
-    `half_width` is None for a single value: nothing is known of its spread.
+    `half_width` is None for a single value: its spread is unknown.
     """
 
     count: int
@@ -45,16 +45,16 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """Return the lower end; the mean where nothing is known of the spread."""
+        """Return the lower end; the mean if the spread is unknown."""
         return self.mean - (self.half_width or 0.0)
 
     @property
     def high(self) -> float:
-        """Return the upper end; the mean where nothing is known of the spread."""
+        """Return the upper end; the mean if the spread is unknown."""
         return self.mean + (self.half_width or 0.0)
 
     def text(self, digits: int, *, percent: bool = False, form: str = "{} ± {}") -> str:
-        """Return the mean, and how far it may be off where that is known; `form` has a place for each."""
+        """Return the mean, and its uncertainty if known; `form` has a placeholder for each."""
         scale, unit = (100, " %") if percent else (1, "")
         mean = f"{self.mean * scale:.{digits}f}{unit}"
         return mean if self.half_width is None else form.format(mean, f"{self.half_width * scale:.{digits}f}")

@@ -1,4 +1,4 @@
-"""Count pauses and restores, and the restores that went elsewhere although there was room at home."""
+"""Counts pauses and restores, and restores elsewhere although there was room at home."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class RestoreFigures:
 
 
 class RestoreCounter:
-    """Looks at decisions right after they were taken, while the scheduler's accounts still show why."""
+    """Checks decisions right after they were made, while the scheduler's accounts still show why."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.figures = RestoreFigures()
         self._scheduler = scheduler
 
     def note(self, decision: Pause | Restore, decisions: Sequence[Decision], home_id: str) -> None:
-        """Note one of the decisions on an event; `home_id` is where the program's last turn ran, empty if none did."""
+        """Count one of the decisions on an event; `home_id` is where the program's last turn ran, empty if none did."""
         figures = self.figures
         if isinstance(decision, Pause):
             figures.pause_count += 1
@@ -53,8 +53,8 @@ class RestoreCounter:
     def _has_room(self, home_id: str, restore: Restore, decisions: Sequence[Decision]) -> bool:
         """Return whether a restored program would have fitted at its home at that moment.
 
-        The account shows what is claimed there after the whole event; who was restored there later is taken out again,
-        and who was paused there later is put back.
+        The account shows the claims after the whole event: later restores there are subtracted, and later pauses added
+        back.
         """
         account = self._scheduler.ledger.accounts[home_id]
         if not account.usable:

@@ -11,11 +11,11 @@ from typing import Self
 
 @dataclass(slots=True)
 class ProgramWait:
-    """What one program waited for its leases, from its first turn's arrival to its end.
+    """One program's waits for its leases, from its first turn's arrival to its end.
 
-    `held_s` is the sum over its turns and `longest_hold_s` that of one turn; what turns wait inside an engine counts in
-    neither. `alone_s` is what it takes at least, on an idle engine, its tools included. `outcome` is that of its plan.
-    `verdicts` has what a judge said of it: after how many of its turns, and whether that was failure.
+    `held_s` is the sum over its turns and `longest_hold_s` that of one turn; waits inside an engine count in neither.
+    `alone_s` is its least time, on an idle engine, including its tools. `outcome` is that of its plan. `verdicts` are a
+    judge's: after how many of its turns, and whether failure was predicted.
     """
 
     first_prompt_tokens: int = 0
@@ -34,7 +34,7 @@ class ProgramWait:
         return self.ended_s - self.started_s
 
     def add_turn(self, prompt_tokens: int, held_s: float) -> None:
-        """Add a turn that finished."""
+        """Add a finished turn."""
         self.first_prompt_tokens = self.first_prompt_tokens or prompt_tokens
         self.largest_prompt_tokens = max(self.largest_prompt_tokens, prompt_tokens)
         self.held_s += held_s
@@ -43,10 +43,10 @@ class ProgramWait:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The waits of all programs that came to their end, and how size and wait go together.
+    """The waits of all ended programs, and how size and wait correlate.
 
-    Size is a program's first prompt, which does not depend on how many turns it has; wait is `held_s`. `pearson` is the
-    correlation of the values, `spearman` that of their ranks; None where all sizes or all waits are the same.
+    Size is a program's first prompt, which does not depend on its number of turns; wait is `held_s`. `pearson` is the
+    correlation of the values, `spearman` that of their ranks; None if all sizes or all waits are the same.
     """
 
     programs: tuple[ProgramWait, ...]

@@ -1,7 +1,7 @@
-"""Write what a comparison came to: a page for people, CSV for spreadsheets, JSON for programs.
+"""Writes the result of a comparison: a page for people, CSV for spreadsheets, JSON for programs.
 
 The page is one file: the drawing is SVG inside it, and nothing is loaded from elsewhere. CSV and JSON are the same,
-byte for byte, whenever the same comparison is run again, but for what JSON has under `made`.
+byte for byte, whenever the same comparison is run again, except for the JSON's `made`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thunderagent.simulator.report.plots import GRID, INK, SOFT_INK, draw
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """Where a report comes from: the command that makes it again, and what is another time otherwise.
+    """The origin of a report: the command that reproduces it, and what differs next time.
 
     `made` are words to be shown: a date, a machine, versions.
     """
@@ -63,12 +63,12 @@ def write_report(folder: Path, result: ComparisonResult, making: Making) -> list
 
 
 def rows_csv(result: ComparisonResult) -> str:
-    """Return a line for each contestant at each load: means, and for each how far its 95 % interval reaches."""
+    """Return a line for each contestant at each load: means, and the half-width of each 95 % interval."""
     return _csv([_names(row) | {"seeds": row.turns_per_min.count} | _figures(row) for row in result.rows()])
 
 
 def runs_csv(result: ComparisonResult) -> str:
-    """Return a line for each run: the figures of a row that is of this run alone, and what only a run has."""
+    """Return a line for each run: the figures of a row for this run alone, and those that only a run has."""
     lines = []
     for run in result.runs:
         row, of_run = result.row_of((run,)), run.result
@@ -127,10 +127,10 @@ def _number(value: float) -> str:
 
 
 def json_text(result: ComparisonResult, making: Making) -> str:
-    """Return all figures of all runs, a run in a line; samples are those of the first seed, thinned."""
+    """Return all figures of all runs, one run per line; samples are those of the first seed, thinned."""
     plan = result.plan
     scenario = asdict(plan.scenario)
-    for name in ("programs_count", "seed", "keep_events"):  # which runs do not have in common
+    for name in ("programs_count", "seed", "keep_events"):  # not common to the runs
         del scenario[name]
     head = {
         "thunderagent": __version__,
@@ -169,11 +169,11 @@ def _json(value: object) -> str:
 
 Cell = Callable[[Row], str]
 NOTHING = "-"
-"""What a cell shows where there is no figure."""
+"""Content of a cell without a figure."""
 
 
 def _shown(name: str, digits: int, *, percent: bool = False) -> Cell:
-    """Return what shows an interval of a row."""
+    """Return a cell with an interval of a row."""
 
     def cell(row: Row) -> str:
         interval: Interval | None = getattr(row, name)
@@ -206,7 +206,7 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
 )
 
 EQUAL_UP_TO_RATIO = 0.01
-"""Policies that differ by less make equally many turns/min."""
+"""Policies that differ by less count as equal in turns/min."""
 
 _CSS = """
 :root { color-scheme: light dark; --page: #f4f5f7; --card: #ffffff; --ink: #1d2430; --soft: #5b6471; --grid: #dfe3e8;
@@ -233,7 +233,7 @@ _THEMED = {INK: "--ink", SOFT_INK: "--soft", GRID: "--grid"}
 
 
 def html_page(result: ComparisonResult, drawing: str, making: Making) -> str:
-    """Return the page: what was compared, the table, the drawing, and how to make it again."""
+    """Return the page: what was compared, the table, the drawing, and how to reproduce it."""
     plan = result.plan
     title = f"{_count(len(plan.contestants), 'policy', 'policies')} on {plan.workload.name}"
     for colour, variable in _THEMED.items():  # words and lines have the page's colours, in light and in dark
@@ -296,7 +296,7 @@ def _warnings(result: ComparisonResult) -> str:
 
 
 def _findings(result: ComparisonResult) -> str:
-    """Say for each load who was best, and how sure that is."""
+    """Say for each load which contestant was best, and how certain that is."""
     said = []
     for programs_count in result.programs_counts:
         rows = [row for row in result.rows() if row.programs_count == programs_count]

@@ -1,7 +1,7 @@
-"""Draw what a comparison came to, as one SVG with a panel for each question. Needs the extra `plots`: matplotlib.
+"""Draws the result of a comparison, as one SVG with a panel for each question. Needs the extra `plots`: matplotlib.
 
-Colours are those of Okabe and Ito, which people who see fewer colours can tell apart; every contestant has its own
-marker besides. The background is transparent. Bars and bands are 95 % intervals over seeds.
+Colours are those of Okabe and Ito, which colour-blind people can distinguish; every contestant also has its own marker.
+The background is transparent. Bars and bands are 95 % intervals over seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError as error:
     raise ConfigurationError("plots need matplotlib: pip install 'thunderagent[plots]'") from error
 
 INK, SOFT_INK, GRID = "#1d2430", "#5b6471", "#dfe3e8"
-"""Text, quieter text, the grid: what changes on a dark page."""
+"""Text, quieter text, the grid: they change on a dark page."""
 
 BASELINE_COLOUR = "#8a8f98"
 COLOURS = ("#1c88cf", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -39,7 +39,7 @@ COST_COLOURS = ("#0b7bc1", "#8cc9ee", "#d55e00", "#efb93f", "#b4bac3")
 
 WIDTH_IN, PANEL_HEIGHT_IN = 10.0, 2.7
 MOST_COST_PERCENT = 200.0
-"""Where bars of costs are cut, so that the parts of the others can be told apart."""
+"""Where bars of costs are cut, so that the parts of the others can be distinguished."""
 
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -67,9 +67,9 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(result: ComparisonResult) -> str:
-    """Return the drawing as an SVG element, the same for the same figures; nothing if there are no runs.
+    """Return the drawing as an SVG element, the same for the same figures; empty if there are no runs.
 
-    What is not drawn against load is that of the heaviest.
+    Panels that are not against load show the heaviest.
     """
     if not result.runs:
         return ""
@@ -171,7 +171,7 @@ class _Drawing:
             axes.errorbar([place + shift for place in places], means, yerr=widths, capsize=2, **self._look(contestant))
 
     def _throughput(self, axes: Axes) -> None:
-        """Draw turns a minute, and between which limits they lie: each contestant finishes other turns."""
+        """Draw turns per minute, and the range of limits: each contestant finishes other turns."""
         self._against_load(axes, "turns/min", lambda row: row.turns_per_min)
         known: dict[int, list[float]] = {}
         for row in self._rows:
@@ -185,7 +185,7 @@ class _Drawing:
             axes.legend(handles=[axes.containers[-1]], fontsize=7)
 
     def _latency(self, axes: Axes) -> None:
-        """Draw how many turns took at most so long: geometric means of each percentile."""
+        """Draw how many turns took at most this long: geometric means of each percentile."""
         for contestant, runs in self._runs.items():
             curves = [run.result.turn_latency_quantiles_s for run in runs if run.result.turn_latency_quantiles_s]
             logs = [Interval.of([math.log(max(value, 1e-3)) for value in each]) for each in zip(*curves, strict=True)]
@@ -201,7 +201,7 @@ class _Drawing:
         axes.set_ylabel("turns that took no longer (%)")
 
     def _goodput(self, axes: Axes, pick: Callable[[Row], Sequence[Interval]]) -> None:
-        """Draw what took no longer than so many times its ideal time: alone, all history cached."""
+        """Draw the ratio within each multiple of the ideal time: alone, all history cached."""
         for row in self._heaviest:
             self._bars(axes, row.contestant, ALPHA_RATIOS, pick(row), 100)
         axes.set_xticks(ALPHA_RATIOS, [f"{alpha_ratio:g} x" for alpha_ratio in ALPHA_RATIOS])
@@ -210,7 +210,7 @@ class _Drawing:
         axes.set_ylim(0, 101)
 
     def _costs(self, axes: Axes) -> None:
-        """Draw the five costs as parts of capacity times time; what lacks was empty while nobody waited."""
+        """Draw the five costs as ratios of capacity times time; the rest was empty while nobody waited."""
         names = [row.contestant for row in self._heaviest][::-1]
         for place, row in enumerate(reversed(self._heaviest)):
             left = 0.0
@@ -244,7 +244,7 @@ class _Drawing:
         axes.set_ylabel("held (s)")
 
     def _imbalance(self, axes: Axes) -> None:
-        """Draw the largest less the smallest demand over time: means over the seeds that last so long."""
+        """Draw the largest minus the smallest demand over time: means over the seeds that last that long."""
         for contestant, runs in self._runs.items():
             points = list(zip(*(run.result.samples for run in runs), strict=False))
             points = points[:: max(1, len(points) // 60)]

@@ -10,9 +10,9 @@ Action = Callable[[], None]
 
 
 class Agenda:
-    """A heap of (time, order of entry): what is due at the same time happens in the order in which it was entered.
+    """A heap of (time, order of entry): entries due at the same time run in order of entry.
 
-    So the same entries always happen in the same order. An entry costs O(log entries).
+    So the same entries always run in the same order. An entry costs O(log entries).
     """
 
     __slots__ = ("_entries", "_entry_count", "now_s")
@@ -27,12 +27,12 @@ class Agenda:
         return len(self._entries)
 
     def at(self, due_s: float, action: Action) -> None:
-        """Have `action` called when it is `due_s`; what is already due comes after all else that is due now."""
+        """Call `action` when it is `due_s`; an overdue entry runs after everything else that is due now."""
         self._entry_count += 1
         heappush(self._entries, (max(due_s, self.now_s), self._entry_count, action))
 
     def after(self, delay_s: float, action: Action) -> None:
-        """Have `action` called in `delay_s` seconds."""
+        """Call `action` in `delay_s` seconds."""
         self._entry_count += 1
         due_s = self.now_s + delay_s if delay_s > 0.0 else self.now_s
         heappush(self._entries, (due_s, self._entry_count, action))
@@ -43,7 +43,7 @@ class Agenda:
         return self._entries[0][0] if self._entries else inf
 
     def advance(self, until_s: float = inf) -> bool:
-        """Go to the next entry and do it; False, and nothing happens, if none is due until then."""
+        """Go to the next entry and do it; return False, doing nothing, if none is due until then."""
         entries = self._entries
         if not entries or entries[0][0] > until_s:
             return False

@@ -1,4 +1,4 @@
-"""Who sends turns: the programs of a run, and where the next one comes from."""
+"""The senders of turns: the programs of a run, and the source of the next one."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class RunningProgram:
 
     @property
     def turns_done_count(self) -> int:
-        """How many of its turns finished."""
+        """Number of its finished turns."""
         return self._turn_number
 
     @property
     def turn(self) -> TurnPlan:
-        """The turn that it is at."""
+        """Its current turn."""
         return self.plan.turns[self._turn_number]
 
     @property
@@ -83,7 +83,7 @@ class RunningProgram:
         self.arrived_s = now_s
 
     def request(self, *, retained: bool = False) -> EngineRequest:
-        """Return the turn as an engine is asked for it; `retained`: to keep its blocks for the next one."""
+        """Return the turn as a request to an engine; `retained`: keep its blocks for the next one."""
         context = self.context
         answer = context.following(self.turn.output_tokens)
         return EngineRequest(
@@ -114,7 +114,7 @@ class RunningProgram:
 
 
 def _prefix_of(plan: ProgramPlan) -> tuple[PrefixCut, ...]:
-    """Return where the program's prompts end to be those of others: one cut, if it shares anything."""
+    """Return the end of the program's shared prompt prefix: one cut, if it shares anything."""
     if not plan.shared_prefix_tokens:
         return ()
     digest = crc32(f"{plan.shared_prefix_id}/{plan.shared_prefix_tokens}".encode())
@@ -123,7 +123,7 @@ def _prefix_of(plan: ProgramPlan) -> tuple[PrefixCut, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Supplied:
-    """A plan, what its sandbox takes (None: nothing is known, or none is needed), and whether it will say release."""
+    """A plan, its sandbox's preparation time (None: unknown, or none is needed), and whether it will be released."""
 
     serial_id: int
     plan: ProgramPlan
@@ -144,7 +144,7 @@ class Supply:
         self._check_some_fit(scenario)
 
     def _check_some_fit(self, scenario: Scenario) -> None:
-        """Raise ConfigurationError if engines would refuse the first turns of all programs that are looked at."""
+        """Raise ConfigurationError if engines would refuse the first turns of all sampled programs."""
         limit_tokens = scenario.engine.context_limit_tokens
         least_tokens = inf
         for index in range(min(SAMPLED_PROGRAMS_COUNT, scenario.programs_count)):
@@ -163,7 +163,7 @@ class Supply:
             )
 
     def next(self) -> Supplied | None:
-        """Return the next plan; None if there were enough, or a recorded workload is through.
+        """Return the next plan; None after the last wanted one, or at the end of a recorded workload.
 
         Raises ConfigurationError for a plan that no engine could run, and for one without an arrival in an open loop.
         """
@@ -181,7 +181,7 @@ class Supply:
         return Supplied(index, plan, sandbox_s, self._says_release(index))
 
     def _says_release(self, index: int) -> bool:
-        """Return whether the program will say release: drawn for each, the same in every run with that seed."""
+        """Return whether the program will be released: drawn for each, the same in every run with that seed."""
         return Random(f"release/{self._seed}/{index}").random() < self._release_ratio  # noqa: S311 - seeded, not secret
 
     def _check(self, plan: ProgramPlan, index: int) -> None:

@@ -39,10 +39,10 @@ class ReplicaListener(Protocol):
 
 @dataclass(slots=True)
 class Reading:
-    """What a poll says; hits, queries and preemptions since the poll before, or since the engine came up.
+    """The result of a poll; hits, queries and preemptions since the previous poll, or since the engine came up.
 
-    `hit_ratio` is by tokens; None if nothing was looked up. `query_tokens` were looked up. `tier_query_tokens` were not
-    in the pool, and looked up in the tier behind it; `tier_hit_tokens` were found there.
+    `hit_ratio` is by tokens; None without lookups. `query_tokens` were looked up. `tier_query_tokens` were not in the
+    pool, and looked up in the tier behind it; `tier_hit_tokens` were found there.
     """
 
     capacity_tokens: int
@@ -56,7 +56,7 @@ class Reading:
 
 
 class SimulatedReplica:
-    """One engine that runs on an agenda: an iteration begins as soon as the one before is over and there is work."""
+    """One engine on an agenda: an iteration begins as soon as the previous one is over and there is work."""
 
     def __init__(self, replica_id: str, config: EngineConfig, agenda: Agenda, listener: ReplicaListener) -> None:
         self.replica_id = replica_id
@@ -115,15 +115,15 @@ class SimulatedReplica:
         )
 
     def drop(self, keys: Sequence[int]) -> None:
-        """Have the blocks with these keys taken first, as far as no request uses them."""
+        """Take the blocks with these keys first, as far as no request uses them."""
         self.engine.expire(keys)
 
     def drop_retained(self, retain_id: str) -> None:
-        """Have its blocks retained no longer."""
+        """Stop retaining its blocks."""
         self.engine.drop_retained(retain_id)
 
     def go_down(self) -> Sequence[str]:
-        """Lose everything; return the requests that were inside, in the order in which they came."""
+        """Lose everything; return the requests inside, in order of arrival."""
         lost = self.engine.request_ids
         self.up = False
         self._incarnation_count += 1
@@ -136,7 +136,7 @@ class SimulatedReplica:
         return lost
 
     def come_up(self) -> None:
-        """Be there again, with an empty cache."""
+        """Come up with an empty cache."""
         self.up = True
 
     def _begin_iteration(self) -> None:
@@ -149,12 +149,12 @@ class SimulatedReplica:
         self._agenda.after(result.duration_s, partial(self._end_iteration, result, self._incarnation_count))
 
     def _end_decoding(self, incarnation_count: int) -> None:
-        """End an iteration that nobody hears of."""
-        if incarnation_count == self._incarnation_count:  # else it went down in mid-iteration
+        """End an iteration without listeners."""
+        if incarnation_count == self._incarnation_count:  # otherwise it went down within the iteration
             self._begin_iteration()
 
     def _end_iteration(self, result: StepResult, incarnation_count: int) -> None:
-        if incarnation_count != self._incarnation_count:  # it went down in mid-iteration
+        if incarnation_count != self._incarnation_count:  # it went down within the iteration
             return
         without_token = self._without_token
         if without_token and result.work.prefill_tokens:

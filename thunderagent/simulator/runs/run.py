@@ -2,20 +2,20 @@
 
 Theory of operation
 -------------------
-`Simulation` stands where clients, proxy and runtime stand on a server: it tells the scheduler what happens, in the same
-events, and carries out its decisions. The scheduler and its policy cannot tell the difference.
+`Simulation` takes the place of clients, proxy and runtime on a server: it sends the scheduler the same events, and
+carries out its decisions. The scheduler and its policy cannot tell the difference.
 
 Everything that happens is an entry of one agenda (`agenda.py`), so a run is a fold over events: no clock, no threads,
 and no randomness besides the seed's. The same scenario, policy and workload always give the same run.
 
-A program's life: its turn arrives (`TurnArrived`, with four bytes a token as its size), waits for its `Grant`, gets to
+A program's life: its turn arrives (`TurnArrived`, with four bytes a token as its size), waits for its `Grant`, goes to
 that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second), and finishes with
 its exact usage and the name of its tool. Then the tool runs, and its next turn arrives. After its last turn no tool
-runs: it is released, or, where the scenario says so, just not heard of any more.
+runs: it is released, or, if the scenario says so, simply falls silent.
 
-Around that: every replica is polled every second, and a tick comes as often as on a server. A turn that the engine
-refuses fails, and ends its program; one that an outage breaks off fails and arrives again, as if the proxy tried
-it elsewhere.
+Besides, every replica is polled every second, and a tick comes as often as on a server. A turn that the engine refuses
+fails, and ends its program; one that an outage breaks off fails and arrives again, as if the proxy retried it
+elsewhere.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from thunderagent.simulator.workloads.contexts import Context, TokenSpace
 from thunderagent.simulator.workloads.plans import Workload
 
 FAILURE_PAUSE_S = 1.0
-"""Between a program that fails and the next one in its place; without it a run of refused programs would never end."""
+"""Pause between a failed program and its replacement; without it a run of refused programs would never end."""
 
 FOLLOWING_PERIOD_S = 5.0
-"""A trainer asks so often how many programs are of use."""
+"""How often a trainer asks for the number of useful programs."""
 
 PROGRESS_PERIOD_S = 1.0
-"""The scheduler hears so often how far a turn is, as from the proxy."""
+"""How often the scheduler hears a turn's progress, as from the proxy."""
 
 
 class Simulation:
@@ -90,7 +90,7 @@ class Simulation:
         check_memory(estimate_bytes(scenario, workload), available_bytes())
         self.scheduler = Scheduler(policy, scenario.scheduler)
         self.handle: Callable[[Event], list[Decision]] = self.scheduler.handle
-        """Who hears what happens, and decides."""
+        """The receiver of events, which returns decisions."""
         self.events: list[tuple[Event, tuple[Decision, ...]]] = []
         self._scenario = scenario
         self._workload_name = workload.name
@@ -120,7 +120,7 @@ class Simulation:
         return f"<Simulation at {self._agenda.now_s:.1f} s: {self._live_count} programs, {self.scheduler!r}>"
 
     def run(self) -> RunResult:
-        """Run to the end and return the figures; an interrupt (Ctrl-C) ends the run, and what is done counts."""
+        """Run to the end and return the figures; an interrupt (Ctrl-C) ends the run, and finished work counts."""
         agenda, complete = self._agenda, True
         try:
             self.begin()
@@ -132,14 +132,14 @@ class Simulation:
         return self.result(complete=complete)
 
     def end(self) -> bool:
-        """Let time go on to the end of the run, if it is over before all programs are; say whether it is complete."""
+        """Advance time to the end of the run, if it is over before all programs are; return whether it is complete."""
         if not self.has_more:
             return True
         self._agenda.now_s = self._scenario.horizon_s
         return self._scenario.loop != "batch"
 
     def result(self, *, complete: bool) -> RunResult:
-        """Return the figures of what was done until now."""
+        """Return the figures so far."""
         decided = self._decision_counts.items()
         return self._tally.result(
             now_s=self._agenda.now_s,
@@ -162,7 +162,7 @@ class Simulation:
     # --- the begin of things ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Have replicas come up, and programs begin."""
+        """Bring replicas up, and start programs."""
         scenario = self._scenario
         for replica_id in self._replicas:
             self._poll(replica_id)
@@ -191,7 +191,7 @@ class Simulation:
         self._agenda.after(FOLLOWING_PERIOD_S, self._follow)
 
     def _fill(self) -> None:
-        """Start programs until as many are there as are wanted; none is ended where there are more."""
+        """Start programs until there are as many as wanted; surplus ones are not ended."""
         assert self._wanted_count is not None
         wanted_count = min(self._scenario.programs_count, max(1, self._wanted_count(self.scheduler)))
         for _ in range(wanted_count - self._live_count):
@@ -222,7 +222,7 @@ class Simulation:
         self._ask(program, None)
 
     def _ask(self, program: RunningProgram, avoid_replica_id: str | None) -> None:
-        """Ask for a lease, for the first time or after an outage."""
+        """Request a lease, for the first time or after an outage."""
         self._turn_count += 1
         program.turn_id = self._turn_count
         program.is_held = True
@@ -278,7 +278,7 @@ class Simulation:
             self._program_failed(self._programs.pop(turn_id))
 
     def first_token(self, request_id: str) -> None:
-        """Tell the scheduler that a turn's prefill is over, and from now on every second how far it is."""
+        """Report that a turn's prefill is over, and from now on every second its progress."""
         turn_id = int(request_id)
         self._dispatch(TurnStarted(self._agenda.now_s, turn_id))
         self._agenda.after(PROGRESS_PERIOD_S, partial(self._progress, turn_id, request_id))
@@ -293,7 +293,7 @@ class Simulation:
             self._agenda.after(PROGRESS_PERIOD_S, partial(self._progress, turn_id, request_id))
 
     def request_finished(self, finished: FinishedRequest) -> None:
-        """Tell the scheduler a turn's usage, and go on with its tool, or end its program."""
+        """Report a turn's usage to the scheduler, and continue with its tool, or end its program."""
         now_s = self._agenda.now_s
         turn_id = int(finished.request_id)
         if turn_id in self._judged:
@@ -323,7 +323,7 @@ class Simulation:
     # --- the judge ----------------------------------------------------------------------------------------------------
 
     def _ask_judge(self, program: RunningProgram) -> None:
-        """Ask the judge about a program whose turn finished, if it is to be asked now: by an anonymous turn."""
+        """Ask the judge about a program with a finished turn, if it is due: by an anonymous turn."""
         judge = self._scenario.judge
         known = self.scheduler.programs.get(program.plan.program_id)
         if judge is None or known is None or not judge.asks_after(program.turns_done_count):
@@ -354,7 +354,7 @@ class Simulation:
     # --- the end of a program -----------------------------------------------------------------------------------------
 
     def _program_failed(self, program: RunningProgram) -> None:
-        """End a program one of whose turns was refused: whoever sends programs waits before the next one."""
+        """End a program with a refused turn: its sender waits before the next one."""
         self._tally.failed()
         self._end_program(program, pause_s=FAILURE_PAUSE_S)
 
@@ -373,7 +373,7 @@ class Simulation:
             self._replace_program()
 
     def _replace_program(self) -> None:
-        """In a closed loop start the next program in the place of one that ended, which counted until now."""
+        """In a closed loop, start the next program to replace an ended one, which counted until now."""
         if self._scenario.loop == "closed" and self._wanted_count is None:
             self._start_next()
         self._live_count -= 1
@@ -389,7 +389,7 @@ class Simulation:
         self.carry_out(decisions)
 
     def carry_out(self, decisions: list[Decision]) -> None:
-        """Do what was decided."""
+        """Carry out the decisions."""
         for decision in decisions:
             self._decision_counts[type(decision), decision.reason] += 1
             if isinstance(decision, Grant):
@@ -403,12 +403,12 @@ class Simulation:
                 self._agenda.at(self._agenda.now_s, partial(self._rejected, decision.turn_id))
 
     def _home_of(self, program_id: str) -> str:
-        """Return where a program's context lies, if anywhere: where its last turn ran; empty if none did."""
+        """Return where a program's last turn ran; empty if none did."""
         program = self._by_program_id.get(program_id)
         return program.replica_id if program is not None else ""
 
     def _lose_claim(self, program_id: str) -> None:
-        """Tell engines that can be told that a program has no claim any more."""
+        """Tell engines that support it that a program has lost its claim."""
         program = self._by_program_id.get(program_id)
         if program is None or not program.replica_id:
             return
@@ -422,7 +422,7 @@ class Simulation:
         self._agenda.after(min(self._scenario.tick_s, self.scheduler.policy.tick_s), self._tick)
 
     def _poll(self, replica_id: str) -> None:
-        """Read a replica's metrics, which come a little later; at the begin they are there."""
+        """Read a replica's metrics, which arrive a little later; at the start they are there."""
         replica, scenario = self._replicas[replica_id], self._scenario
         self._poll_count += 1
         if replica.up and (not self._agenda.now_s or self._poll_answers()):

@@ -36,38 +36,38 @@ EVENTS_OF_TURN_BYTES = 2_500
 """Memory of a turn's events and decisions, where they are kept: 215 an event measured, and about ten of them."""
 
 MEMORY_ADVICE = "simulate fewer programs or replicas, a smaller KV pool, or larger blocks"
-"""What to do where memory is short."""
+"""Advice if memory is short."""
 
 SAMPLED_PROGRAMS_COUNT = 16
-"""Programs whose plans are looked at to estimate a run's memory."""
+"""Number of plans that are sampled to estimate a run's memory."""
 
 
 class Judge(Protocol):
-    """Ask about programs by anonymous turns on the same replicas; when a question is answered there is a verdict."""
+    """Asks about programs by anonymous turns on the same replicas; an answered question gives a verdict."""
 
     @property
     def prompt_tokens(self) -> int:
-        """What all questions have in common."""
+        """The common part of all questions."""
 
     @property
     def max_transcript_tokens(self) -> int:
-        """What of a program is read at most."""
+        """Limit of what is read of a program."""
 
     @property
     def confidence_ratio(self) -> float:
-        """How sure its verdicts are."""
+        """The confidence of its verdicts."""
 
     def asks_after(self, turn_count: int) -> bool:
-        """Say whether it is asked about a program after so many turns."""
+        """Return whether it is asked about a program after this many turns."""
 
     def predicts_failure(self, plan: ProgramPlan, seed: int, turn_count: int) -> bool:
-        """Say what it predicts of a program after so many turns."""
+        """Return its prediction for a program after this many turns."""
 
     def begin(self, tokens: TokenSpace) -> Context:
         """Return what is read of a program before its first question."""
 
     def question(self, turn_id: int, tokens: TokenSpace, read: Context, context_tokens: int) -> EngineRequest:
-        """Return what an engine is asked about a program with so large a context; `read` is what was read before."""
+        """Return the engine request of a question about a program with this context; `read` is what was read before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Scenario:
     engines_retain: bool = False
     keep_events: bool = False
     replica_prefix: str = "r"
-    """Replicas are named so, and numbered; runs behind one proxy must name theirs apart."""
+    """Replica names are this prefix and a number; runs behind one proxy must use different ones."""
 
     def __post_init__(self) -> None:
         for name in ("replica_count", "programs_count"):
@@ -175,7 +175,7 @@ def estimate_bytes(scenario: Scenario, workload: Workload) -> int:
 
 
 def available_bytes() -> int | None:
-    """Return how much memory the machine can still give; None where it does not say (it does on Linux)."""
+    """Return how much memory the machine can still give; None if unknown (Linux reports it)."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

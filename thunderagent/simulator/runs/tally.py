@@ -1,4 +1,4 @@
-"""Take notes during a run, and make its figures of them at the end."""
+"""Takes notes during a run, and computes its figures at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from thunderagent.simulator.runs.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is, for whoever watches it; `hit_ratio` is that of all turns so far."""
+    """The progress of a run; `hit_ratio` is that of all turns so far."""
 
     now_s: float
     turn_count: int
@@ -62,7 +62,7 @@ class Tally:
         self._prompt_tokens = self._cached_tokens = 0
 
     def progress(self, now_s: float) -> Progress:
-        """Return how far the run is."""
+        """Return the run's progress."""
         return Progress(
             now_s,
             turn_count=len(self.turns),
@@ -99,13 +99,13 @@ class Tally:
         self._failed_count += 1
 
     def program_ended(self, program: RunningProgram, now_s: float) -> None:
-        """Note a program that came to its end."""
+        """Add an ended program."""
         wait = program.wait
         wait.started_s, wait.ended_s = program.started_s, now_s
         self._ended.append(wait)
 
     def sample(self, now_s: float) -> None:
-        """Look at every replica."""
+        """Sample every replica."""
         accounts = self._scheduler.ledger.accounts
         samples = []
         for replica_id, replica in self._replicas.items():
@@ -134,7 +134,7 @@ class Tally:
         held_since_s: Sequence[float],
         events: tuple[tuple[Event, tuple[Decision, ...]], ...],
     ) -> RunResult:
-        """Make the figures, as of now; `held_since_s` says since when the turns are held that are held now."""
+        """Compute the current figures; `held_since_s` are the begins of the current holds."""
         scenario, log = self._scenario, self.turns
         begin_s = min(scenario.warmup_s, now_s)
         measured_s = now_s - begin_s
@@ -188,14 +188,14 @@ class Tally:
         return Goodput.of_all(turns_s, programs_s, measured_s)
 
     def _makespan_bound_s(self) -> float | None:
-        """Return how long this batch takes at least; None if none of its turns finished."""
+        """Return this batch's least time; None if none of its turns finished."""
         if not self._shapes:
             return None
         limits = scenario_bounds(self._scenario, self._shapes)
         return makespan_bound_s(limits, len(self._shapes), [wait.alone_s for wait in self._ended])
 
     def _parts_since(self, begin_s: float, turns: range) -> list[float]:
-        """Return of each turn how much of it lies after `begin_s`, its tool's time before it included."""
+        """Return for each turn the ratio of it after `begin_s`, including its preceding tool time."""
         log, parts = self.turns, []
         for turn in turns:
             finished_s = log.finished_s[turn]
@@ -220,7 +220,7 @@ class Tally:
         )
 
     def _costs(self, now_s: float) -> dict[str, Costs]:
-        """Return what the ledger has booked until now, for each replica."""
+        """Return the ledger's costs so far, for each replica."""
         ledger = self._scheduler.ledger
         for account in ledger.accounts.values():
             ledger.accrue(account, now_s)

@@ -23,11 +23,11 @@ from thunderagent.simulator.runs.agenda import Action, Agenda
 
 @dataclass(frozen=True, slots=True)
 class ToolSettings:
-    """What tools have to run on. The defaults never make a tool wait. Raises ConfigurationError.
+    """The resources of tools. The defaults never make a tool wait. Raises ConfigurationError.
 
     `cpu_count` tools run at a time (None: no limit). A sandbox takes `prepare_min_s` to `prepare_max_s` seconds,
-    evenly spread, from `prepare_at` on, and `sandbox_disk_bytes` of the host's `disk_bytes` (None: no limit); it is
-    reclaimed `reclaim_after_s` after its program ended.
+    uniformly distributed, from `prepare_at` on, and `sandbox_disk_bytes` of the host's `disk_bytes` (None: no limit);
+    it is reclaimed `reclaim_after_s` after its program ended.
     """
 
     cpu_count: int | None = None
@@ -53,7 +53,7 @@ class ToolSettings:
 
 @dataclass(slots=True, eq=False)
 class Sandbox:
-    """One program's sandbox. `then` are what waits until it is ready."""
+    """One program's sandbox. `then` are callbacks for when it is ready."""
 
     prepare_s: float
     asked: bool = False
@@ -81,9 +81,9 @@ class ToolHost:
         return f"<ToolHost {self._running_count} tools run, {len(self._waiting)} wait, {self._sandbox_count} sandboxes>"
 
     def open(self, serial_id: int, planned_s: float | None = None) -> Sandbox:
-        """Return the sandbox of the program with that number; its preparation begins if it is to begin now.
+        """Return the sandbox of the program with that number; start its preparation if due.
 
-        It takes what the settings say, or without them the `planned_s` of the workload. None: no sandbox is needed.
+        It takes the time in the settings, or without one the workload's `planned_s`. None: no sandbox is needed.
         """
         settings = self._settings
         if settings.prepare_max_s > 0:

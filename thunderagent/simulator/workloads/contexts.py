@@ -18,7 +18,7 @@ RUN_TOKENS = (1 << 32) + 15_485_863
 
 
 class ContextTokens(Sequence[int]):
-    """The token ids of a context as they are now: O(1) to make, and only what is looked at is counted out."""
+    """The token ids of a context at this moment: O(1) to create, and evaluated only as needed."""
 
     __slots__ = ("_own", "_prefix")
 
@@ -59,14 +59,14 @@ class Context:
         self._own_tokens = 0
         self._block_size = block_size
         self.keys = list(prefix_keys)
-        """Keys of the full blocks, in order; only ever appended to."""
+        """Keys of the full blocks, in order; only appended to."""
 
     def __len__(self) -> int:
         return len(self._prefix) + self._own_tokens
 
     @property
     def shared_blocks_count(self) -> int:
-        """Return how many of the full blocks hold nothing but the shared prefix."""
+        """Return how many of the full blocks contain only the shared prefix."""
         return len(self._prefix) // self._block_size
 
     def tokens(self) -> ContextTokens:
@@ -84,7 +84,7 @@ class Context:
         self.keys += self._keys_from(self._own_start, len(self))
 
     def keys_with(self, answer: range) -> list[int]:
-        """Return the keys of the full blocks of the context with an answer that follows, its own or another's."""
+        """Return the keys of the full blocks of the context followed by an answer, its own or another's."""
         return [*self.keys, *self._keys_from(answer.start // RUN_TOKENS * RUN_TOKENS, len(self) + len(answer))]
 
     def _keys_from(self, start: int, tokens: int) -> range:
@@ -93,7 +93,7 @@ class Context:
 
 
 class TokenSpace:
-    """Hand out numbers to contexts and shared prefixes, in the order in which they are asked for."""
+    """Hands out numbers to contexts and shared prefixes, in order of request."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -102,7 +102,7 @@ class TokenSpace:
         self._prefix_starts: dict[str, int] = {}
 
     def open(self, shared_prefix_id: str = "", shared_prefix_tokens: int = 0) -> Context:
-        """Return a new context that holds its shared prefix only. Costs O(1) besides the first with that prefix."""
+        """Return a new context that holds only its shared prefix. Costs O(1) except for the first with that prefix."""
         none = range(0)
         prefix, keys = self._prefix(shared_prefix_id, shared_prefix_tokens) if shared_prefix_id else (none, none)
         return Context(prefix, keys, self._next_start(), self._block_size)

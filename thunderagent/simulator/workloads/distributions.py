@@ -59,7 +59,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Waiting times without a memory."""
+    """Memoryless waiting times."""
 
     mean: float
 
@@ -86,7 +86,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One of several distributions, chosen by weight; each may come to an outcome of its own."""
+    """One of several distributions, chosen by weight; each may have its own outcome."""
 
     weights: tuple[float, ...]
     parts: tuple[Distribution, ...]
@@ -97,7 +97,7 @@ class Mixture:
         return self.draw_with_outcome(rng)[0]
 
     def draw_with_outcome(self, rng: Random) -> tuple[float, str]:
-        """Draw one value, and say what it comes to; empty where that is not known."""
+        """Draw one value with its outcome; empty if unknown."""
         place = rng.choices(range(len(self.parts)), self.weights)[0]
         return self.parts[place].draw(rng), self.outcomes[place] if self.outcomes else ""
 
@@ -155,7 +155,7 @@ _SHAPES: dict[str, Callable[[Table], Distribution]] = {
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Programs that come independently of one another."""
+    """Programs that arrive independently."""
 
     rate_per_s: float
 
@@ -166,7 +166,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Programs that come many at a time."""
+    """Programs that arrive in bursts."""
 
     programs_count: int
     period_s: float
@@ -187,11 +187,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class AgentWorkload:
-    """A kind of program, each number of which is drawn from its distribution.
+    """A kind of program; each of its numbers is drawn from a distribution.
 
-    `sources` says for every parameter where it comes from. `programs_count` is how many tasks there are where that is
-    fixed; more can be asked for. `sandbox_s` is None where nobody measured what it takes to prepare one. With `roles`
-    each turn is that of one of them, drawn by weight, and what it generates is that role's.
+    `sources` gives the origin of every parameter. `programs_count` is the number of tasks if that is fixed; more can be
+    requested. `sandbox_s` is None if nobody measured the preparation time. With `roles` each turn belongs to one of
+    them, drawn by weight, and generates that role's output.
     """
 
     name: str
@@ -243,7 +243,7 @@ class AgentWorkload:
         )
 
     def sandbox_preparation_s(self, index: int, seed: int) -> float | None:
-        """Return how long the program's sandbox takes until it is ready; None where that is not known."""
+        """Return how long the program's sandbox takes to be ready; None if unknown."""
         return None if self.sandbox_s is None else self.sandbox_s.draw(self._rng(seed, index, "sandbox"))
 
     def _rng(self, seed: int, index: int, *what: str) -> Random:

@@ -278,7 +278,7 @@ class _Call:
 
 
 class _Maker:
-    """Make plans of calls within the limits, and count what the limits took."""
+    """Makes plans from calls within the limits, and counts what was cut."""
 
     def __init__(self, limits: Limits) -> None:
         self._context_limit_tokens = math.inf if limits.context_tokens is None else limits.context_tokens
@@ -304,7 +304,7 @@ class _Maker:
         """
         away_s = 0.0
         for part, part_calls in enumerate(_between_resets(calls)):
-            # A first prompt that is shorter than what its group shares tells that it shares something else.
+            # A first prompt that is shorter than its group's shared part must share something else.
             prefix_tokens = shared_tokens if shared_tokens < part_calls[0].input_tokens else 0
             turns = self._turns_of(part_calls, prefix_tokens)
             self._counts["dropped_turns_count"] += len(part_calls) - len(turns)

@@ -1,4 +1,4 @@
-"""What a simulated program is going to do, before it does it: the seam between workloads and the simulator."""
+"""A simulated program's plan: the interface between workloads and the simulator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Workload(Protocol):
 
     @property
     def name(self) -> str:
-        """The word that reports use for it."""
+        """Its name in reports."""
 
     def program(self, index: int, seed: int) -> ProgramPlan:
         """Return program number `index`, from 0."""
@@ -56,7 +56,7 @@ class Workload(Protocol):
 
 @runtime_checkable
 class SandboxWorkload(Protocol):
-    """A workload that also knows what its programs' sandboxes take."""
+    """A workload that also knows its programs' sandboxes."""
 
     def sandbox_preparation_s(self, index: int, seed: int) -> float | None:
         """Return how many seconds the sandbox of program `index` takes until tools can run; None: it needs none."""

@@ -29,7 +29,7 @@ from thunderagent.programs.model.events import (
 )
 
 BLOCK_TOKENS = 64
-"""Prefix hits are whole blocks of so many tokens, as in other recordings."""
+"""Block size of prefix hits, as in other recordings."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Recording:
     open_count: int = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Give one JSON object a line for each program: the format that `traces.load_recorded` reads."""
+        """Yield one JSON object per program, one per line: the format of `traces.load_recorded`."""
         shared_tokens = self.shared_prefix_tokens()
         begin_s = self.programs[0].first_arrival_s if self.programs else 0.0
         for program in self.programs:
@@ -57,15 +57,15 @@ class Recording:
             yield msgspec.json.encode(row | {"turns": list(program.rows())}) + b"\n"
 
     def shared_prefix_tokens(self) -> int:
-        """Return what at least half of the first prompts found in the cache: the prefix that programs share.
+        """Return what at least half of the first prompts found in the cache: the programs' shared prefix.
 
-        Who came first found it empty, so a program counts as not sharing it although it does.
+        The first program found it empty, so it counts as not sharing it although it does.
         """
         found = [program.first_cached_tokens for program in self.programs]
         return median_low(found) if found else 0
 
     def __str__(self) -> str:
-        """Say in one line what was recorded and what was not."""
+        """Return in one line what was recorded and what was not."""
         turns_count = sum(len(program.turns) for program in self.programs)
         return (
             f"{len(self.programs)} programs, {turns_count} turns; left out: {self.anonymous_count} without a program, "
@@ -98,7 +98,7 @@ class RecordedProgram:
 
     @property
     def first_cached_tokens(self) -> int:
-        """Return what its first prompt found in the cache, which was left there by others."""
+        """Return what its first prompt found in the cache, left there by others."""
         return self.turns[0].cached_tokens
 
     def rows(self) -> Iterator[list[Any]]:

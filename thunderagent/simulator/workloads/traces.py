@@ -1,4 +1,4 @@
-"""Recorded programs: how many of a recording are taken, and a workload that runs them again."""
+"""Recorded programs: how much of a recording is used, and a workload that replays them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Say what of a recording is replayed.
+    """What of a recording is replayed.
 
     A program ends before its first turn that would need more than `context_tokens`, prompt and output together. Longer
-    absences than `away_s` are cut to it: persons have lunch. None is no limit.
+    absences than `away_s` are cut to it: people have lunch. None is no limit.
     """
 
     context_tokens: int | None = None
@@ -45,7 +45,7 @@ class Trace:
     shortened_count: int = 0
 
     def __str__(self) -> str:
-        """Say in one line what there is and what was dropped."""
+        """Return in one line what there is and what was dropped."""
         turns_count = sum(len(program.turns) for program in self.programs)
         return (
             f"{len(self.programs)} programs, {turns_count} turns; over the context limit: {self.dropped_turns_count} "
@@ -77,7 +77,7 @@ class TraceWorkload:
         if self.in_order_of_arrival and len(arrivals_s) == len(programs):
             programs = tuple(sorted(programs, key=lambda program: program.arrival_s or 0.0))
             span_s = max(arrivals_s) - min(arrivals_s)
-            # A round takes some time in any case, or an open loop would never get to its end.
+            # A round takes some time in any case, otherwise an open loop would never end.
             round_s = span_s + max(span_s / max(1, len(programs) - 1), 1.0)
         object.__setattr__(self, "_in_order", programs)
         object.__setattr__(self, "_round_s", round_s)

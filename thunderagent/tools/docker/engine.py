@@ -108,7 +108,7 @@ class Engine:
         return await self.ask(lambda client: none_if_missing(client.inspect_container, handle))
 
     async def remove(self, handle: str) -> None:
-        """Remove a container, running or not, and wait until it is gone; it may be gone already. Raises `SandboxError`."""
+        """Remove a container, running or not, if it exists, and wait until it is gone. Raises `SandboxError`."""
         give_up_s = time.monotonic() + _REMOVAL_S
         while not await self.ask(lambda client: try_to_remove(client, handle)):
             if time.monotonic() > give_up_s:

@@ -21,7 +21,7 @@ class HistogramRecord:
 
 @dataclass(frozen=True, slots=True)
 class ToolRecord:
-    """The life table of a tool: how many left in each interval, by returning or otherwise, and the last derived rates."""
+    """The life table of a tool: how many left in each interval, by returning or otherwise, and the last rates."""
 
     name: str
     returned: tuple[float, ...]

@@ -29,7 +29,7 @@ from thunderagent.programs.model.views import ReplicaView, RouteView
 
 
 class Change(NamedTuple):
-    """A replica goes from one route to another; it ends if there is no route, and is started if there is none to take."""
+    """A replica goes from `giver` to `taker`; without routes it ends; without a replica one is started."""
 
     replica_id: str = ""
     giver: tuple[str, str] = ("", "")

@@ -2,9 +2,9 @@
 
 Theory of operation
 ===================
-CONCUR (arXiv 2601.22705, section 3.2) takes the KV cache for what the network is to TCP: a shared resource that is
-congested when it is full *and* what comes back is not found in it any more. By U, the part of the KV pool that is in
-use, and H, the prefix hit rate, the window W of active agents is
+CONCUR (arXiv 2601.22705, section 3.2) treats the KV cache as TCP treats the network: a shared resource that is
+congested when it is full *and* a returning agent does not find its context any more. By U, the used part of the KV
+pool, and H, the prefix hit rate, the window W of active agents is
 
     W + alpha     if U < U_low                        nobody is in the way: try more
     beta · W      if U > U_high and H < H_threshold   full and missing: it thrashes
@@ -15,11 +15,11 @@ H_threshold (`hit_threshold_ratio`) = 0.2 for all models and workloads of the pa
 steps, with what it has: here a program over the window is dismissed when its turn has ended, and waits unadmitted from
 its next turn on. Programs that were paused come back before new ones begin.
 
-Chosen here, and not the paper's: W is looked at every `interval_s`, long enough for hits to
-show what the last change did, and begins at `first_count`; it is a whole number, at least 1, and widened only if it
-is full, because a window that nobody fills says nothing of the memory; the youngest is paused first, and the oldest
-comes back first. Over several replicas U and H are means. H is the mean over an interval of what the polls said.
-Engines that do not say how full they are count as empty: then the window only grows.
+Chosen here, not in the paper: W is updated every `interval_s`, long enough for hits to show the effect of the last
+change, and starts at `first_count`. It is a whole number, at least 1, and widened only if it is full, because an
+unfilled window says nothing of the memory. The youngest is paused first, and the oldest comes back first. Over several
+replicas U and H are means. H is the mean of the polls in an interval. Engines that do not report their use count as
+empty: then the window only grows.
 """
 
 from __future__ import annotations

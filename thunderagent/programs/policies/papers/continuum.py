@@ -3,31 +3,30 @@
 Theory of operation
 ===================
 Continuum (arXiv 2511.02230; later named CacheTTL) gives the memory of a program a time to live when a turn ends, by
-what is known of the tool that it calls [4.2, Eq. 2]: with P(τ, f) the part of the recorded times of tool f that were
-at most τ, it is the τ, of 0 and the recorded ones, that maximises
+what is known of the tool that it calls [4.2, Eq. 2]. With P(τ, f) the part of the recorded times of tool f that were at
+most τ, it is the τ, out of 0 and the recorded times, that maximises
 
     P(τ, f) · (T·η + PrefillReload(r)) - τ
 
-T is the mean time that turns waited lately whose program had lost its memory, 0 at first: who loses it stands in the
-queue again. η = -Corr(k, N - k) over finished programs, k turns of N done, says how much of that is saved by holding:
-1 where all take the same number of turns, 0 where nothing tells who is nearly through. PrefillReload is what it takes
-to compute the context again. The memory that is held stands on both sides and cancels out. Until a tool was seen more
-than `cold_count` times the times of all tools stand in for its own; until all of them together were, the time to live
-is `ttl_s`, the constant of the authors' code, or with `cold_formula` that of the paper: the best one if tools take
-1 s in the mean, exponentially, and η is 1, which is ln B for a benefit of B > 1 s. A time under 0.01 s pins nothing.
+T is the recent mean wait of turns whose program had lost its memory, 0 at first: such a program queues again. η =
+-Corr(k, N - k) over finished programs, k turns of N done, says how much of that holding saves: 1 if all take the same
+number of turns, 0 if nothing tells which is nearly done. PrefillReload is the time to compute the context again. The
+held memory is on both sides and cancels out. Until a tool was seen more than `cold_count` times, the times of all tools
+are used. Until all of them together were, the time to live is `ttl_s`, the constant of the authors' code, or with
+`cold_formula` that of the paper: the best one if tool times are exponential with mean 1 s, and η is 1, which is ln B
+for a benefit of B > 1 s. A time under 0.01 s pins nothing.
 
-With `dynamic` False it is the fixed time to live of the authors' code: `ttl_s`, or nothing for a tool whose times are
-longer than that in the mean.
+With `dynamic` False it is the fixed time to live of the authors' code: `ttl_s`, or nothing for a tool whose mean time
+is longer.
 
-Programs are let in where their claims fit, those first that arrived first [4.3]; a turn whose program is still pinned
-is granted at once. Where claims grow over the capacity the program that arrived last is paused first, one that is
-pinned before one whose turn runs. And where nothing runs on a replica because its memory is pinned, while the head of
-the queue does not fit, pins are taken, of the latest arrival first, until it does [5.2]. Program order in the engine is
-its priority, as far as the engine has priorities; that requests which it preempted come before all others it does
-itself.
+Programs are let in where their claims fit, in order of arrival [4.3]; a turn whose program is still pinned is granted
+at once. If claims grow over the capacity the program that arrived last is paused first, a pinned one before one whose
+turn runs. If nothing runs on a replica because its memory is pinned, while the head of the queue does not fit, pins are
+taken, of the latest arrival first, until it does [5.2]. Program order in the engine is its priority, if the engine has
+priorities; it puts its preempted requests before all others itself.
 
-Which turn is a program's last no proxy knows: it is pinned like others until the release. To offload memory instead
-of giving it up is an engine's business; PrefillReload is the time to prefill, as learned.
+No proxy knows which turn is a program's last: it is pinned like others until the release. Offloading memory instead of
+giving it up is up to the engine; PrefillReload is the learned time to prefill.
 """
 
 from __future__ import annotations

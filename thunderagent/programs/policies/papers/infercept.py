@@ -1,31 +1,29 @@
-"""`infercept`: hold memory through a tool while that wastes less than to compute it again; first come, first served.
+"""`infercept`: hold memory through a tool while that wastes less than computing it again; first come, first served.
 
 Theory of operation
 ===================
-InferCept (arXiv 2402.01869, sections 3.2, 4.2 to 4.4) counts *waste*: memory times time in which it does nothing.
-While the tool of a program with C tokens runs for t seconds, beside programs whose turns run and have R tokens
-together, and with β seconds to prefill a token:
+InferCept (arXiv 2402.01869, sections 3.2, 4.2 to 4.4) counts *waste*: memory times the time in which it does nothing.
+The tool of a program with C tokens runs for t seconds, beside programs whose turns run and have R tokens together. With
+β seconds to prefill a token, the waste is:
 
     preserve  t · C                          discard, in chunks  β·C · C/2 + β·C · R        [Eq. 1 and 4, T_fwd linear]
 
-The smaller is chosen [Eq. 5], anew in every iteration. Nobody knows t, so it is taken to be what has passed since the
-tool began [4.4]: who stays away for long is paused in the end. In closed form, memory is preserved for
+The smaller is chosen [Eq. 5], again in every iteration. Nobody knows t, so the time since the tool began is used [4.4]:
+a program that stays away for long is paused in the end. In closed form, memory is preserved for
 
     t* = β · (C/2 + R)
 
-and given up at once after that, whether somebody waits for it or not. R changes all the time, but for all programs of a
-replica alike: so `hold_s` says β·C/2, and `balance` asks whether that was over β·R seconds ago, on every event. It
-finds the first to pause without looking at the others.
+and given up at once after that, whether somebody waits for it or not. R changes all the time, but equally for all
+programs of a replica. So `hold_s` returns β·C/2, and `balance` checks on every event whether that was over β·R seconds
+ago. It finds the first to pause without checking the others.
 
-Programs are let in where their claims fit, first come first served by the arrival of the program: InferCept keeps the
-arrival of a request over all its interceptions, and what is a request there is a program here. Claims that grow over
-the capacity are paused in the order of waste, those first that are nearest to their t*; then the youngest with a turn,
-at its end.
+Programs are let in where their claims fit, in order of the program's arrival: InferCept keeps a request's arrival over
+all its interceptions, and its request is a program here. If claims grow over the capacity, programs are paused in the
+order of waste, those nearest to their t* first; then the youngest with a turn, at its end.
 
-β is learned unless `prefill_token_s` says it; the paper takes it from a table that is measured beforehand. Its third
-way, to swap memory out while the engine computes, only an engine has: with it, what is discarded here would be
-swapped as far as the budget of an iteration goes, the largest waste first. A proxy does not choose the chunks in
-which an engine prefills.
+β is learned unless `prefill_token_s` sets it; the paper takes it from a table measured beforehand. Only an engine has
+its third way, swapping memory out while the engine computes: with it, what is discarded here would be swapped within
+the budget of an iteration, the largest waste first. A proxy does not choose the chunks in which an engine prefills.
 """
 
 from __future__ import annotations

@@ -14,18 +14,16 @@ both are under their *low* marks. Two clamps follow, never under `window_min_cou
 middle of the backlog's marks; W_kv, from the largest window at memory's low mark to the smallest at the high one.
 
 PackQueue orders the unadmitted programs. Under tool pressure the largest comes first, because it reaches its tools
-later. If all are long (over `long_tokens`), the first that fits is taken; otherwise the smallest. A program that
-exceeds what is left of memory under `kv_high_ratio` is passed over. If nobody is in and nobody may be admitted, the
-oldest is.
+later. If all are long (over `long_tokens`), the first that fits is taken; otherwise the smallest. A program larger than
+what is left of memory under `kv_high_ratio` is passed over. If nobody is in and nobody may be admitted, the oldest is.
 
 All of this is the paper's. Defaults, and what its text leaves open, are those of the authors' preview code
 (Afterglow231/MARS_preview). `mars-few-long` packs differently: in order of arrival while both pressures are low and all
 would get a place; the largest first under tool pressure; otherwise the smallest first, and a long program only when no
 shorter one has waited for a moment, memory is not under pressure, and fewer than `long_count` are in.
 
-A tool's wait is known if clients post its start; otherwise it is t·(1 - processors/running) of its time t. If the
-number of processors is unknown (0), it is how much longer tools took recently than usual; the backlog and W_cpu then do
-not count.
+A tool's wait is known if clients post its start; otherwise it is t·(1 - processors/running) of its time t. With unknown
+processors (0), it is how much longer tools took recently than usual; the backlog and W_cpu then do not count.
 """
 
 from __future__ import annotations

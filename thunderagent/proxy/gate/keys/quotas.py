@@ -104,7 +104,7 @@ class Quotas:
         account.program_ids.add(program_id)
 
     def heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        """Count the tokens of a turn when it ends. Its arrival runs in the context of its request, which has the key."""
+        """Count the tokens of a turn when it ends. Its arrival runs in its request's context, which has the key."""
         if isinstance(event, TurnArrived):
             key = caller_key()
             if key is not None and key.limits.tokens_per_min is not None:
