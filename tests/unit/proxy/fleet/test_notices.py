@@ -97,7 +97,7 @@ async def test_a_notice_arrives_with_the_authorization_of_its_turn() -> None:
 
 async def test_an_engine_that_hangs_delays_no_other_kind_and_gets_few_at_once() -> None:
     """A hundred releases that hang leave the way free for an abort; each ends at its deadline, and the next goes."""
-    async with sending(timeout_s=0.1) as (sender, engine):
+    async with sending(timeout_s=0.5) as (sender, engine):  # an engine hears of a call that ended a little later
         engine.hangs = {CLOSE.path}
         for _ in range(3 * SENDERS_COUNT):
             sender.send("a", CLOSE)
