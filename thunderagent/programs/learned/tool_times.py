@@ -77,21 +77,25 @@ class _LifeTable:
         leaves[interval_id] += 1.0
         self.count += 1.0
         if self.count > REMEMBERED_COUNT:
-            self.returned = [count / 2 for count in self.returned]
-            self.away = [count / 2 for count in self.away]
-            self.count /= 2
-            self.refresh_at_count = 0.0
+            self._halve()
+
+    def _halve(self) -> None:
+        self.returned = [count / 2 for count in self.returned]
+        self.away = [count / 2 for count in self.away]
+        self.count /= 2
+        self.refresh_at_count = 0.0
 
     def add_away(self, counts: Sequence[int]) -> None:
-        """Count those that left otherwise, by interval."""
-        count = sum(counts)
-        if self.count + count > REMEMBERED_COUNT:
-            for interval_id, of_interval in enumerate(counts):
-                for _ in range(of_interval):
-                    self.add(self.away, interval_id)
-            return
-        self.away = [before + more for before, more in zip(self.away, counts, strict=True)]
-        self.count += count
+        """Count those that left otherwise, by interval: the same as one after another."""
+        for interval_id, of_interval in enumerate(counts):
+            left_count = of_interval
+            while left_count:
+                some_count = min(left_count, int(REMEMBERED_COUNT - self.count) + 1)
+                self.away[interval_id] += some_count
+                self.count += some_count
+                left_count -= some_count
+                if self.count > REMEMBERED_COUNT:
+                    self._halve()
 
     def export(self, name: str) -> ToolRecord:
         """Return its content, and the rates in use until the next refresh."""
