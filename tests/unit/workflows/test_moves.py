@@ -194,3 +194,40 @@ def test_an_end_that_overtakes_a_call_leaves_nothing_of_it(again: bool) -> None:
     model.check_settled()
     assert isinstance(late.outcome.error, SessionEndedError) != again
     assert model.ran[late.call.call_id] == again
+
+
+def test_a_call_that_moved_with_a_home_that_is_over_runs_at_the_new_home() -> None:
+    """Its origin heard of the old home after the end. The session has begun anew where the call moves."""
+    model = Model(lambda _: 0, ("managed", "plain"), instances=2)
+    model.crashed = True  # the session's life is no whole one
+    busy = model.call("managed", "s1")
+    model.call("managed", "s0", node="n1")
+    model.deliver(("n0", "directory"))
+    model.deliver(("n1", "directory"))
+    model.broadcast("n0", m.SessionEnded("s0"))
+    for to in ("directory", "n0", "n1", "managed/0", "managed/1"):
+        while model.channels["n0", to]:
+            model.deliver(("n0", to))
+    model.deliver(("directory", "n0"))
+    model.deliver(("n0", "managed/0"))
+    late = model.call("managed", "s0", node="n1")
+    model.deliver(("directory", "n1"))
+    depends = model.call("plain", "s1", needs=(late,), node="n1")
+    for channel in (("n1", "managed/0"), ("n1", "plain/0"), ("plain/0", "managed/0")):
+        model.deliver(channel)
+    assert model.machines["managed/0"].subscribers[late.call.call_id] == [("plain/0", depends.call.call_id)]
+    anew = model.call("managed", "s0")
+    for channel in (("n0", "directory"), ("directory", "n0"), ("n0", "managed/1")):
+        model.deliver(channel)
+    model.handle("managed/0", m.Migrate("s0", "managed/1"))
+    model.deliver(("managed/0", "managed/1"))
+    ask, answer = ("n1", "directory"), ("directory", "n1")
+    for channel in (ask, answer, ("managed/1", "n1"), ask, answer):
+        while model.channels[channel]:  # before the old place tells n1 that the call has left
+            model.deliver(channel)
+    model.settle()
+    model.check_settled()
+    for record in (busy, late, depends, anew):
+        assert record.outcome.error is None
+        assert model.ran[record.call.call_id] == 1
+    assert (late.executor, late.left) == ("managed/1", "")

@@ -28,7 +28,8 @@ An origin keeps a record until it is resolved and no call of its node waits for 
   6. The new controller puts them into its queue, and says so (`Activated`).
 
 A call that comes to the old place afterwards is sent on. One that comes to the new place before its state does is held
-until then: a home has a version, and each call bears the version that its origin knows.
+until then: a home has a version, and each call bears the version that its origin knows. A call whose home is over goes
+back to its origin, which sends it to the present one.
 
 **What is lost** with an instance fails: its origin hears `Gone`, and fails each call that is there as far as it knows.
 A session whose home is lost has lost its state, so until it has ended its calls to that agent fail, too. A record is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -150,8 +151,13 @@ class Moves:
         """Do step 6: the session continues here."""
         session = message.session
         if message.version and message.version <= self._known_version(session):
+            # The session has restarted without it. Its calls have failed, but not those made after the session's end.
+            for call in message.calls:
+                # A late `ExecutorChanged` of this move must not count after `Bounced`.
+                self.of.send(call.origin, m.Arrived(self.of.location, [(call.call_id, call.moves_count)]))
+                self._send_back(call, message.subscribers.get(call.call_id, ()))
             self.of.send(message.sender, m.Activated(message.transfer_id))
-            return  # the session has restarted without it: its calls have failed
+            return
         self.of.subscribers.update(message.subscribers)
         if message.priority:
             self.of.queue.set_priorities({session: message.priority})
@@ -202,9 +208,13 @@ class Moves:
         for call in held:
             if call.home_version <= message.version:
                 del self.of.here[call.call_id]
-                for consumer, for_id in self.of.subscribers.pop(call.call_id, ()):
-                    self.of.send(call.origin, m.Subscribe(call.call_id, call.origin, consumer, for_id))
-                self.of.send(call.origin, m.Bounced(call.call_id, self.of.location))
+                self._send_back(call, self.of.subscribers.pop(call.call_id, ()))
+
+    def _send_back(self, call: Call, consumers: Iterable[tuple[str, int]]) -> None:
+        """Have its origin send a call elsewhere, unless the call is over, and tell it who gets the value."""
+        for consumer, for_id in consumers:
+            self.of.send(call.origin, m.Subscribe(call.call_id, call.origin, consumer, for_id))
+        self.of.send(call.origin, m.Bounced(call.call_id, self.of.location))
 
     def retire(self, message: m.Retire) -> None:
         """Start to give everything away."""
