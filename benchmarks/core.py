@@ -109,8 +109,11 @@ def mixed_events(load: Load, events_count: int, programs_count: int) -> dict[str
     return times
 
 
-def pausing_tick(programs_count: int, replicas_count: int) -> tuple[float, int]:
-    """Return the seconds of a tick that must pause half of all programs, and how many it paused."""
+def pausing_tick(programs_count: int, replicas_count: int, *, is_first: bool = False) -> tuple[float, int]:
+    """Return the seconds of a tick that must pause half of all programs, and how many it paused.
+
+    The first tick that pauses anybody on a replica also ranks all its programs, and keeps them so from then on.
+    """
     load = build("thunderagent", programs_count, replicas_count, 10**9)
     for replica in load.scheduler.replicas.values():
         account = replica.account
@@ -118,6 +121,8 @@ def pausing_tick(programs_count: int, replicas_count: int) -> tuple[float, int]:
         kept_tokens = sum(smallest_first[len(smallest_first) // 2 :])
         share = account.weighed_tokens(load.now_s) / max(1, account.acting.tokens)
         load.scheduler.handle(ReplicaPolled(load.now_s, replica.replica_id, int(kept_tokens * share)))
+        if not is_first:
+            load.scheduler.view.first_to_pause(replica)
     began = perf_counter()
     decisions = load.scheduler.handle(Tick(load.now_s))
     elapsed_s = perf_counter() - began

@@ -6,6 +6,7 @@ All times are of the processor, not of the clock, so that what else runs on the 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -15,10 +16,13 @@ from typing import Any
 
 from benchmarks import core
 
+YOUNG_COUNT, NEVER_COUNT = 20_000, 2**30
+
 
 def main(policy: str, programs_count: int, replicas_count: int, events_count: int) -> None:
     """Print one line of JSON: milliseconds, by figure."""
     vars(core)["perf_counter"] = time.thread_time
+    gc.set_threshold(YOUNG_COUNT, NEVER_COUNT, NEVER_COUNT)  # as `serve` has it
     load = core.build(policy, programs_count, replicas_count, core.CAPACITY_TOKENS)
     timed: Any = core.mixed_events(load, events_count, programs_count)
     times = sorted(chain(*timed.values()) if isinstance(timed, dict) else timed)
@@ -30,6 +34,8 @@ def main(policy: str, programs_count: int, replicas_count: int, events_count: in
         "tick_paused_count": ticks[0][1],
     }
     if hasattr(core, "plain_turns"):
+        first_ticks = [core.pausing_tick(programs_count, replicas_count, is_first=True) for _ in range(5)]
+        figures["tick_pausing_first_ms"] = median(elapsed_s for elapsed_s, _ in first_ticks) * 1e3
         figures["plain_turn_mean_ms"] = fmean(core.plain_turns(policy, events_count // 5)) * 1e3
     print(json.dumps(figures))
 
