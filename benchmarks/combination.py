@@ -1,23 +1,22 @@
-"""One combination of parts beside every single policy, on all workloads, simulated.
+"""Compare one combination of parts with every single policy, on all workloads, simulated.
 
     scripts/bench combination --seeds 10 --jobs 1
 
-Each workload is a number of programs that come on their own, at about one and a half times the rate that the engine can
-do, or all at once, so that memory is short; and each run goes on until the last of them is through. So every program
-counts under every policy. In a loop that replaces programs as they end, those that never get their turn count nowhere,
-and the policy that lets them starve comes out best.
+Each workload is a number of programs that arrive independently, at about one and a half times the engine's rate, or all
+at once, so that memory is short. Each run goes on until the last program ends, so every program counts under every
+policy. In a loop that replaces programs as they end, programs that never get their turn count nowhere, and the policy
+that lets them starve looks best.
 
-Three figures are compared: turns a minute until nine tenths of all turns are through; the mean time of a program, from
-its first turn's arrival to its end; and how many programs take no longer than three times their ideal time, alone on an
-idle engine. The last tenth of the turns is left out of the first, because by then few programs are left, memory is
-short no more, and the longest program alone says how long it takes; turns a minute until the last one is through are
-shown beside it. For each the *best single policy* is the one that is best in the mean over all workloads, and the same
-on each of them; whoever is best on one workload is shown beside it. Ratios are taken seed by seed, means over workloads
-are geometric.
+Three figures are compared: turns a minute until nine tenths of all turns ended; the mean time of a program, from its
+first turn's arrival to its end; and how many programs take at most three times their ideal time, alone on an idle
+engine. The first omits the last tenth of the turns, because by then few programs are left, memory is no longer short,
+and the longest program alone decides the time; turns a minute until the last turn ended are shown beside it. For each
+figure the *best single policy* is the one that is best in the mean over all workloads, the same on each of them; the
+best policy on one workload is shown beside it. Ratios are taken seed by seed, means over workloads are geometric.
 
-The combination and the loads were chosen on seeds from 100 on; the figures are of seeds from 0 on. Every run is kept
-when it is done (`results/combination-runs.json`), so that a benchmark that was ended goes on where it was; delete the
-file to begin anew.
+The combination and the loads were chosen on seeds from 100 on; the figures are of seeds from 0 on. Every run is stored
+when it ends (`results/combination-runs.json`), so an interrupted benchmark resumes where it stopped; delete the file to
+start over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ten thousand turns of a megabyte that cannot run: what the proxy keeps of them, which it refuses, and what is lost.
+"""Hold ten thousand turns of a megabyte that cannot run: what the proxy keeps of them, what it refuses, what is lost.
 
 Grants are suspended, as for new weights, so every turn is held. Past the bound of bytes a turn must get 503 at once.
-Then grants go on, and each held turn must get its whole answer.
+Then grants resume, and each held turn must get its whole answer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def metric(client: aiohttp.ClientSession, url: str, name: str) -> float:
 
 @asynccontextmanager
 async def watched_mb(pid: int) -> AsyncIterator[list[float]]:
-    """Look at a process's memory ten times a second for the length of the block."""
+    """Sample a process's memory ten times a second during the block."""
     seen_mb: list[float] = [resident_mb(pid)]
 
     async def watch() -> None:
@@ -85,7 +85,7 @@ async def watched_mb(pid: int) -> AsyncIterator[list[float]]:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Hold, refuse, drain."""
+    """Hold turns, have some refused, then drain them."""
     raise_file_limit()
     content = "x" * args.body_bytes
     body = json.dumps({"model": "instant", "messages": [{"role": "user", "content": content}]}).encode()
@@ -136,7 +136,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and keep what came out."""
+    """Measure and save the figures."""
     parser = argparse.ArgumentParser(prog="scripts/bench held", description=__doc__)
     parser.add_argument("--turns", type=int, default=10_000)
     parser.add_argument("--body-bytes", type=int, default=1_000_000)

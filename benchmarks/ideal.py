@@ -1,7 +1,7 @@
-"""What turns and programs of `benchmarks.load` would take alone, and how many were in time by that.
+"""Compute what turns and programs of `benchmarks.load` would take alone, and how many were in time by that.
 
-A turn's ideal is that of the engine model (`Engines.alone_s`) with the constants of the engine that the load ran on: an
-idle engine that has all of its program's history in its cache. A program's is that of its turns and its tools.
+A turn's ideal time is that of the engine model (`Engines.alone_s`) with the constants of the engine that the load ran
+on: an idle engine with all of the program's history in its cache. A program's ideal is that of its turns and its tools.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from thunderagent.simulator.figures.figures import Goodput
 from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
 
 MARKER_TOKENS = 1
-"""Of `real_model`'s chat template: one before each message, and one for the answer to come."""
+"""Markers of `real_model`'s chat template: one before each message, and one before the answer."""
 
 
 @dataclass(frozen=True)
 class StandardLoad:
-    """The programs of `benchmarks.load` as the simulator sees them: counts of tokens, and times."""
+    """The programs of `benchmarks.load` as the simulator sees them: token counts and times."""
 
     spec: LoadSpec
     name: str = "standard load"
@@ -31,7 +31,7 @@ class StandardLoad:
         plan = plan_program(self.spec, index)
         turns = tuple(
             TurnPlan(
-                # The marker of the first message of the user belongs to what all programs share.
+                # The marker of the first user message belongs to the part that all programs share.
                 new_tokens=len(turn.prompt.split()) + (2 if number else 1) * MARKER_TOKENS,
                 output_tokens=turn.output_tokens,
                 tool_s=turn.tool_s,
@@ -47,7 +47,7 @@ class StandardLoad:
 
 
 def goodputs(result: LoadResult, engines: Engines) -> tuple[Goodput, ...]:
-    """Return what was in time of the window: of its turns, and of the programs whose last turn ended in it."""
+    """Return the parts in time of the window's turns, and of the programs whose last turn ended in it."""
     load = StandardLoad(result.spec)
     by_program: dict[int, list[TurnRecord]] = {}
     for record in result.records:

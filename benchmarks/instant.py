@@ -1,6 +1,6 @@
 """An engine that answers at once, and a client that asks without pause: both raw protocols on one event loop.
 
-Neither understands more HTTP than the benchmark needs, so that what is measured is what stands between them.
+Neither understands more HTTP than the benchmark needs, so that the measurement is of what stands between them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS = b'vllm:cache_config_info{engine="0",kv_cache_size_tokens="1000000000"}
 
 
 def take_requests(buffer: bytearray) -> Iterator[tuple[bytes, bytes]]:
-    """Take the requests that are whole out of a buffer; yield each as its head, in lower case, and its body."""
+    """Take complete requests out of a buffer; yield each as its head, in lower case, and its body."""
     while (end := buffer.find(b"\r\n\r\n")) >= 0:
         head = bytes(buffer[:end]).lower()
         at = head.find(b"content-length:")
@@ -39,7 +39,7 @@ def take_requests(buffer: bytearray) -> Iterator[tuple[bytes, bytes]]:
 
 
 def answer_head(content_type: str, length: int) -> bytes:
-    """Return the head of an answer with a body of so many bytes."""
+    """Return the head of an answer, for a body length in bytes."""
     return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
@@ -77,7 +77,7 @@ STREAM_PIECES = _stream_pieces()
 
 
 class InstantEngine(asyncio.Protocol):
-    """Answer each request the moment it is whole; a stream goes out one event in each turn of the loop."""
+    """Answers each request as soon as it is complete; a stream sends one event in each turn of the loop."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin a connection."""
@@ -110,14 +110,14 @@ class InstantEngine(asyncio.Protocol):
 
 @asynccontextmanager
 async def instant_engine() -> AsyncIterator[int]:
-    """Run the engine for the length of the block; yield its port."""
+    """Run the engine during the block; yield its port."""
     server = await asyncio.get_running_loop().create_server(InstantEngine, "127.0.0.1", 0, backlog=16_384)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
 
 class ClosedLoopClient(asyncio.Protocol):
-    """Send the next request as soon as the answer is whole; note the time of each and how many events it had."""
+    """Sends the next request as soon as the answer is complete; notes each one's time and number of events."""
 
     def __init__(self, next_request: Callable[[], bytes]) -> None:
         """Send what `next_request` returns."""
@@ -167,7 +167,7 @@ class ClosedLoopClient(asyncio.Protocol):
 
 
 def chat_requests(port: int, *, body_bytes: int, stream: bool, programs_count: int) -> Callable[[], bytes]:
-    """Return a function that gives one request after another, of `programs_count` programs in turn."""
+    """Return a function that returns the next request, of `programs_count` programs in turn."""
     numbers = count()
     message = {"model": "instant", "stream": stream, "messages": [{"role": "user", "content": ""}]}
     if stream:

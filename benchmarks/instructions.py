@@ -1,7 +1,7 @@
-"""Instructions that a turn of `thunderagent serve` takes in commits of the past: what a change cost, on a busy machine.
+"""Count the instructions of a turn of `thunderagent serve` in past commits: the cost of a change, on a busy machine.
 
-Each runs under valgrind's callgrind before an engine that answers at once, one turn after another. What the process
-does beside turns is measured in some seconds without one, and taken off.
+Each commit runs under valgrind's callgrind before an engine that answers at once, one turn after another. What the
+process does beside turns is measured in some seconds without one, and subtracted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_S = 300.0
 
 
 async def take_turn(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
-    """Have one turn answered in one piece."""
+    """Send one turn and read its whole answer."""
     message = {"role": "user", "content": f"{'x' * 2000}{number}"}
     body = json.dumps({"model": "m", "program_id": f"p{number % PROGRAMS_COUNT}", "messages": [message]}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -43,7 +43,7 @@ async def take_turn(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect once it listens."""
+    """Connect once the server listens."""
     async with asyncio.timeout(START_S):
         while True:
             try:
@@ -53,7 +53,7 @@ async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 async def measure(package: Path, turns_count: int) -> dict[str, float]:
-    """Return the instructions of a turn, and of a second without one, of the package in a folder."""
+    """Return the instructions of a turn, and of a second without one, for the package in a folder."""
     with TemporaryDirectory() as folder:
         (port,) = free_ports(1)
         out = Path(folder, "callgrind.out")
@@ -99,7 +99,7 @@ async def measure(package: Path, turns_count: int) -> dict[str, float]:
 
 
 async def measure_all(revisions: list[str], turns_count: int, rounds_count: int) -> dict[str, Any]:
-    """Return what was counted for each commit, in turn, and the mean of a turn."""
+    """Return the counts of each commit, in turn, and the mean of a turn."""
     runs: dict[str, list[dict[str, float]]] = {revision: [] for revision in revisions}
     with TemporaryDirectory() as folder:
         for revision in revisions:
@@ -112,7 +112,7 @@ async def measure_all(revisions: list[str], turns_count: int, rounds_count: int)
             for revision in revisions:
                 runs[revision].append(await measure(Path(folder, revision), turns_count))
                 print(revision, runs[revision][-1], flush=True)
-    # A second without turns may have a poll in it: of all seconds the one in the middle.
+    # A second without turns may include a poll: take the median second.
     idle_per_s = median(each["idle_per_s"] for of_revision in runs.values() for each in of_revision)
     per_turn = {
         revision: [round((each["busy"] - idle_per_s * each["busy_s"]) / each["turns"]) for each in of_revision]
@@ -126,7 +126,7 @@ async def measure_all(revisions: list[str], turns_count: int, rounds_count: int)
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("revisions", nargs="+", metavar="REV", help="commits, each with its parent beside it")
     parser.add_argument("--turns", type=int, default=200, metavar="N", help="(200)")

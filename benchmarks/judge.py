@@ -1,11 +1,11 @@
-"""What a judge adds to turns: two proxies in front of an instant engine, one of which asks a judge, block by block.
+"""Measure what a judge adds to turns: two proxies in front of an instant engine, one with a judge, block by block.
 
     scripts/bench judge
 
 The judge answers after 30 s, never, with rubbish, with a flood, or with status 500; it is asked after every turn, as
-far as its rate goes. `control` is a second proxy without a judge, and tells what the machine alone makes of it. One
-client, one connection, turns back to back: of each block the median and the 99th percentile count, and of all pairs of
-blocks the median of their difference.
+far as its rate allows. `control` is a second proxy without a judge, and shows the machine's own noise. One client, one
+connection, turns back to back: of each block the median and the 99th percentile count, and of all pairs of blocks the
+median of their difference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 def at_once(body: bytes, status: str = "200 OK") -> Answer:
-    """Return what answers so."""
+    """Return a handler that gives this answer at once."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
@@ -44,13 +44,13 @@ def at_once(body: bytes, status: str = "200 OK") -> Answer:
 
 
 async def late(writer: asyncio.StreamWriter) -> None:
-    """Answer, but not soon."""
+    """Answer late."""
     await asyncio.sleep(LATE_S)
     await at_once(b"{}")(writer)
 
 
 async def never(writer: asyncio.StreamWriter) -> None:  # noqa: ARG001 - the signature of an answer
-    """Say nothing."""
+    """Never answer."""
     await asyncio.sleep(3600.0)
 
 
@@ -66,7 +66,7 @@ JUDGES: dict[str, Answer | None] = {
 
 @asynccontextmanager
 async def judge_double(answer: Answer) -> AsyncIterator[int]:
-    """Run a judge that answers so for the length of the block; yield its port."""
+    """Run a judge with this handler during the block; yield its port."""
     tasks: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,7 +93,7 @@ async def judge_double(answer: Answer) -> AsyncIterator[int]:
 
 
 async def compared(engine_port: int, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure a proxy that asks this judge beside one that asks nobody."""
+    """Measure a proxy with this judge beside one without a judge."""
     answer = JUDGES[name]
     serve = ["-m", "thunderagent", "serve", "--backends", f"http://127.0.0.1:{engine_port}", "--log-format", "json"]
     serve += ["--log-level", "warning"]
@@ -123,13 +123,13 @@ async def compared(engine_port: int, name: str, args: argparse.Namespace) -> dic
 
 
 async def block(port: int, body_bytes: int, seconds: float) -> dict[str, float]:
-    """Return the figures of turns at one proxy."""
+    """Return the figures of a block of turns at one proxy."""
     requests = chat_requests(port, body_bytes=body_bytes, stream=False, programs_count=PROGRAMS_COUNT)
     return await drive(port, requests, connections_count=1, warmup_s=0.05, measure_s=seconds)
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every judge in turn."""
+    """Measure with every judge in turn."""
     Path(args.logs).mkdir(parents=True, exist_ok=True)
     found = {}
     async with instant_engine() as engine_port:
@@ -140,7 +140,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="pairs of blocks of each kind")
     parser.add_argument("--seconds", type=float, default=0.25, help="length of a block")

@@ -1,7 +1,7 @@
-"""Runs that are kept when they are done, so that a benchmark that was ended goes on where it was.
+"""Store runs when they end, so that an interrupted benchmark resumes where it stopped.
 
-They are kept by the hash of the code that made them: after a change of it all are done anew, and none is mixed with the
-others, which stay in the file.
+Runs are stored by the hash of the code that made them. After a change of the code all runs are made anew, and none is
+mixed with the older ones, which stay in the file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Figures = dict[str, float]
 
 
 class Run(Protocol):
-    """A run that is to be done."""
+    """A pending run."""
 
     @property
     def key(self) -> str:
-        """Its name among the runs that are kept."""
+        """Its name among the stored runs."""
 
 
 AnyRun = TypeVar("AnyRun", bound=Run)
@@ -43,9 +43,9 @@ def do_runs(
     *,
     for_s: float = math.inf,
 ) -> dict[str, Figures]:
-    """Do the runs that this code has not kept in `path` yet, two at a time unless said; return the figures of all.
+    """Do the runs that this code has not stored in `path` yet, by default two at a time; return the figures of all.
 
-    After `for_s` seconds none is begun any more.
+    After `for_s` seconds no more runs start.
     """
     end_s = time.monotonic() + for_s
     made_by = describe_code()
@@ -58,7 +58,7 @@ def do_runs(
 
         def note(run: AnyRun, figures: Figures) -> None:
             kept[run.key] = figures
-            whole = path.with_name(f"{path.name}.new")  # ended while it is written, all would be lost
+            whole = path.with_name(f"{path.name}.new")  # a kill during a direct write would lose all runs
             whole.write_text(json.dumps(of_all_code, indent=0) + "\n")
             whole.replace(path)
             bar.advance(shown)

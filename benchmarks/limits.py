@@ -1,18 +1,19 @@
-"""How much of the limit policies reach, and how long programs take, on many engines and loads, simulated.
+"""Measure how much of the limit policies reach, and how long programs take, on many engines and loads, simulated.
 
     scripts/bench limits --seeds 5
 
-A *cell* is a workload on replicas of a kind, with as many programs at a time as fill their memory so many times. Each
-run is a closed loop of an hour, of which ten minutes are warm-up. Beside turns a minute, programs an hour, hits, and
-per cent of min(L1, L2, L3) of the very turns that ended then, it says how long programs take: those that *came* in that
-time, each followed to its end, while others go on coming. Of the programs that happened to *end* in the hour the mean
-is best for who lets small ones first and large ones never. What is not through after eight hours more counts with the
-time until then, which is in favour of whoever lets it wait. In a closed loop the mean follows from the throughput: with
-N programs there and X an hour through, each is there for N / X hours in the mean, whoever comes first.
+A *cell* is a workload on replicas of a kind; the number of programs at a time is a multiple of those that fill their
+memory. Each run is a closed loop of an hour, of which ten minutes are warm-up. It reports turns a minute, programs an
+hour, hits, and per cent of min(L1, L2, L3) of the very turns that ended then. It also reports how long programs take:
+programs that *arrived* in that time, each followed to its end, while others keep arriving. For programs that happened
+to *end* in the hour the mean is best for a policy that admits small ones first and large ones never. A program that is
+not through after eight more hours counts with its time until then, which favours the policy that lets it wait. In a
+closed loop the mean follows from the throughput: with N programs present and X an hour through, each is present for
+N / X hours in the mean, in whatever order they come.
 
-The first policy is the one that is judged: seed by seed over each other, by the bad end of the interval. Runs are kept
-when they are done (`results/limits-runs.json`), so that a benchmark that was ended goes on where it was; what was
-chosen by it was chosen on seeds from 100 on. `--for-s` ends it, to go on later.
+The first policy is the one that is judged: seed by seed over each other, by the bad end of the interval. Runs are
+stored when they end (`results/limits-runs.json`), so an interrupted benchmark resumes where it stopped. Choices that
+were made by it were made on seeds from 100 on. `--for-s` interrupts it.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ from thunderagent.simulator.workloads.traces import Limits, TraceWorkload
 RUNS = RESULTS / "limits-runs.json"
 MINUTES, WARMUP_MINUTES, FOLLOWED_S = 60.0, 10.0, 8 * 3600.0
 BLOCK_TOKENS = 64
-"""Larger than vLLM's 16, for contexts are long: a run takes less time."""
+"""Larger than vLLM's 16, because contexts are long: a run takes less time."""
 RECORDED = "recorded"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A workload on engines at a load; `traces` are recorded programs, for the workload of that name."""
+    """A workload on engines at a load; `traces` are recorded programs for the workload `recorded`."""
 
     workload: str
     profile: str
@@ -73,11 +74,11 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """Return its name."""
+        """Return the cell's name."""
         return f"{self.workload}, {self.replicas_count} x {self.profile}, load {self.load:g}"
 
     def programs(self) -> Workload:
-        """Return what its programs do: recorded ones end where an engine's memory does."""
+        """Return the programs' workload: recorded ones end at an engine's memory limit."""
         if self.workload != RECORDED:
             return workload(self.workload)
         assert self.traces is not None
@@ -86,7 +87,7 @@ class Cell:
         return TraceWorkload(RECORDED, trace, in_order_of_arrival=False)
 
     def scenario(self, seed: int) -> Scenario:
-        """Return the engines, the hour, and the number of programs that makes the load."""
+        """Return the engines, the hour, and the number of programs for the load."""
         scenario = scenario_of(
             self.profile, replicas_count=self.replicas_count, minutes=MINUTES, warmup_minutes=WARMUP_MINUTES
         )
@@ -99,7 +100,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Task:
-    """One run that is to be done."""
+    """A pending run."""
 
     cell: Cell
     policy: str
@@ -107,12 +108,12 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Return its name among the runs that are kept."""
+        """Return its name among the stored runs."""
         return f"{self.cell.title}|{self.policy}|{self.seed}"
 
 
 def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
-    """Do one run; return its figures of an hour, and of the programs that came in it."""
+    """Do one run; return the figures of its hour, and of the programs that arrived in it."""
     programs, scenario = task.cell.programs(), task.cell.scenario(task.seed)
     contestant = Contestant.parse(task.policy)
     scenario = replace(scenario, engines_drop=contestant.name == ORACLE)
@@ -156,7 +157,7 @@ def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
 
 
 class Followed:
-    """Listens to a run: the programs that come in a time, until they end, and how long any turn is held."""
+    """Follows a run: the programs that arrive in a time, until they end, and how long any turn is held."""
 
     def __init__(self, simulation: Simulation, from_s: float, until_s: float) -> None:
         self._handle = simulation.handle
@@ -187,15 +188,15 @@ class Followed:
 
     @property
     def left_count(self) -> int:
-        """How many of them are not through."""
+        """The number of programs that have not ended."""
         return len(self._came_s)
 
     def times(self, now_s: float) -> Percentiles:
-        """Return how long they took, or are there."""
+        """Return the programs' times from arrival to end, or until now."""
         return Percentiles.of([*self._took_s, *(now_s - came_s for came_s in self._came_s.values())])
 
     def longest_hold_s(self, now_s: float) -> float:
-        """Return the longest hold of a turn, also of one that is still held."""
+        """Return the longest hold of a turn, including turns that are still held."""
         return max(self._longest_hold_s, now_s - min(self._held_since_s.values(), default=now_s))
 
 
@@ -209,13 +210,13 @@ RATIOS = (
     ("a program's p99 / {}", "p99_s", None, 1.0),
     ("longest hold / {}", "longest_hold_s", None, 1.0),
 )
-"""What is compared: its title, the figure, and its bars. The oracle has none."""
+"""Compared figures: title, figure, and bars. The oracle has none."""
 
 
 def findings(
     kept: Mapping[str, Mapping[str, float]], cells: Sequence[Cell], policies: Sequence[str], seeds: Sequence[int]
 ) -> list[Finding]:
-    """Return what was found in each cell, and in the mean over all of them."""
+    """Return the findings in each cell, and in the mean over all cells."""
     judged, others = policies[0], policies[1:]
     found = []
     for of_them in (*([cell] for cell in cells), cells):
@@ -244,7 +245,7 @@ def findings(
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return what the command line takes."""
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
@@ -268,10 +269,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not kept yet, and show it; exit status 1 if there is more to do."""
+    """Do the runs that are not stored yet, and show the findings; exit status 1 if runs are left."""
     args = arguments().parse_args(argv)
     console = Console()
-    console.width = max(console.width, 165)  # what the table takes
+    console.width = max(console.width, 165)  # the table's width
     cells = [
         Cell(name, profile, replicas_count, load, args.traces if name == RECORDED else None)
         for name in args.workloads

@@ -1,6 +1,6 @@
-"""What a lease costs that comes by a link: a scheduler with the real core as one process, a gateway's half as another.
+"""Measure a lease that comes by a link: a scheduler with the real core as one process, a gateway's half as another.
 
-No turn goes to an engine. Times are from the ask to the lease, as whoever carries the bytes sees them.
+No turn goes to an engine. Times run from the request to the lease, as seen by the code that carries the bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 1_000, 100
 
 
 async def turn(runtime: RemoteRuntime, program_id: str) -> float:
-    """Take a lease and end it; return how long it took to come, in seconds."""
+    """Take a lease and end it; return how long the lease took, in seconds."""
     asked_s = perf_counter()
     with await runtime.lease(
         TurnAsk(turn_id=runtime.new_turn_id(), program_id=program_id, prompt_bytes=PROMPT_BYTES)
@@ -42,12 +42,12 @@ async def turn(runtime: RemoteRuntime, program_id: str) -> float:
 
 
 async def alone(runtime: RemoteRuntime, count: int) -> list[float]:
-    """Return the times of turns one after another."""
+    """Return the times of turns that run one after another."""
     return [await turn(runtime, "alone") for _ in range(count)]
 
 
 async def deep(runtime: RemoteRuntime, programs_count: int, for_s: float) -> list[float]:
-    """Return the times of the turns of programs that each begin the next one at once."""
+    """Return the times of turns of concurrent programs; each begins its next turn at once."""
     until_s, times_s = perf_counter() + for_s, list[float]()
 
     async def program(name: str) -> None:
@@ -59,7 +59,7 @@ async def deep(runtime: RemoteRuntime, programs_count: int, for_s: float) -> lis
 
 
 async def paced(runtime: RemoteRuntime, programs_count: int, turns_per_s: float, for_s: float) -> list[float]:
-    """Return the times of turns that come at random, so many in a second."""
+    """Return the times of turns that arrive at random, at a given rate."""
     rng, until_s, times_s = random.Random(1), perf_counter() + for_s, list[float]()
     running: set[asyncio.Task[None]] = set()
 
@@ -69,7 +69,7 @@ async def paced(runtime: RemoteRuntime, programs_count: int, turns_per_s: float,
     next_s = perf_counter()
     while next_s < until_s:
         next_s += rng.expovariate(turns_per_s)
-        while (wait_s := next_s - perf_counter()) > 0:  # timers are a millisecond apart: turns would come in heaps
+        while (wait_s := next_s - perf_counter()) > 0:  # timers have 1 ms resolution: turns would come in bursts
             await asyncio.sleep(wait_s if wait_s > 2 * TIMER_S else 0)
         task = asyncio.create_task(one(f"p{rng.randrange(programs_count)}"))
         running.add(task)
@@ -79,7 +79,7 @@ async def paced(runtime: RemoteRuntime, programs_count: int, turns_per_s: float,
 
 
 def figures(times_s: Sequence[float]) -> dict[str, float]:
-    """Return how many there were, and their quantiles in microseconds."""
+    """Return the count of times, and their percentiles in microseconds."""
     ranked = sorted(times_s)
     return {
         "count": len(ranked),
@@ -88,23 +88,23 @@ def figures(times_s: Sequence[float]) -> dict[str, float]:
 
 
 class Nobody:
-    """Keeps leases, and does nothing about them."""
+    """A keeper of leases that ignores every event."""
 
     def unverified(self, turn_id: int) -> None:
-        """Hear it."""
+        """Ignore it."""
 
     def started(self, turn_id: int) -> None:
-        """Hear it."""
+        """Ignore it."""
 
     def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Hear it."""
+        """Ignore it."""
 
     def ended(self, end: TurnEnd) -> None:
-        """Hear it."""
+        """Ignore it."""
 
 
 def passed_in_one_process() -> dict[str, float]:
-    """Return what a turn of `serve` costs for passing what a gateway would send: no call by reference is cheaper."""
+    """Return the cost of passing a turn's messages within `serve`: no call by reference is cheaper."""
     keeper, best_s = Nobody(), float("inf")
     for _ in range(7):
         began_s = process_time()
@@ -141,7 +141,7 @@ def passed_in_one_process() -> dict[str, float]:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time that a process has taken."""
+    """Return the processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -176,7 +176,7 @@ async def measure(for_s: float, programs_count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--for-s", type=float, default=10.0, metavar="SECONDS", help="of each part (default: 10)")
     parser.add_argument("--programs", type=int, default=64, metavar="N", help="with turns at once (default: 64)")

@@ -1,9 +1,9 @@
 """The standard load: agent programs in a closed loop against an engine or the proxy, in real time.
 
-N programs run at a time and a finished one is replaced at once. Each makes 6-12 turns, and between two turns
-its tool takes a random time and returns a result that the next turn appends to the history. Everything that
-is random in a program comes from its seed and index, so program k is the same program whatever the target,
-the policy or the timing: runs with one seed are paired.
+N programs run at a time, and a finished one is replaced at once. Each makes 6-12 turns. Between two turns its tool
+takes a random time and returns a result that the next turn appends to the history. Everything random in a program
+comes from its seed and index, so program k is the same program whatever the target, the policy or the timing: runs
+with one seed are paired.
 
 Words are `w0`, `w1`, ...: one token each for the models of `benchmarks.real_engine`.
 """
@@ -34,7 +34,7 @@ CountRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What the programs look like and how many run at a time; the defaults are the standard load."""
+    """The shape of the programs and how many run at a time; the defaults are the standard load."""
 
     programs: int = 8  # at a time
     seed: int = 0
@@ -55,7 +55,7 @@ class LoadSpec:
 
 @dataclass(frozen=True)
 class TurnPlan:
-    """One turn before it happens: what it appends, what it asks for, and the tool call that follows it."""
+    """A planned turn: what it appends, what it asks for, and the tool call that follows it."""
 
     prompt: str
     output_tokens: int
@@ -64,7 +64,7 @@ class TurnPlan:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """One program before it happens."""
+    """A planned program."""
 
     index: int
     program_id: str
@@ -73,12 +73,12 @@ class ProgramPlan:
 
 
 HELD_S = 0.01
-"""A turn that a proxy had for less time before its lease was not held."""
+"""A turn that waited less at a proxy before its lease does not count as held."""
 
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """What became of one turn; times in seconds since the load began, retries included in its latency."""
+    """The outcome of one turn; times in seconds since the load began, latency includes retries."""
 
     program_index: int
     turn_index: int
@@ -91,11 +91,11 @@ class TurnRecord:
     status: int  # HTTP status of the last try; CONNECTION_BROKE when there was none or the answer broke off
     tries: int
     error: str = ""  # of the last try that failed
-    held_s: float = 0.0  # for so long a proxy held the last try
+    held_s: float = 0.0  # how long a proxy held the last try
 
     @property
     def succeeded(self) -> bool:
-        """Whether a try gave a whole answer."""
+        """Whether a try gave a complete answer."""
         return self.status == ANSWER_OK
 
     @property
@@ -158,7 +158,7 @@ class LoadResult:
 
     @property
     def held_time_ratio(self) -> float | None:
-        """Of the time that the window's turns ran, the part in which a proxy held them; None without turns."""
+        """The part of the running time of the window's turns in which a proxy held them; None without turns."""
         ran_s = sum(record.latency_s for record in self.window_records)
         return sum(record.held_s for record in self.window_records) / ran_s if ran_s else None
 
@@ -183,7 +183,7 @@ class LoadResult:
 
 
 def percentile(values: list[float], ratio: float) -> float | None:
-    """Return the nearest-rank percentile, `ratio` from 0 to 1; None of nothing."""
+    """Return the nearest-rank percentile, `ratio` from 0 to 1; None without values."""
     if not values:
         return None
     rank = max(1, math.ceil(ratio * len(values)))
@@ -250,8 +250,8 @@ async def run_programs(
 async def _open_run(
     spec: LoadSpec, base_url: str, is_proxy: bool, on_turn: Callable[[TurnRecord], None] | None
 ) -> AsyncIterator[_Run]:
-    """Give a run its connections, and release what it leaves unfinished."""
-    # Closed sooner than an engine closes idle connections (5 s), so that no turn meets a closed one.
+    """Open a run's connections, and release its unfinished programs at the end."""
+    # Closed before an engine closes idle connections (5 s), so that no turn meets a closed one.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     timeout = aiohttp.ClientTimeout(total=spec.turn_timeout_s, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
@@ -261,7 +261,7 @@ async def _open_run(
 
 
 class _Run:
-    """One load while it runs."""
+    """A running load."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class _Run:
         return time.monotonic() - self._origin_s
 
     def result(self, window_start_s: float, window_end_s: float) -> LoadResult:
-        """Return what happened so far, to be measured in the given window."""
+        """Return the result so far, for a measuring window."""
         return LoadResult(
             spec=self._spec,
             window_start_s=window_start_s,
@@ -298,7 +298,7 @@ class _Run:
         )
 
     async def keep_running(self, indices: Iterable[int]) -> None:
-        """Run the programs of these indices, `spec.programs` at a time, until there are no more."""
+        """Run the programs with these indices, `spec.programs` at a time, until none is left."""
         remaining = iter(indices)
 
         async def work() -> None:
@@ -334,7 +334,7 @@ class _Run:
     async def _run_turn(
         self, plan: ProgramPlan, turn_index: int, turn: TurnPlan, messages: list[dict[str, str]]
     ) -> tuple[TurnRecord, str]:
-        """Try one turn until an answer is whole; return its record and the text of the answer."""
+        """Try one turn until an answer is complete; return its record and the answer's text."""
         body = _turn_body(self._spec, turn, messages)
         start_s = self.now_s()
         error = ""
@@ -361,7 +361,7 @@ class _Run:
         return record, answer.text
 
     async def _try_turn(self, program_id: str, body: dict[str, Any]) -> _Answer:
-        """Send a turn once and read its answer to the end; whatever breaks is part of the answer."""
+        """Send a turn once and read its answer to the end; a failure becomes part of the answer."""
         answer = _Answer()
         url = f"{self._base_url}/v1/chat/completions"
         try:
@@ -393,7 +393,7 @@ class _Run:
             answer.fail(CONNECTION_BROKE, "the stream ended without [DONE]")
 
     async def _release(self, program_id: str) -> None:
-        """Say that a program ended, where somebody listens."""
+        """Release a program, if the target is a proxy."""
         self._live_program_ids.discard(program_id)
         if not self._is_proxy:
             return
@@ -406,7 +406,7 @@ class _Run:
 
 
 class _Answer:
-    """What one try gave so far; a failure until it is whole."""
+    """The answer of one try so far; a failure until it is complete."""
 
     def __init__(self) -> None:
         self.status = CONNECTION_BROKE
@@ -418,22 +418,22 @@ class _Answer:
 
     @property
     def may_retry(self) -> bool:
-        """Whether another try may help: not after an error of the client's own."""
+        """Whether another try may help: not after a client error."""
         return self.status in {CONNECTION_BROKE, 408, 409, 429} or self.status >= 500
 
     def fail(self, status: int, error: str) -> None:
-        """Note why the answer is not whole."""
+        """Note why the answer is incomplete."""
         self.status = status
         self.error = error[:500]
 
     def read_whole(self, body: dict[str, Any]) -> None:
-        """Take an answer that was not streamed."""
+        """Read an answer that was not streamed."""
         self.text = body["choices"][0]["message"]["content"] or ""
         self.usage = body.get("usage") or {}
         self.status = ANSWER_OK
 
     def read_event(self, event: dict[str, Any], now_s: float) -> None:
-        """Take one event of a stream."""
+        """Read one event of a stream."""
         if "error" in event:
             self.fail(CONNECTION_BROKE, json.dumps(event["error"]))
             return
@@ -446,7 +446,7 @@ class _Answer:
 
 
 def _turn_body(spec: LoadSpec, turn: TurnPlan, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """Return the request of a turn, whose answer has exactly as many tokens as planned."""
+    """Return a turn's request; its answer has exactly the planned number of tokens."""
     body: dict[str, Any] = {
         "model": spec.model,
         "messages": messages,
@@ -462,5 +462,5 @@ def _turn_body(spec: LoadSpec, turn: TurnPlan, messages: list[dict[str, str]]) -
 
 
 def _cached_tokens(usage: dict[str, Any]) -> int | None:
-    """Return the prompt tokens out of the prefix cache; None without usage, 0 when it does not say."""
+    """Return the prompt tokens found in the prefix cache; None without usage, 0 if usage does not say."""
     return (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 if usage else None

@@ -1,4 +1,4 @@
-"""Where results are kept, and what each says of itself: the machine, the commit, and a hash of the code."""
+"""Store results with their origin: the machine, the commit, and a hash of the code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or ROOT / "benchmarks" / "results")
 _written: set[Path] = set()
-"""The results of this process."""
+"""Results written by this process."""
 PACKAGES = ("thunderagent", "aiohttp", "uvloop", "msgspec")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what a reader needs to judge a figure: processor, cores, memory, versions, day."""
+    """Return the context of a figure: processor, cores, memory, versions, day."""
     return {
         "processor": _first_field(Path("/proc/cpuinfo"), "model name"),
         "cores_count": os.cpu_count(),
@@ -34,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
 
 @functools.cache
 def code_hash() -> str:
-    """Return a hash of all code that a figure may come from: the package and the benchmarks, as the files are now."""
+    """Return a hash of all code behind a figure: the package and the benchmarks, as the files are now."""
     digest = hashlib.sha256()
     for folder, endings in (("thunderagent", ("*.py", "*.toml")), ("benchmarks", ("*.py",))):
         for path in sorted(path for ending in endings for path in (ROOT / folder).rglob(ending)):
@@ -44,17 +44,17 @@ def code_hash() -> str:
 
 @functools.cache
 def describe_code() -> dict[str, str]:
-    """Return which code made a result: its hash, and the commit, with a `+` if files were changed since."""
+    """Return the code version of a result: its hash, and the commit, with a `+` if files were changed since."""
     commit = _git("rev-parse", "HEAD")[:12] or "unknown"
     changed = _git("status", "--porcelain", "--", "thunderagent", "benchmarks/*.py")
     return {"commit": commit + ("+" if changed else ""), "code": code_hash()}
 
 
 def save_results(name: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write `NAME.json` with what made it, and return its path.
+    """Write `NAME.json` with its origin, and return its path.
 
-    A result of another process that is there is kept in `earlier/`, whatever it says: the better of two runs is no
-    result. What this process wrote is replaced by what it has found since.
+    An existing result of another process is moved to `earlier/`, whatever it says: picking the better of two runs
+    would be no result. A result of this process is overwritten.
     """
     path = folder / f"{name}.json"
     if path.exists() and path not in _written:
@@ -68,7 +68,7 @@ def save_results(name: str, results: dict[str, Any], folder: Path = RESULTS) -> 
 
 
 def _git(*arguments: str) -> str:
-    """Return what git says of this folder; nothing where there is none."""
+    """Return git's output in this folder; empty without git."""
     try:
         done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
     except OSError:

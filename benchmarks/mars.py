@@ -1,13 +1,13 @@
-"""MARS, Fig. 7, Fig. 10 and its goodput, again: `scripts/bench papers mars`.
+"""Reproduce MARS, Fig. 7, Fig. 10 and its goodput: `scripts/bench papers mars`.
 
-Four regimes, by the mean volume of input of a program - all prompts of its turns together -, two GPUs, and rates about
-saturation: 20 points, at each of which every policy has the same programs at the same times. Tools share 8 cores. A
-regime is a mix of five kinds of programs (`workloads.toml`); the part of those with a long document grows with it.
+Four regimes, by the mean input volume of a program (all prompts of its turns together), two GPUs, and rates about
+saturation: 20 points. At each point every policy has the same programs at the same times. Tools share 8 cores. A
+regime is a mix of five kinds of programs (`workloads.toml`); the share of those with a long document grows with it.
 
-`mars` is run three times: on the engine that the paper changed too (`mlfq.py`); as `mars, few long` on the same engine
-with our own order of admission; and, as `mars, stock engine`, on one that knows priorities only, which is what a proxy
-can have. Every run is kept when it is done (`results/papers-mars-runs.json`), so that a benchmark that was ended goes
-on where it was; delete the file to begin anew.
+`mars` is run three times: on the engine that the paper also changed (`mlfq.py`); as `mars, few long` on the same engine
+with this project's order of admission; and as `mars, stock engine` on one that knows only priorities, which is what a
+proxy can have. Every run is stored when it ends (`results/papers-mars-runs.json`), so an interrupted benchmark resumes
+where it stopped; delete the file to start over.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ BLOCK_TOKENS = 256
 SHORT_KINDS = {"mars-terminal": 0.3, "mars-swe": 0.3, "mars-git": 0.2, "mars-repo": 0.2}
 LONG_KIND = "mars-infinity"
 REGIMES = {"125k": 0.027, "167k": 0.096, "220k": 0.180, "263k": 0.245}
-"""The part of programs with a long document, so that the mean volume is that of the paper's regime."""
+"""The part of programs with a long document, chosen so that the mean volume is that of the paper's regime."""
 
 SATURATION_PER_S = {
     "h100": {"125k": 0.20, "167k": 0.15, "220k": 0.10, "263k": 0.08},
     "h200": {"125k": 0.23, "167k": 0.18, "220k": 0.12, "263k": 0.095},
 }
-"""Programs a second that come to their end if all come at once, under `infercept`: 8 cores or the GPU allow no more."""
+"""Programs a second that end if all arrive at once, under `infercept`: the limit of 8 cores or the GPU."""
 
 LOADS = {"h100": (1.0, 1.5, 2.0), "h200": (1.0, 1.5)}
-"""Rates, in parts of that."""
+"""Rates, in multiples of `SATURATION_PER_S`."""
 
 PROFILES = {"h100": "qwen3-coder-30b-h100-nvl", "h200": "qwen3-coder-30b-h200-nvl"}
 
@@ -78,7 +78,7 @@ POLICIES = {
     "breakeven": "breakeven",
 }
 PUBLISHED = ("fcfs", "autellix", "infercept", "continuum", "continuum-fixed", "concur")
-"""The companions' policies, the paper's five baselines among them; the last two are this project's own."""
+"""The companions' policies, including the paper's five baselines; the last two are this project's own."""
 
 ALPHA_RATIO = 3.0
 HEAVIEST = ("220k", "263k")
@@ -119,7 +119,7 @@ POINTS = tuple(Point(regime, gpu, load) for gpu, loads in LOADS.items() for regi
 
 @dataclass(frozen=True)
 class Mix:
-    """Programs of several kinds that come at a rate; program k and the time between two are the same at every rate."""
+    """Programs of several kinds that arrive at a rate; every rate has the same program k and the same relative gaps."""
 
     name: str
     rate_per_s: float
@@ -133,7 +133,7 @@ class Mix:
         return replace(workload(kind).program(index, seed), arrival_s=self._arrival(index, seed) / self.rate_per_s)
 
     def _arrival(self, index: int, seed: int) -> float:
-        """Return when program `index` comes, in mean times between two."""
+        """Return when program `index` arrives, in units of the mean gap."""
         known = self._gaps.setdefault(seed, [])
         while len(known) <= index:
             gap = Random(f"mars/{seed}/arrival/{len(known)}").expovariate(1.0)
@@ -149,7 +149,7 @@ def mix(regime: str, rate_per_s: float) -> Mix:
 
 
 def scenario_of(point: Point, policy: str, seed: int) -> Scenario:
-    """Return one replica on a GPU, as the policy's authors have it, and 8 cores for tools."""
+    """Return one replica on a GPU, as the policy's authors run it, and 8 cores for tools."""
     timing = profile(PROFILES[point.gpu])
     engine = EngineConfig.of(timing, block_size=BLOCK_TOKENS, max_num_batched_tokens=8192)
     engine = replace(engine, max_model_len=CONTEXT_LIMIT_TOKENS)
@@ -174,7 +174,7 @@ RUNS = RESULTS / "papers-mars-runs.json"
 
 @dataclass(frozen=True)
 class Task:
-    """One run that is to be done."""
+    """A pending run."""
 
     point: Point
     policy: str
@@ -183,7 +183,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Return its name among the runs that are kept."""
+        """Return its name among the stored runs."""
         return f"{self.point}|{self.policy}|{self.seed}"
 
 
@@ -196,7 +196,7 @@ def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
 
 
 def figures_of(result: RunResult) -> dict[str, float]:
-    """Return what is kept of a run."""
+    """Return the stored figures of a run."""
     latencies = result.program_latency
     in_time = {f"goodput_{each.alpha_ratio:g}": each.program_ratio for each in result.goodputs}
     turns = {f"turn_goodput_{each.alpha_ratio:g}": each.turn_ratio for each in result.goodputs}
@@ -217,7 +217,7 @@ def figures_of(result: RunResult) -> dict[str, float]:
 
 
 class Found:
-    """The runs of all points and policies over those seeds that all of them have."""
+    """The runs over the seeds that all points and policies have."""
 
     def __init__(self, kept: Mapping[str, dict[str, float]], seeds: Sequence[int]) -> None:
         self._kept = kept
@@ -240,19 +240,19 @@ class Found:
         return min(policies, key=lambda policy: self.mean(point, policy, "mean_s").mean)
 
     def speedup(self, point: Point, policy: str, others: Sequence[str]) -> Interval | None:
-        """Return the best other's mean latency over this one's, seed by seed."""
+        """Return the best other policy's mean latency over this one's, seed by seed."""
         best = self.best(point, others)
         return Interval.of_ratios(self.values(point, best, "mean_s"), self.values(point, policy, "mean_s"))
 
     def goodput(self, regime: str, policy: str, figure: str = f"goodput_{ALPHA_RATIO:g}") -> Interval:
-        """Return the part of a regime's programs in time, all points together; or of its turns."""
+        """Return the part of a regime's programs (or turns) in time, all points together."""
         points = [point for point in POINTS if point.regime == regime]
         columns = [self.values(point, policy, figure) for point in points]
         return Interval.of([sum(each) / len(each) for each in zip(*columns, strict=True)])
 
 
 def figure(runner: Runner, console: Console) -> dict[str, Any]:
-    """Do the runs, show them, and return the figures for the results."""
+    """Do and show the runs; return the figures for the results."""
     tasks = [Task(point, policy, seed) for seed in runner.seeds for point in POINTS for policy in POLICIES]
     found = Found(do_runs(run_one, tasks, RUNS, runner.jobs_count, console), runner.seeds)
     if not found.seeds:
@@ -278,7 +278,7 @@ def figure(runner: Runner, console: Console) -> dict[str, Any]:
 
 
 def in_time_rows(found: Found) -> list[dict[str, str | int]]:
-    """Return for each regime and policy which parts of its turns and programs were in time, all points together."""
+    """Return the parts of turns and programs in time for each regime and policy, all points together."""
     return [
         {
             "setting": regime,
@@ -293,7 +293,7 @@ def in_time_rows(found: Found) -> list[dict[str, str | int]]:
 
 
 def _summary(found: Found, policy: str) -> dict[str, Any]:
-    """Return how often a policy is the best, how much it is at most, and its goodput, against both sets of others."""
+    """Return how often a policy is best, its largest speedup, and its goodput, against both sets of others."""
     summary: dict[str, Any] = {}
     for name, others in (("published", PUBLISHED), ("all", (*PUBLISHED, *OWN))):
         speedups = [found.speedup(point, policy, others) for point in POINTS]

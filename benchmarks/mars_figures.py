@@ -1,18 +1,18 @@
-"""MARS, the orders of its admission and Fig. 8, 11, 12 and 13, again: `scripts/bench papers mars-orders` and others.
+"""Reproduce MARS, its orders of admission and Fig. 8, 11, 12 and 13: `scripts/bench papers mars-orders` and others.
 
-Programs, engines, tools and rates are those of `mars.py`, where nothing else is said:
+Programs, engines, tools and rates are those of `mars.py` unless stated otherwise:
 
-- *orders*: the paper's order of admission beside ours, at all twenty points.
+- *orders*: the paper's order of admission beside this project's, at all twenty points.
 - *Fig. 8*: GPT-OSS-120B on one H100 NVL, whose context ends at 131,072 tokens: longer programs are drawn anew. Beside
   Continuum with its fixed and its learned time, as in the paper.
-- *Fig. 11 and 12*: the whole of OpenHands on the H200. No OpenHands runs here: what it adds is time that the serving
-  system does not see, more and more irregular. Each tool takes `FRAMEWORK_S` more and is multiplied by a random number.
-  Fig. 12 is which part of the programs comes to its end.
-- *Fig. 13*: without one component each. Without the coordinator the engine serves as turns come; without the control
-  plane everybody is let in; without the co-scheduler nothing is kept through a tool. The engine goes on to shrink
-  chunks without the last: its levels need that.
+- *Fig. 11 and 12*: the whole of OpenHands on the H200. No OpenHands runs here: it adds time that the serving system
+  does not see, increasingly irregular. Each tool takes `FRAMEWORK_S` more and is multiplied by a random number.
+  Fig. 12 is the share of programs that end.
+- *Fig. 13*: without one component each. Without the coordinator the engine serves turns as they come; without the
+  control plane everybody is admitted; without the co-scheduler nothing is kept through a tool. Without the last the
+  engine still shrinks chunks: its levels need that.
 
-Runs are kept as those of `mars.py` are (`results/papers-mars-NAME-runs.json`).
+Runs are stored as those of `mars.py` are (`results/papers-mars-NAME-runs.json`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Task:
-    """One run that is to be done."""
+    """A pending run."""
 
     figure: str
     regime: str
@@ -98,7 +98,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Return its name among the runs that are kept."""
+        """Return its name among the stored runs."""
         return f"{self.regime} {self.gpu} {self.load:g}|{self.policy}|{self.seed}"
 
 
@@ -127,7 +127,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Framed:
-    """Programs of a mix in an agent framework: their tools take longer, and less alike."""
+    """Programs of a mix in an agent framework: their tools take longer and vary more."""
 
     inner: Mix
 
@@ -148,7 +148,7 @@ class Framed:
 
 
 def context_tokens(plan: ProgramPlan) -> int:
-    """Return how large a program's context is in the end."""
+    """Return a program's final context in tokens."""
     return plan.shared_prefix_tokens + sum(turn.new_tokens + turn.output_tokens for turn in plan.turns)
 
 
@@ -174,7 +174,7 @@ def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
 
 
 def _run_of(task: Task) -> tuple[Scenario, Mix | Bounded | Framed]:
-    """Return the engines and the programs of a run."""
+    """Return a run's engines and programs."""
     on_engine = MARS if task.policy in (WITHOUT_CONTROL, WITHOUT_COSCHEDULER, WITHOUT_COORDINATOR) else task.policy
     if task.figure == "fig8":
         scenario = scenario_of(Point("125k", "h100", 1.0), on_engine, task.seed)
@@ -204,7 +204,7 @@ Place = tuple[str, str, float]
 
 @dataclass(frozen=True)
 class Plan:
-    """A figure: where it is measured, and whose."""
+    """A figure: its points and its policies."""
 
     name: str
     places: tuple[Place, ...]
@@ -233,7 +233,7 @@ FIG13 = Plan(
 
 
 class Found:
-    """The kept runs of a plan over those seeds that are complete."""
+    """The stored runs of a plan over its complete seeds."""
 
     def __init__(self, plan: Plan, kept: Mapping[str, dict[str, float]], seeds: Sequence[int]) -> None:
         self.plan = plan
@@ -261,7 +261,7 @@ def tasks_of(plan: Plan, seed: int) -> list[Task]:
 
 
 def figure_of(plan: Plan, runner: Runner, console: Console) -> dict[str, Any]:
-    """Do a figure's runs, show them, and return its figures for the results."""
+    """Do and show a figure's runs; return its figures for the results."""
     tasks = [task for seed in runner.seeds for task in tasks_of(plan, seed)]
     path = RESULTS / f"papers-mars-{plan.name}-runs.json"
     found = Found(plan, do_runs(run_one, tasks, path, runner.jobs_count, console), runner.seeds)
@@ -330,7 +330,7 @@ def _plot(found: Found) -> Figure:
 
 
 def orders(runner: Runner, console: Console) -> dict[str, Any]:
-    """Compare the paper's order of admission with ours."""
+    """Compare the paper's order of admission with this project's."""
     return figure_of(ORDERS, runner, console)
 
 
@@ -340,10 +340,10 @@ def fig8(runner: Runner, console: Console) -> dict[str, Any]:
 
 
 def fig11(runner: Runner, console: Console) -> dict[str, Any]:
-    """Make Fig. 11 and 12: a whole agent framework, and who comes to an end."""
+    """Make Fig. 11 and 12: a whole agent framework, and the programs that end."""
     return figure_of(FIG11, runner, console)
 
 
 def fig13(runner: Runner, console: Console) -> dict[str, Any]:
-    """Make Fig. 13: without a component each."""
+    """Make Fig. 13: without one component each."""
     return figure_of(FIG13, runner, console)

@@ -1,8 +1,8 @@
-"""Whether the proxy's memory stays flat: one hour of programs that come and go, and a line through its resident memory.
+"""Check that the proxy's memory stays flat: an hour of programs that come and go, and a line fitted to resident memory.
 
-The line begins with the 16th minute: the dashboard shows the last quarter of an hour, and until then that is collected.
-Samples of a process's memory follow one another, so the interval of the line's slope is widened by how much they do (as
-many independent samples as an AR(1) process would leave).
+The line begins with the 16th minute: the dashboard shows the last quarter of an hour, which is collected until then.
+Samples of a process's memory are correlated, so the interval of the line's slope is widened accordingly (to as many
+independent samples as an AR(1) process would leave).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLE_PERIOD_S = 10.0
 FORGET_LIMIT_S = 60.0
 LIMITS = ("--idle-limit-s", "10", "--forget-limit-s", str(FORGET_LIMIT_S))
 MADE_ANSWERS_COUNT = 106_250
-"""Ids of responses that the proxy remembers at most, which it does on purpose: they are filled before the hour."""
+"""Limit of response ids that the proxy remembers on purpose: the memory for them is filled before the hour."""
 
 REPLICAS_COUNT = 2
 Z_95 = 1.96
@@ -40,7 +40,7 @@ Z_95 = 1.96
 
 @dataclass(frozen=True)
 class Sample:
-    """What the proxy takes up at one time."""
+    """The proxy's resource use at one time."""
 
     at_s: float
     resident_mb: float
@@ -49,7 +49,7 @@ class Sample:
     held_count: float
     leases_count: float
     turns_count: int
-    """Sent so far."""
+    """Turns sent so far."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Slope:
     """Of the line, where it begins."""
     samples_count: int
     independent_count: float
-    """As many as if they did not follow one another."""
+    """The equivalent number of independent samples."""
 
 
 def slope_of(times_s: Sequence[float], resident_mb: Sequence[float]) -> Slope:
-    """Fit a line by least squares. Needs three samples."""
+    """Fit a line by least squares to at least three samples."""
     count = len(times_s)
     mean_s, mean_mb = sum(times_s) / count, sum(resident_mb) / count
     spread = sum((at_s - mean_s) ** 2 for at_s in times_s)
@@ -93,7 +93,7 @@ def slope_after(samples: Sequence[Sample], from_s: float, to_s: float) -> Slope:
 
 
 def files_count(pid: int) -> int:
-    """Return how many files and sockets a process has open."""
+    """Return the number of a process's open files and sockets."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
@@ -110,7 +110,7 @@ async def gauges(client: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 async def sample(load: Comings, pid: int, at_s: float) -> Sample:
-    """Look at the proxy."""
+    """Take a sample of the proxy."""
     now = await gauges(load.client, load.url)
     return Sample(
         at_s=round(at_s, 1),
@@ -124,7 +124,7 @@ async def sample(load: Comings, pid: int, at_s: float) -> Sample:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the load on a proxy, and look at it every ten seconds."""
+    """Run the load on a proxy, and sample it every ten seconds."""
     loop = asyncio.get_running_loop()
     samples: list[Sample] = []
     async with AsyncExitStack() as stack:
@@ -184,7 +184,7 @@ def plot(results: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    """Measure, print, draw and keep the figures."""
+    """Measure, print, draw and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="length of the load")
     parser.add_argument("--warmup-minutes", type=float, default=15.0, help="how much of it the line leaves out")

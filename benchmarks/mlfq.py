@@ -1,25 +1,25 @@
-"""An agent-centric engine scheduler: levels, quanta, chunks that shrink, and who is evicted first.
+"""An agent-centric engine scheduler: levels, quanta, chunks that shrink, and the order of eviction.
 
 Theory of operation
 -------------------
-What MARS ("MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems", arXiv 2604.26963) changes in
-vLLM, with the numbers of the authors' preview code (Afterglow231/MARS_preview): an engine with `discipline=Mlfq`. How
-vLLM decides is told in the simulator's `engine.py`.
+The changes of MARS ("MARS: Efficient, Adaptive Co-Scheduling for Heterogeneous Agentic Systems", arXiv 2604.26963) to
+vLLM, with the numbers of the authors' preview code (Afterglow231/MARS_preview): an engine with `discipline=Mlfq`. The
+simulator's `engine.py` explains how vLLM decides.
 
-**Levels.** What runs is ordered in each iteration by its level, and in it by when it was served last. A request's level
-is that of the tokens of its prompt that are still to be computed, but no lower number than its feedback: one level down
-each time it was served a whole quantum and is not through, until it generates. Who was not served for `PROMOTE_S` goes
-up by one level for each such time.
+**Levels.** In each iteration running requests are ordered by level, then by when they were last served. A request's
+level is that of the tokens of its prompt that are still to be computed, but no lower number than its feedback: one
+level down each time it used a whole quantum and is not through, until it generates. A request that was not served for
+`PROMOTE_S` rises by one level for each such time.
 
-**Quanta.** A prompt gets at most the quantum of its level in an iteration, so that one of 100,000 tokens stands in
-nobody's way; one that is alone in the engine stands in nobody's way and gets the whole budget, which is ours.
-Generating is not bounded.
+**Quanta.** A prompt gets at most the quantum of its level in an iteration, so that a prompt of 100,000 tokens does not
+block others. One that is alone in the engine blocks nobody and gets the whole budget, which is this project's
+addition. Generating is not bounded.
 
-**Shrinking.** A chunk that does not fit in the free blocks is halved until it does, down to one block; only then is
-somebody preempted: a lowest level first, of equals who holds most blocks, then the newest. Who generates goes last.
-A preempted request goes to the front of the queue.
+**Shrinking.** A chunk that does not fit in the free blocks is halved until it does, down to one block; only then is a
+request preempted: the lowest level first, of equals the one that holds most blocks, then the newest. Generating
+requests go last. A preempted request goes to the front of the queue.
 
-**Retaining** blocks for a program's next turn is the engine's own (`engines_retain` of a scenario).
+**Retaining** blocks for a program's next turn is done by the engine itself (`engines_retain` of a scenario).
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ if TYPE_CHECKING:
     from thunderagent.simulator.engine.sequences import EngineSequence
 
 QUANTA_TOKENS = (2048, 1024, 512, 256)
-"""What a prompt gets at most in an iteration, by level."""
+"""Token limit of a prompt in an iteration, by level."""
 
 LOWEST_LEVEL = len(QUANTA_TOKENS) - 1
 
 PROMOTE_S = 30.0
-"""Who was not served for so long goes up by a level."""
+"""A request that was not served for this long rises by a level."""
 
 FRONT_PRIORITY = -(1 << 60)
-"""Of a preempted request: before everybody else that waits."""
+"""The rank of a preempted request: before all others that wait."""
 
 
 def effective_level(remaining_tokens: int, feedback_level: int, unserved_s: float) -> int:
-    """Return the level of a request that runs, promoted by the time in which it was not served."""
+    """Return the level of a running request, promoted by the time since it was last served."""
     level = max(feedback_level, level_of(remaining_tokens))
     return max(0, level - int(unserved_s / PROMOTE_S))
 
 
 def quantum_tokens(level: int) -> int:
-    """Return what a prompt of that level gets at most."""
+    """Return the token limit of a prompt at a level."""
     return QUANTA_TOKENS[level]
 
 
 class Mlfq:
-    """The levels of one engine's requests, and what follows from them."""
+    """The levels of one engine's requests, and the decisions that follow from them."""
 
     def __init__(self) -> None:
         self._feedback_levels: WeakKeyDictionary[EngineSequence, int] = WeakKeyDictionary()
 
     def level(self, sequence: EngineSequence, now_s: float) -> int:
-        """Return the level of a request that runs."""
+        """Return the level of a running request."""
         if sequence.is_decoding:
             return 0
         remaining_tokens = sequence.known_tokens - sequence.computed_tokens
         return effective_level(remaining_tokens, self._feedback_levels.get(sequence, 0), now_s - sequence.served_s)
 
     def in_order(self, running: Sequence[EngineSequence], now_s: float) -> Sequence[EngineSequence]:
-        """Order by level, then by when it was served last, then by rank."""
+        """Order by level, then by the time of last service, then by rank."""
         return sorted(running, key=lambda each: (self.level(each, now_s), each.served_s, each.rank))
 
     def most_tokens(self, sequence: EngineSequence, now_s: float) -> int:
@@ -79,19 +79,19 @@ class Mlfq:
         return quantum_tokens(self.level(sequence, now_s))
 
     def victim(self, running: Sequence[EngineSequence], now_s: float) -> EngineSequence:
-        """Return one of the lowest level, of equals who holds most blocks, then the newest; who generates goes last."""
+        """Return a request of the lowest level, then with most blocks, then the newest; generating ones go last."""
         return max(
             running,
             key=lambda each: (-1 if each.is_decoding else self.level(each, now_s), each.blocks.count, each.rank[1]),
         )
 
     def preempted(self, sequence: EngineSequence) -> None:
-        """Send it to the front of the queue."""
+        """Send the request to the front of the queue."""
         sequence.rank = (FRONT_PRIORITY, sequence.rank[1])
         self._feedback_levels.pop(sequence, None)
 
     def served(self, sequence: EngineSequence, tokens: int, end_s: float) -> None:
-        """Let it fall by a level if its quantum was not enough."""
+        """Lower the request by a level if its quantum was not enough."""
         if sequence.computed_tokens + tokens >= sequence.known_tokens:
             self._feedback_levels.pop(sequence, None)
         elif tokens >= quantum_tokens(self.level(sequence, end_s)):

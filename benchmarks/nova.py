@@ -1,4 +1,4 @@
-"""Nova on a card: `scripts/bench nova e0`, e1, e2, e3 and e4 are one command each, under ten minutes on an H100.
+"""Run Nova on a card: `scripts/bench nova e0`, e1, e2, e3 and e4 are one command each, under ten minutes on an H100.
 
     e0  what partitions are: SMs that came out, whether a graph keeps its own, what a switch costs, the bus
     e1  stage times alone and beside decoding for each split; writes the profile that e3 and e4 read
@@ -6,8 +6,8 @@
     e3  adaptive splits beside multi-stream, chunked and decode-limited prefill
     e4  adaptive beside static splits, a burst's timeline, overhead, waits beside M/G/1
 
-Each writes `nova-eN.json` to --out (the results' folder unless said) as it goes. Without a GPU the same runs take a
-small model on the machine's cores: lanes are cores then, and e0 and e2 tell little.
+Each writes `nova-eN.json` to --out (default: the results' folder) as it goes. Without a GPU the same runs use a small
+model on the machine's cores: lanes are then cores, and e0 and e2 say little.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCH = 3  # in flight beside a pass, as in the paper's Table IV
 
 
 class Bench:
-    """One experiment: an engine, what is known of it, and a file that grows."""
+    """One experiment: an engine, what is known of it, and a growing result file."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.options = options
@@ -57,7 +57,7 @@ class Bench:
         self.begin_s = time.monotonic()
 
     def note(self, key: str, value: Any) -> None:
-        """Keep a figure, and write the file: a run that is ended leaves what it had."""
+        """Add a figure and write the file: an interrupted run keeps its figures so far."""
         self.told[key] = value
         self.told["took_s"] = time.monotonic() - self.begin_s
         self.path.write_text(json.dumps(self.told, indent=1) + "\n")
@@ -87,17 +87,17 @@ class Bench:
         self.note("warm", {"memory_gb": _allocated_gb(), "reserved_gb": _reserved_gb()})
 
     async def run(self, engine: Engine, policy: str, split: Any, rate_per_s: float, tag: str) -> Run:
-        """Serve the turns that every policy gets at this rate."""
+        """Serve the turns of this rate, which are the same for every policy."""
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         turns = Turns.poisson(self.size, self.options.requests, rate_per_s, nova_rig.SEED, dtype)
         return await nova_rig.serve(engine, nova_rig.scheduler_of(policy, self.size, split), turns, self.passes, tag)
 
     def profile(self) -> Profile:
-        """Read what e1 measured."""
+        """Read the profile that e1 measured."""
         return load(self.options.profile)
 
     def adaptive(self, profile: Profile) -> Adaptive:
-        """Return the adaptive policy: Eq. 3's shares, or those that were said."""
+        """Return the adaptive policy with Eq. 3's shares, or the given ones."""
         if self.options.adaptive is None:
             return adaptive_of(profile, MEAN_OUTPUT_TOKENS)
         encode, prefill, floor, step = self.options.adaptive
@@ -108,7 +108,7 @@ class Bench:
 
 
 def e0(bench: Bench) -> None:
-    """Say what partitions are on this card."""
+    """Measure what partitions are on this card."""
     nova_card.partitions(bench.device, bench.note)
 
 
@@ -145,7 +145,7 @@ def e1(bench: Bench) -> None:
 
 
 def e2(bench: Bench) -> None:
-    """Lend the encoder its weights: one pass, memory, and turns served."""
+    """Measure the encoder with its weights on the host: one pass, memory, and turns served."""
     asyncio.run(nova_card.offload(bench, requests=min(30, bench.options.requests)))
 
 
@@ -157,13 +157,13 @@ def e3(bench: Bench) -> None:
     async def go() -> None:
         vlm, engine = bench.engine(adaptive.shares)
         await bench.started(engine, vlm)
-        # The first run pays for every length of prompt that the card's libraries have not seen: it is not counted.
+        # The first run pays for each prompt length that is new to the card's libraries: it is not counted.
         await bench.run(engine, "nova", adaptive, 1.0 / (profile.encode_s + profile.prefill_s), "unseen")
         for load_share in bench.options.loads:
             rate = load_share / (profile.encode_s + profile.prefill_s)
             figures: dict[str, list[dict[str, Any]]] = {name: [] for name in bench.options.policies}
             for round_number in range(bench.options.rounds):
-                order = bench.options.policies[:: -1 if round_number % 2 else 1]  # so none is always the first
+                order = bench.options.policies[:: -1 if round_number % 2 else 1]  # so that no policy is always first
                 for name in order:
                     policy, _, units = name.partition("-")
                     split = Static(int(units), int(units)) if units else adaptive if policy == "nova" else None
@@ -219,7 +219,7 @@ def _policy(adaptive: Any) -> dict[str, Any]:
 
 
 def _waits(run: Run, rate_per_s: float) -> dict[str, Any]:
-    """Return how long turns waited for their encoding, beside what M/G/1 says (Table V)."""
+    """Return how long turns waited for their encoding, beside the M/G/1 prediction (Table V)."""
     front: dict[str, float] = {}
     waits = []
     for done in run.passes:
@@ -244,7 +244,7 @@ def _timeline(run: Run) -> list[list[Any]]:
 
 
 def _overhead(run: Run) -> dict[str, list[float]]:
-    """Return the percentiles of how long a job lay between the scheduler and its worker, in seconds."""
+    """Return percentiles of the delay of a job between the scheduler and its worker, in seconds."""
     out = {}
     for stage in {done.stage for done in run.passes}:
         waits = sorted(done.begin_s - done.job.put_s for done in run.passes if done.stage == stage)
@@ -270,7 +270,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {"e0": e0, "e1": e1, "e2": e2,
 
 
 def main() -> None:
-    """Run the experiments that are named, one after the other."""
+    """Run the named experiments, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")

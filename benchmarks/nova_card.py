@@ -1,4 +1,4 @@
-"""Nova on a card: what partitions are (e0), stages on the whole device at once (e1), weights on the host (e2)."""
+"""Measure Nova on a card: partitions (e0), stages on the whole device at once (e1), weights on the host (e2)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Note = Callable[[str, Any], None]
 
 
 def partitions(device: torch.device, note: Note) -> None:
-    """Say which SMs came out, whether a graph keeps them, what a switch costs and how fast the bus is."""
+    """Measure the resulting SMs, whether a graph keeps them, the cost of a switch, and the bus speed."""
     if device.type != "cuda":
         pool = nova_rig.pool_for(device)
         note("cores", {"splits": pool.splits, "switch_us": _switch_us(pool)})
@@ -47,7 +47,7 @@ def partitions(device: torch.device, note: Note) -> None:
 
 
 def _speed_by_split(device: torch.device, pool: GreenPool, note: Note) -> None:
-    """Time one product on lanes, as calls and as a graph: it must be as slow as its SMs are few."""
+    """Time one product on lanes, as calls and as a graph: with fewer SMs it must be slower in proportion."""
     left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(left)
     rows = []
@@ -82,7 +82,7 @@ def _event_ms(stream: Any, run: Callable[[], Any], repeats: int = 30) -> float:
 
 
 def _switch_us(pool: Any) -> dict[str, float]:
-    """Time a change of lanes for the host, and with its wait for the device."""
+    """Time a change of lanes on the host, without and with the wait for the device."""
     lanes = [None, *pool.splits[:2]]
     with pool.enter(ENCODE, None):
         pool.mark().synchronize()
@@ -104,7 +104,7 @@ def _bus(device: torch.device, note: Note) -> None:
 
 
 def graphs_agree(engine: Engine, subject: Subject) -> dict[str, bool]:
-    """Say whether each lane's graph gives the tokens of a plain call."""
+    """Return whether each lane's graph gives the tokens of a plain call."""
     rows = [turn.row for turn in subject.batch]
     agree: dict[str, bool] = {}
 
@@ -119,7 +119,7 @@ def graphs_agree(engine: Engine, subject: Subject) -> dict[str, bool]:
 
 
 def beside_whole(subject: Subject, profile: Profile, repeats: int, batch: int) -> dict[str, float]:
-    """Run stages at once on the whole device: what multi-stream does."""
+    """Run stages concurrently on the whole device, as multi-stream does."""
     told = {}
     for stage, alone_s in ((ENCODE, profile.encode_s), (PREFILL, profile.prefill_s)):
         front_s, step_s = beside(subject, stage, None, repeats, batch)

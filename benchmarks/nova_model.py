@@ -1,17 +1,18 @@
-"""Nova's policies in virtual time, on stage times of the paper and assumed slowdowns: which is better, not by how much.
+"""Compare Nova's policies in virtual time, on stage times of the paper and assumed slowdowns: ranks, not margins.
 
 Theory of operation
 -------------------
-The scheduler is the engine's own; this stands in for its workers. A pass is work of 1, done at a rate that depends on
-what runs beside it, and ends when it is done. At each event the work so far is booked and the rates are made anew.
+The scheduler is the engine's own; this module simulates its workers. A pass is work of 1, done at a rate that depends
+on what runs beside it, and ends when it is done. Each event books the work so far and recomputes the rates.
 
 Published (an RTX A6000, 84 SMs): the time of each stage alone (Table I); decoding of 10 takes 30.6 ms (III-C); two
 linear kernels of encoding and decoding on streams without a split slow down to 1 / 0.864 and 1 / 0.204 (Table IV, from
 588.3 and 699.8 ms alone to 680.6 and 1241.8 ms). Assumed, because the curves are only drawn: on u of 84 SMs a stage
 that computes takes 0.35 + 0.65 * 84 / u of its time, decoding 1 + (15 / u)^2, and both 5 % more beside each other.
-With that encoding and prefill beside decoding take 1.5 s (Table V: 1.35 to 1.44 s, some of it alone), and a token in
-the smallest share of 12 SMs 78 ms (V-A: below 80 ms). A chunk of a prefill reads all weights once, as a decoding step
-does. Beside each other the two share that in linear layers, three quarters of a step (III-B), and nothing in the rest.
+This gives 1.5 s for encoding and prefill beside decoding (Table V: 1.35 to 1.44 s, some of it alone), and 78 ms for a
+token in the smallest share of 12 SMs (V-A: below 80 ms). A chunk of a prefill reads all weights once, as a decoding
+step does. Running together, the two share that cost in linear layers, three quarters of a step (III-B), and share
+nothing in the rest.
 """
 
 from __future__ import annotations
@@ -58,22 +59,22 @@ STATIC_UNITS = (12, 18, 24, 30, 36)
 
 
 def decode_s(batch: int) -> float:
-    """Return how long a step takes alone."""
+    """Return the time of a step that runs alone."""
     return 0.0289 + (0.0306 - 0.0289) * (batch - 1) / 9
 
 
 def computing_slowdown(units: int) -> float:
-    """Return how many times longer encoding and prefill take beside decoding, on so many SMs."""
+    """Return the slowdown factor of encoding and prefill beside decoding, on a number of SMs."""
     return BESIDE * (0.35 + 0.65 * UNITS / units)
 
 
 def decoding_slowdown(units: int) -> float:
-    """Return how many times longer decoding takes beside another stage, on so many SMs."""
+    """Return the slowdown factor of decoding beside another stage, on a number of SMs."""
     return BESIDE * (1.0 + (15 / units) ** 2)
 
 
 def profile() -> Profile:
-    """Return the model as if it had been measured, for every even share."""
+    """Return the model as a measured profile, for every even share."""
     splits = tuple(
         SplitTimes(
             decode_units=units,
@@ -90,7 +91,7 @@ def profile() -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """How long a stage takes alone, and how many times longer beside another one on a split."""
+    """The time of each stage alone, and its slowdown beside another one on a split."""
 
     encode_s: float
     prefill_s: float
@@ -99,7 +100,7 @@ class Card:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read what `scripts/bench nova e1` measured, without torch."""
+    """Read the profile that `scripts/bench nova e1` measured, without torch."""
     told = json.loads(path.read_text())["profile"]
     decode_s = {int(batch): seconds for batch, seconds in told.pop("decode_s").items()}
     splits = tuple(SplitTimes(**split) for split in told.pop("splits"))
@@ -107,7 +108,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def measured(of: Profile) -> Card:
-    """Return a card as it was measured; without a split it is as in the paper."""
+    """Return a card as measured; without a split it is as in the paper."""
     by_share = {times.decode_units: times for times in of.splits}
     most = max(of.decode_s)
 
@@ -124,7 +125,7 @@ def measured(of: Profile) -> Card:
 
 @dataclass(slots=True)
 class _Pass:
-    """What a worker has: how long it takes alone, how much of it is left, and on which split."""
+    """A worker's pass: its time alone, how much of it is left, and its split."""
 
     decision: StartEncode | StartPrefill | StartDecode
     alone_s: float
@@ -135,7 +136,7 @@ class _Pass:
 
 @dataclass(slots=True)
 class _Course:
-    """A request's times, and how many tokens are yet to come."""
+    """A request's times, and the number of tokens to come."""
 
     arrived_s: float
     tokens_left: int
@@ -146,7 +147,7 @@ class _Course:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy made of a load: seconds of each request, in the order in which they came."""
+    """The outcome of a policy on a load: latencies in seconds, in order of arrival."""
 
     latencies_s: list[float]
     waits_s: list[float]
@@ -282,7 +283,7 @@ def run(
     seed: int = 0,
     card: Card | None = None,
 ) -> Outcome:
-    """Run one policy over one load, with slots enough for all."""
+    """Run one policy over one load, with enough slots for all requests."""
     scheduler = Scheduler(policy_name, slots=count, split_policy=split_policy)
     return Model(scheduler, arrivals(rate_per_s, count, seed), card).run()
 
@@ -300,7 +301,7 @@ def compare(rate_per_s: float, *, count: int = 500, seed: int = 0) -> dict[str, 
 
 
 def main() -> None:
-    """Print and keep mean and longest latency of each policy at each rate, in seconds; means over the runs."""
+    """Print and save mean and longest latency of each policy at each rate, in seconds; means over the runs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=500, help="requests of each run (default: %(default)s)")
     parser.add_argument(

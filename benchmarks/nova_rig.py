@@ -1,4 +1,4 @@
-"""What the runs of Nova share: the paper's model drawn on the card, arrivals in pairs, and what a run tells."""
+"""Shared parts of the Nova runs: the paper's model drawn on the card, arrivals in pairs, and a run's figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUTPUT_TOKENS = (30, 80)  # the paper's range
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large the model and its images are."""
+    """The size of the model and its images."""
 
     encoder_layers: int
     encoder_width: int
@@ -51,7 +51,7 @@ class Size:
 
 # CogAgent's shape as the paper gives it: 4.4 B + 9.4 B, 1600 tokens an image, 70 MB of KV a request.
 PAPER = Size(64, 1792, 10240, 16, 40, 4096, 13696, 32, 2, 151552, 1120, 1791, 16)
-# The same with little of everything, for two cores: encoding to prefill to a step is about 20 : 8 : 1 there too.
+# A small version for two cores: encoding to prefill to a step is about 20 : 8 : 1 there too.
 SMALL = Size(8, 128, 512, 4, 4, 192, 512, 6, 2, 151552, 336, 335, 8)
 
 
@@ -86,7 +86,7 @@ def draw(size: Size, device: torch.device) -> Vlm:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of a run: when each comes, what it asks and how long its answer is. Equal for every policy."""
+    """The turns of a run: arrival, prompt and answer length of each. Equal for every policy."""
 
     arrivals_s: tuple[float, ...]
     prompts: tuple[Prompt, ...]
@@ -94,7 +94,7 @@ class Turns:
 
     @classmethod
     def poisson(cls, size: Size, count: int, rate_per_s: float, seed: int, dtype: torch.dtype) -> Turns:
-        """Draw Poisson arrivals; the same seed gives the same turns at every rate, only faster or slower."""
+        """Draw Poisson arrivals; the same seed gives the same turns at every rate, with scaled times."""
         chance = random.Random(seed)
         images = screenshots(size, 4, dtype)
         now_s, arrivals, prompts, tokens = 0.0, [], [], []
@@ -107,7 +107,7 @@ class Turns:
 
 
 def screenshots(size: Size, count: int, dtype: torch.dtype) -> list[Image]:
-    """Draw images as the model's image processor hands them over, in pinned memory where there is a GPU."""
+    """Draw images in the form of the model's image processor, in pinned memory if there is a GPU."""
     generator = torch.Generator().manual_seed(SEED)
     patches = size.image_side_px // 14
     images = []
@@ -126,7 +126,7 @@ def prompt_with(image: Image, chance: random.Random) -> Prompt:
 
 
 def pool_for(device: torch.device, counts: Sequence[int] = COUNTS) -> Pool:
-    """Partition the GPU, or the cores where there is none."""
+    """Partition the GPU, or the cores without one."""
     return green_pool(device, tuple(counts)) if device.type == "cuda" else CorePool()
 
 
@@ -136,7 +136,7 @@ def engine_config(size: Size) -> EngineConfig:
 
 
 def subject_of(engine: Engine, size: Size, vlm: Vlm, batch: int) -> Subject:
-    """Make what the profile measures: one turn at the front, and a batch in the first slots."""
+    """Make the subject of the profile: one turn at the front, and a batch in the first slots."""
     chance = random.Random(SEED)
     (image,) = screenshots(size, 1, vlm.dtype)
     turns = []
@@ -149,7 +149,7 @@ def subject_of(engine: Engine, size: Size, vlm: Vlm, batch: int) -> Subject:
 
 @dataclass(slots=True)
 class Told:
-    """What one turn lived through, in seconds since the run's begin."""
+    """The events of one turn, in seconds since the run's begin."""
 
     arrived_s: float
     tokens_s: list[float] = field(default_factory=list)
@@ -159,14 +159,14 @@ class Told:
 
 @dataclass(slots=True)
 class Run:
-    """What a run tells: its turns, and the passes of the workers."""
+    """The record of a run: its turns, and the passes of the workers."""
 
     turns: list[Told]
     passes: list[Outcome]
     begin_s: float
 
     def figures(self) -> dict[str, Any]:
-        """Sum it up; seconds, and requests for each second."""
+        """Summarise the run; seconds, and requests a second."""
         by_turn = [told.tokens_s[-1] - told.arrived_s for told in self.turns]
         latency = sorted(by_turn)
         first = [told.tokens_s[0] - told.arrived_s for told in self.turns]
@@ -199,7 +199,7 @@ def bootstrap(values: Sequence[float], of: Callable[[Sequence[float]], float], s
 
 
 def together(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sum up rounds of the same turns: each turn's mean latency, the mean and the greatest of these, with intervals."""
+    """Summarise rounds of the same turns: the mean and the maximum of the turns' mean latencies, with intervals."""
     by_turn = latency_by_turn(rounds)
     return {
         "average_s": statistics.fmean(by_turn), "average_95_s": bootstrap(by_turn, statistics.fmean),
@@ -214,7 +214,7 @@ def latency_by_turn(rounds: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def beside(ours: Sequence[float], theirs: Sequence[float], samples: int = 1000) -> dict[str, Any]:
-    """Return our mean latency over theirs, for the same turns, with its 95 % interval by resampling turns."""
+    """Return our mean latency over theirs for the same turns, with its 95 % interval by resampling turns."""
     chance, pairs = random.Random(SEED), list(zip(ours, theirs, strict=True))
     drawn = sorted(_ratio(chance.choices(pairs, k=len(pairs))) for _ in range(samples))
     return {"ratio": _ratio(pairs), "ratio_95": [drawn[int(0.025 * samples)], drawn[int(0.975 * samples)]]}
@@ -248,7 +248,7 @@ def scheduler_of(name: str, size: Size, split_policy: Any = None) -> Scheduler:
 
 
 def made_by(device: torch.device) -> dict[str, Any]:
-    """Return which code made a figure, and on what device."""
+    """Return the code version and the device behind a figure."""
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.glob("thunderagent/nova/*.py")):
         code.update(path.read_bytes())

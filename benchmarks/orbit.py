@@ -1,15 +1,15 @@
-"""ORBIT, Table 1 and Fig. 4, in the simulator: how long tasks take, right and wrong, by who is served first.
+"""Simulate ORBIT, Table 1 and Fig. 4: how long tasks take, right and wrong, by order of service.
 
 212 GAIA tasks with Magentic-One arrive as a Poisson process, 0.5 a second; GPT-OSS-120B on four A100 computes 16 turns
 at a time. Under FCFS turns are served as they come. STEP and JUDGE give the engine priorities; the questions to the
-judge run on the same engine, as anonymous turns, and count in what others wait. All policies get the same tasks at the
-same times. JUDGE asks after each step and has the judge read all that was done, as the paper; `JUDGE, every 5` asks as
+judge run on the same engine, as anonymous turns, and delay other turns. All policies get the same tasks at the same
+times. JUDGE asks after each step and has the judge read the whole trajectory, as in the paper; `JUDGE, every 5` asks as
 the proxy does by default.
 
-What the judge knows is an input: a curve as in the paper's Fig. 4, which is the part of the wrong tasks that is
-predicted to fail at a step: next to none until 15, then in a line, all from 45 on. What it takes right tasks for the
-paper does not say, so that is chosen. Fig. 4 here is what the scheduler *heard*: verdicts are late, and questions were
-asked of those tasks only that are still there.
+The judge's accuracy is an input: a curve as in the paper's Fig. 4, which gives the part of the wrong tasks that is
+predicted to fail at a step: almost none until 15, then a straight line, all from 45 on. The paper does not give its
+false alarms on right tasks, so those are chosen. Fig. 4 here shows what the scheduler *received*: verdicts are late,
+and questions are asked only about tasks that have not ended.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ PAPER_RECALL = ((0, 0.0), (15, 0.03), (40, 0.9), (45, 1.0), (80, 1.0))
 
 
 def latency_s(outcome: str) -> Callable[[RunResult], float | None]:
-    """Return what picks the mean time from arrival to end of the tasks that come to an outcome; empty is any."""
+    """Return a function that picks the mean time from arrival to end of the tasks with an outcome; empty: all."""
 
     def pick(result: RunResult) -> float | None:
         times_s = [each.residence_s for each in result.waits.programs if outcome in ("", each.outcome)]
@@ -83,7 +83,7 @@ def latency_s(outcome: str) -> Callable[[RunResult], float | None]:
 
 
 def recall_by_step(results: Sequence[RunResult], outcome: str = FAILURE) -> list[tuple[int, float, int]]:
-    """Return up to which step, the part of the verdicts that were failure, and how many there were, of one outcome."""
+    """Return (last step, part of verdicts that were failure, number of verdicts) of the tasks with one outcome."""
     verdicts = [
         verdict
         for result in results
@@ -101,17 +101,17 @@ def recall_by_step(results: Sequence[RunResult], outcome: str = FAILURE) -> list
 
 
 def questions_count(result: RunResult) -> float:
-    """Return how often the judge was asked."""
+    """Return the number of questions to the judge."""
     return result.decision_counts.get("grant anonymous", 0)
 
 
 def orbit(runner: Runner, console: Console) -> dict[str, Any]:
-    """Let the engine serve whom STEP or JUDGE puts first, and nobody be held in front of it, as the paper does."""
+    """Have the engine serve in the order of STEP or JUDGE, and hold nothing in front of it, as in the paper."""
     return _compared("papers-orbit", runner, console, IN_THE_ENGINE)
 
 
 def orbit_front(runner: Runner, console: Console) -> dict[str, Any]:
-    """Do the same in front of the engine, too: the default policy, with its own order and with ORBIT's."""
+    """Order turns in front of the engine, too: the default policy, with its own order and with ORBIT's."""
     return _compared("papers-orbit-front", runner, console, {"FCFS": IN_THE_ENGINE["FCFS"]} | IN_FRONT_OF_IT)
 
 
@@ -154,7 +154,7 @@ def _findings(policy: str, all_runs: Mapping[str, Sequence[Run]]) -> Iterator[Fi
 
 
 def _plot(found: Sequence[Finding], recalls: Mapping[str, Mapping[str, Sequence[tuple[int, float, int]]]]) -> Figure:
-    """Draw by how much latencies changed, with the paper's beside; and failure by step."""
+    """Draw the changes of latency beside the paper's, and predicted failure by step."""
     figure = Figure(figsize=(9.6, 3.4), layout="constrained")
     changes, steps = figure.subplots(1, 2)
     shown = [each for each in found if each.figure.endswith("/ FCFS") and each.interval is not None]

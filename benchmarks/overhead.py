@@ -1,10 +1,10 @@
-"""What the proxy adds: an instant engine and a client on one core, the proxy or a bare relay on the other.
+"""Measure what the proxy adds: an instant engine and a client on one core, the proxy or a bare relay on the other.
 
-The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. Beside it stand the same
-with the policy `passthrough`, a relay on aiohttp, one on the proxy's own protocols, which is the least that a turn can
-cost, a gateway with its scheduler, and the routers of vLLM and SGLang as they come, each pinned to the same core. All
-are measured in turn several times in one run, and the medians of the ratios are reported. The processor time of each,
-with its children's, is reported, too: it holds also where the core has other work.
+The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. It is compared with the
+same proxy under the policy `passthrough`, a relay on aiohttp, a relay on the proxy's own protocols (the least that a
+turn can cost), a gateway with its scheduler, and the stock routers of vLLM and SGLang, each pinned to the same core.
+All are measured in turn several times in one run, and the medians of the ratios are reported. The processor time of
+each, including its children, is reported too: it is valid even if the core has other work.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ROUTERS = {
     "vllm_router": ("vllm-router==0.1.17", ("-m", "vllm_router.launch_router")),
     "sglang_router": ("sglang-router==0.3.2", ("-m", "sglang_router.launch_router")),
 }
-"""What is installed of each, in an environment of its own, and how its interpreter starts it."""
+"""The packages of each, in an environment of its own, and how its interpreter starts it."""
 
 LOADS_OF = {"passthrough": ("whole",), **dict.fromkeys(("gateways", *ROUTERS), ("whole", "single"))}
-"""What is measured of those of whom not all is."""
+"""The measurements of targets that are not measured in full."""
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def target(command: list[str], port: int, core: int, log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """Run a server pinned to a core for the length of the block; it listens when the block begins."""
+    """Run a server pinned to a core during the block; it listens when the block begins."""
     with log.open("wb") as output:
         process = subprocess.Popen(["taskset", "-c", str(core), *command], stdout=output, stderr=output)
     try:
@@ -85,7 +85,7 @@ def commands(
     passthrough_port: int = 0,
     gateways_port: int = 0,
 ) -> dict[str, tuple[list[str], int]]:
-    """Return how each target is started, and its port."""
+    """Return each target's command and port."""
     upstream = f"http://127.0.0.1:{engine_port}"
     serve = ["-m", "thunderagent", "serve", "--backends", upstream, "--log-format", "json", "--port"]
     passes = [*serve, str(passthrough_port), "--policy", "passthrough"]
@@ -99,7 +99,7 @@ def commands(
 
 
 def router_commands(engine_port: int) -> tuple[dict[str, tuple[list[str], int]], dict[str, str]]:
-    """Return how each router is started, with its own policy, and its port; and why others cannot be installed."""
+    """Return each router's command with its own policy, and its port; and why others cannot be installed."""
     found, missing = {}, {}
     for name, (requirement, start) in ROUTERS.items():
         try:
@@ -121,10 +121,10 @@ def router_commands(engine_port: int) -> tuple[dict[str, tuple[list[str], int]],
 
 
 class Counted:
-    """Gives requests, and counts them."""
+    """Returns requests and counts them."""
 
     def __init__(self, requests: Callable[[], bytes]) -> None:
-        """Give those of `requests`."""
+        """Return those of `requests`."""
         self._requests = requests
         self.count = 0
 
@@ -135,14 +135,14 @@ class Counted:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time that a process and its children have taken so far."""
+    """Return the processor time of a process and its children so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(cpu_s(int(child)) for child in children)
 
 
 async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure whole answers at 16 connections, latency at one, also of large bodies, and streams, each in turn."""
+    """Measure whole answers at 16 connections, latency at one (also of large bodies), and streams, each in turn."""
     runs: dict[str, list[dict[str, float]]] = {}
     loads = {
         "whole": (16, False, 2048),
@@ -169,7 +169,7 @@ async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse
 
 
 def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return the figures that are promised."""
+    """Return the promised figures."""
     ratios, passthrough_ratios = (
         [
             ours["requests_per_s"] / relay["requests_per_s"]
@@ -240,7 +240,7 @@ async def held_memory(engine_port: int, turns_count: int, log: Path) -> dict[str
 
 
 async def held_turns(port: int) -> int:
-    """Ask a proxy how many turns it holds."""
+    """Return the number of turns that a proxy holds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /queue?limit=1 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
@@ -249,7 +249,7 @@ async def held_turns(port: int) -> int:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything."""
+    """Run all measurements."""
     logs = Path(args.logs)
     logs.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
@@ -273,7 +273,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")

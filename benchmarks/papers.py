@@ -1,4 +1,4 @@
-"""The figures of the papers behind the project, again, in the simulator: one command each.
+"""Reproduce the figures of the papers behind the project in the simulator, with one command each.
 
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4 and 5: one engine, six settings, turns/min, prefix hits
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
@@ -6,7 +6,7 @@
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine
-    scripts/bench papers oracle     # no figure of a paper: how near the clairvoyant policy comes to the bound L1
+    scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
     scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
@@ -14,8 +14,8 @@
     scripts/bench papers mars-fig13   # MARS, Fig. 13: without a component each
     scripts/bench papers companions # Autellix, InferCept, Continuum and CONCUR beside ours, on our workloads
 
-Each writes its figures to `benchmarks/results/papers-NAME.json` and its plots beside it. Runs are deterministic; what
-the paper has is in the tables below, as far as it was published in words or numbers.
+Each writes its figures to `benchmarks/results/papers-NAME.json` and its plots beside it. Runs are deterministic. The
+paper's values are in the tables below, as far as they were published in words or numbers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ ROLLOUT_PAPER = {"mini-swe-agent": (375.4, 671.8), "openhands": (69.1, 270.8)}
 
 
 def serving(runner: Runner, console: Console) -> Figures:
-    """One engine, six settings: turns a minute and prefix hits against programs at a time."""
+    """Simulate one engine at six settings: turns a minute and prefix hits against programs at a time."""
     results = {}
     for setting in SETTINGS:
         scenario = scenario_of(setting.profile, minutes=60, warmup_minutes=10)
@@ -96,7 +96,7 @@ def serving(runner: Runner, console: Console) -> Figures:
 
 
 def _fig1(result: ComparisonResult) -> Figure:
-    """Draw what happens to an engine without a scheduler: turns a minute, prefix hits and latency against load."""
+    """Draw an engine without a scheduler: turns a minute, prefix hits and latency against load."""
     figure = Figure(figsize=(7.2, 2.6), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, label, pick in (
@@ -114,7 +114,7 @@ def _fig1(result: ComparisonResult) -> Figure:
 
 
 def imbalance(runner: Runner, console: Console) -> Figures:
-    """Two replicas for 90 minutes: how far what their engines use lies apart, of a replica's capacity."""
+    """Simulate two replicas for 90 minutes: the gap between their engines' use, as a part of a replica's capacity."""
     scenario = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=90)
     figures: Figures = {}
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
@@ -156,7 +156,7 @@ def _gap_ratio(replicas: Sequence[Any], capacity_tokens: int) -> float:
 
 
 def ablation(runner: Runner, console: Console) -> Figures:
-    """One engine with 96 mini-SWE-agent programs: time between checks, and the base x of f(t) = x^-t."""
+    """Simulate one engine with 96 mini-SWE-agent programs: time between checks, and base x of f(t) = x^-t."""
     scenario = scenario_of("glm-4.6-h100x8", minutes=60, warmup_minutes=10)
     by_check = {delta_s: f"thunderagent:delta_s={delta_s}" for delta_s in (1, 2, 5, 10, 20)}
     by_base = {
@@ -194,7 +194,7 @@ def ablation(runner: Runner, console: Console) -> Figures:
 
 
 def rollout(runner: Runner, console: Console) -> Figures:
-    """Two replicas, 144 programs: kept at that number for an hour, and as a batch to its end."""
+    """Simulate two replicas with 144 programs: kept at that number for an hour, and as a batch to its end."""
     figures: Figures = {}
     for name, (gateway, thunderagent) in ROLLOUT_PAPER.items():
         note = (
@@ -215,7 +215,7 @@ def rollout(runner: Runner, console: Console) -> Figures:
 
 
 def oracle(runner: Runner, console: Console) -> Figures:
-    """How much of the bound L1 the clairvoyant policy reaches, the more programs fit beside each other."""
+    """Measure how much of the bound L1 the clairvoyant policy reaches as more programs fit in memory together."""
     figures: Figures = {}
     for name, profile_name, times, programs in (
         ("mini-swe-agent", "qwen3-14b-h100", 1.0, 32),
@@ -235,7 +235,7 @@ def oracle(runner: Runner, console: Console) -> Figures:
     return figures
 
 
-# --- what all have in common ----------------------------------------------------------------------
+# --- shared ---------------------------------------------------------------------------------------
 
 
 FIGURES = (
@@ -245,7 +245,7 @@ FIGURES = (
 
 
 def rows_of(result: ComparisonResult) -> list[dict[str, Any]]:
-    """Return the rows of a comparison for a JSON file, each figure as its mean and how far its interval reaches."""
+    """Return the rows of a comparison for a JSON file, each figure as its mean and half-width of its interval."""
     return [
         {"programs": row.programs_count, "policy": row.contestant, "limited_by": row.limited_by}
         | {name: _pair(getattr(row, name)) for name in FIGURES}
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
     args = parser.parse_args()
     console = Console()
-    console.width = max(console.width, 150)  # what the tables take
+    console.width = max(console.width, 150)  # the tables' width
     runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
     figures = COMMANDS[args.figure](runner, console)
     console.print(goodput_table(runner.in_time))

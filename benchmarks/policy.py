@@ -1,28 +1,28 @@
-"""The default policy, simulated: one command for each thing that it promises.
+"""Simulate the default policy, with one command for each of its promises.
 
     scripts/bench policy limits      # per cent of the limit at five loads, beside six others
-    scripts/bench policy union       # what it is worth to count a shared prefix once
+    scripts/bench policy union       # the gain from counting a shared prefix once
     scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
-    scripts/bench policy told        # a capacity that is told wrong by 2
+    scripts/bench policy told        # a reported capacity that is wrong by a factor of 2
     scripts/bench policy real        # the load and the engine of `scripts/bench real`, simulated, beside the oracle
-    scripts/bench policy counters    # engines that do not tell cached tokens of each turn, at several speeds and polls
-    scripts/bench policy silent      # programs that never say release
+    scripts/bench policy counters    # engines that do not report cached tokens per turn, at several speeds and polls
+    scripts/bench policy silent      # programs that are never released
     scripts/bench policy homes       # four replicas: restores that moved although there was room, prefix hits
     scripts/bench policy imbalance   # how far two replicas drift apart in 90 minutes
-    scripts/bench policy groups      # a GRPO rollout: the time until its last group is through
+    scripts/bench policy groups      # a GRPO rollout: the time until its last group ends
     scripts/bench policy ablation    # each part of the policy switched off
-    scripts/bench policy harmless    # where memory is not short it adds nothing
-    scripts/bench policy tiers       # two engines with memory of the host behind their pools, and without
-    scripts/bench policy pools       # two models behind one proxy, one short of memory: each beside what it is alone
+    scripts/bench policy harmless    # no cost if memory is not short
+    scripts/bench policy tiers       # two engines with host memory behind their pools, and without
+    scripts/bench policy pools       # two models behind one proxy, one short of memory: each compared with it alone
 
-Each writes what it found to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the
-same programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. Where
-something is promised, a figure has a bar, which the bad end of the interval must reach; with fewer than three seeds it
-is undecided. The six others are `passthrough`, `sticky`, `cap` with the `n` that is best at each load, `thunderagent`,
-the settings of its public ports, and `ttl`.
+Each writes its findings to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the same
+programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. A promised figure
+has a bar, which the bad end of the interval must reach; with fewer than three seeds it is undecided. The six others are
+`passthrough`, `sticky`, `cap` with the best `n` at each load, `thunderagent`, the settings of its public ports, and
+`ttl`.
 
 `--traces FILE` adds recorded programs (`thunderagent record`'s format) to `limits` and `ablation`. Their programs end
-where an engine's memory does, and absences over 300 s are cut to that: persons have lunch.
+at an engine's memory limit, and gaps over 300 s are cut to that: people have lunch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ IDLE_PROGRAMS_COUNT, IDLE_TICKS_COUNT, IDLE_TICK_S = 32, 1000, 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """A workload on an engine, and how long it takes until a run tells: many programs begin and end in that time."""
+    """A workload on an engine, and a time long enough for a run: many programs begin and end in it."""
 
     workload: str
     profile: str
@@ -111,7 +111,7 @@ TIER_TOKENS, RESTORE_TOKEN_S = 2_180_000, 3.9e-6
 
 
 class Bench:
-    """What the command line says, and what the commands below have in common."""
+    """The command line's options, and what the commands below share."""
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.policy: str = args.policy
@@ -129,7 +129,7 @@ class Bench:
         self._minutes: float | None = args.minutes
 
     def scenario(self, case: Case, **changes: Any) -> Scenario:
-        """Return a case's engines and its time, or that of the command line, of which a sixth is warm-up then."""
+        """Return a case's engines and time, or the command line's time, of which a sixth is warm-up."""
         minutes, warmup_minutes = case.minutes, case.warmup_minutes
         if self._minutes is not None:
             minutes, warmup_minutes = self._minutes, self._minutes / 6 if warmup_minutes else 0.0
@@ -137,7 +137,7 @@ class Bench:
         return replace(scenario, **{"replica_count": case.replicas_count, **changes})
 
     def programs(self, case: Case) -> Workload:
-        """Return what the programs of a case do: from the file of recorded programs for `recorded`."""
+        """Return a case's workload; for `recorded` it comes from the file of recorded programs."""
         if case.workload != RECORDED.workload:
             return workload(case.workload)
         assert self.traces is not None
@@ -148,7 +148,7 @@ class Bench:
     def runs(
         self, title: str, scenario: Scenario, programs: Workload, policies: Sequence[str], programs_count: int
     ) -> dict[str, tuple[Run, ...]]:
-        """Run policies at one load; return the runs of each, one a seed."""
+        """Run policies at one load; return the runs of each, one for each seed."""
         policies = tuple(dict.fromkeys(policies))
         result = self.runner.compare(title, scenario, programs, policies, [programs_count], keep_samples=False)
         return {policy: result.runs_of(policy, programs_count) for policy in policies}
@@ -160,7 +160,7 @@ def turns_per_min(result: RunResult) -> float:
 
 
 def limit_ratio(result: RunResult) -> float:
-    """Return the part of the limit that was reached."""
+    """Return the reached part of the limit."""
     return result.limit_ratio
 
 
@@ -168,11 +168,11 @@ def limit_ratio(result: RunResult) -> float:
 
 
 def mean_context_tokens(programs: Workload, engine: EngineConfig) -> float:
-    """Return what a program's context takes over its life in the mean, each second of it counted alike.
+    """Return the mean context of a program over its life, weighted by time.
 
-    Its life is that alone on an idle engine: each turn as long as it takes there, with its prompt and half of its
-    answer, and each tool's time with all that is there then. Shared prefixes count in full. It is that of the
-    first plans of seed 0.
+    Its life is that alone on an idle engine: each turn for its time there, with its prompt and half of its answer,
+    and each tool's time with the whole context so far. Shared prefixes count in full. The mean is over the first
+    plans of seed 0.
     """
     engines = Engines.of(engine, 1)
     token_s = total_s = 0.0
@@ -194,14 +194,14 @@ def _first_plans(programs: Workload) -> Iterator[Any]:
 
 
 def programs_at(load: float, capacity_tokens: int, context_tokens: float) -> int:
-    """Return how many programs fill so many times a capacity; at least 1."""
+    """Return how many programs fill a multiple of the capacity; at least 1."""
     return max(1, round(load * capacity_tokens / context_tokens))
 
 
 def limits(bench: Bench) -> list[Finding]:
-    """At each load: how much of the limit each policy reaches, and the policy's part over that of each other.
+    """Compare at each load: the part of the limit that each policy reaches, and the judged one's over each other's.
 
-    Beside that the mean time of the programs that ended, from their arrival, over that under each other policy.
+    Also the mean time of the programs that ended, from their arrival, over that under each other policy.
     """
     found = []
     policies = tuple(dict.fromkeys((bench.policy, *bench.beside, *(["oracle"] if bench.with_oracle else []))))
@@ -226,7 +226,7 @@ def limits(bench: Bench) -> list[Finding]:
 def _runs_at_loads(
     bench: Bench, title: str, scenario: Scenario, programs: Workload, policies: Sequence[str]
 ) -> dict[int, dict[str, tuple[Run, ...]]]:
-    """Run all loads that come to different numbers of programs; return the runs of each policy by that number."""
+    """Run all loads with different numbers of programs; return the runs of each policy by that number."""
     context_tokens = mean_context_tokens(programs, scenario.engine)
     capacity_tokens = scenario.engine.capacity_tokens * scenario.replica_count
     counts = sorted({programs_at(load, capacity_tokens, context_tokens) for load in bench.loads})
@@ -236,7 +236,7 @@ def _runs_at_loads(
 
 
 def _limits_of(title: str, runs_at: dict[int, dict[str, tuple[Run, ...]]], policies: Sequence[str]) -> list[Finding]:
-    """Return what was found at each load, and over all of them; the first policy is the one that is judged."""
+    """Return the findings at each load, and over all loads; the first policy is the judged one."""
     found = []
     judged = policies[0]
     for count, runs in runs_at.items():
@@ -254,12 +254,12 @@ def _limits_of(title: str, runs_at: dict[int, dict[str, tuple[Run, ...]]], polic
 
 
 def over_loads(by_load: Sequence[Sequence[float]]) -> Interval:
-    """Return the mean over loads of a figure that each seed has at each load, with its interval over the seeds."""
+    """Return a figure's mean over loads, with its interval over seeds; each seed has a value at each load."""
     return Interval.of([fmean(of_seed) for of_seed in zip(*by_load, strict=True)])
 
 
 def _program_s(result: RunResult) -> float | None:
-    """Return how long the programs took that ended, in the mean; None where too few did."""
+    """Return the mean time of the programs that ended; None if too few did."""
     return result.program_latency.mean_s if result.program_count else None
 
 
@@ -268,7 +268,7 @@ def _limit_of(runs: Sequence[Run]) -> Interval:
 
 
 def _load_lines(lines: dict[str, dict[str, list[tuple[int, Interval]]]]) -> Figure:
-    """Draw the part of the limit against the number of programs, a panel for each setting."""
+    """Draw the reached part of the limit against the number of programs, a panel for each setting."""
     rows_count = math.ceil(len(lines) / 3)
     figure = Figure(figsize=(7.2, 0.6 + 2.2 * rows_count), layout="constrained")
     panels = figure.subplots(rows_count, 3, squeeze=False, sharey=True)
@@ -291,7 +291,7 @@ def _load_lines(lines: dict[str, dict[str, list[tuple[int, Interval]]]]) -> Figu
 
 
 def union(bench: Bench) -> list[Finding]:
-    """Programs that share 90 % of their first prompt, and none: turns a minute over those without the union."""
+    """Run programs that share 90 % of their first prompt, or nothing: turns a minute over those without the union."""
     found = []
     without = f"{bench.policy}:{NO_UNION}"
     policies = known([bench.policy, without, "thunderagent", "passthrough"], bench.console)
@@ -299,7 +299,7 @@ def union(bench: Bench) -> list[Finding]:
         case = replace(SHARING, workload=name)
         scenario, programs = bench.scenario(case), workload(name)
         context_tokens = mean_context_tokens(programs, scenario.engine)
-        for load in (3.0, 6.0, 12.0):  # of contexts in full, of which nine tenths may be the same
+        for load in (3.0, 6.0, 12.0):  # of full contexts, of which nine tenths may be shared
             count = programs_at(load, scenario.engine.capacity_tokens, context_tokens)
             runs = bench.runs(name, scenario, programs, policies, count)
             at = f"{name}, {count} programs"
@@ -313,7 +313,7 @@ def union(bench: Bench) -> list[Finding]:
 
 
 def burst(bench: Bench) -> list[Finding]:
-    """64 programs of very different size at once, as a batch: how size and wait go together, and the longest wait."""
+    """Run 64 programs of very different size as a batch: how wait depends on size, and the longest wait."""
     case = Case("burst-64", "qwen3-8b-rtx5090", 24 * 60, 0, 64)
     scenario = bench.scenario(case, loop="batch")
     policies = (bench.policy, "thunderagent", "thunderagent-ports", "cap:n=8")
@@ -333,9 +333,9 @@ def burst(bench: Bench) -> list[Finding]:
 
 
 def counters(bench: Bench) -> list[Finding]:
-    """Engines that only count what they found cached, and others, at several speeds and polls, beside `thunderagent`.
+    """Run engines that only count cached tokens, and others, at several speeds and polls, beside `thunderagent`.
 
-    The last polls come late, and of ten three do not come.
+    In the last setting polls come late, and three of ten never come.
     """
     polls = [{"poll_interval_s": poll_s} for poll_s in (1.0, 5.0, 10.0)]
     polls.append({"poll_interval_s": 5.0, "poll_delay_s": 4.0, "poll_missing_ratio": 0.3})
@@ -360,7 +360,7 @@ def counters(bench: Bench) -> list[Finding]:
 
 
 class RealLoad:
-    """The programs of `scripts/bench real`, which differ from seed to seed, as the simulator sees them."""
+    """The programs of `scripts/bench real`, different for each seed, as the simulator sees them."""
 
     name = "standard load"
 
@@ -370,9 +370,9 @@ class RealLoad:
 
 
 def real(bench: Bench) -> list[Finding]:
-    """Run the load and the engine of `scripts/bench real` for longer, at its speed and at a third, beside the oracle.
+    """Simulate load and engine of `scripts/bench real` for longer, at full and a third of its speed, beside the oracle.
 
-    The engine's times are those that `scripts/bench fidelity` measured last.
+    The engine's times are the last ones that `scripts/bench fidelity` measured.
     """
     profile = json.loads((RESULTS / "fidelity.json").read_text())["profile"]
     known = {field.name for field in fields(TimingProfile)}
@@ -393,12 +393,12 @@ def real(bench: Bench) -> list[Finding]:
 
 
 def faster(timing: TimingProfile, ratio: float) -> TimingProfile:
-    """Return an engine that is so many times as fast."""
+    """Return an engine that is faster by a factor."""
     return replace(timing, **{name: getattr(timing, name) / ratio for name in COSTS_US.values()})
 
 
 def told(bench: Bench) -> list[Finding]:
-    """Tell the scheduler half and twice the capacity: turns a minute over those with the right one."""
+    """Give the scheduler half and twice the capacity: turns a minute over those with the right one."""
     found = []
     for case in (SMALL, LARGE):
         programs = bench.programs(case)
@@ -422,7 +422,7 @@ def told(bench: Bench) -> list[Finding]:
 
 
 def silent(bench: Bench) -> list[Finding]:
-    """Programs that never say release: turns a minute over those with releases, and over passing through."""
+    """Run programs that are never released: turns a minute over those with releases, and over `passthrough`."""
     found = []
     for case in (SMALL, LARGE):
         programs = bench.programs(case)
@@ -446,7 +446,7 @@ def silent(bench: Bench) -> list[Finding]:
 
 
 def homes(bench: Bench) -> list[Finding]:
-    """Four replicas against one at the same load each: restores that moved with room at home, and prefix hits."""
+    """Compare four replicas with one at the same load each: restores that moved with room at home, and prefix hits."""
     case = replace(LARGE, programs_count=20)
     policies = (bench.policy, "thunderagent")
     programs = bench.programs(case)
@@ -474,10 +474,10 @@ def homes(bench: Bench) -> list[Finding]:
 
 
 def imbalance(bench: Bench) -> list[Finding]:
-    """Two replicas for 90 minutes: how far the claims on them lie apart, of a replica's capacity.
+    """Run two replicas for 90 minutes: the gap between the claims on them, as a part of a replica's capacity.
 
-    Where programs are let in with room to grow, those that just came claim less than what is kept for them: so without
-    that, too, and as the oracle does, which knows how long tools run; and with one that moves programs to even it out.
+    If programs are admitted with room to grow, new ones claim less than is reserved for them. So the runs include one
+    without that, the oracle, which knows how long tools run, and one that moves programs to even out the claims.
     """
     case = Case("openhands", "glm-4.6-h100x8", 90, 0, 48)
     scenario = bench.scenario(case, replica_count=2, sample_interval_s=1.0)
@@ -497,9 +497,9 @@ def imbalance(bench: Bench) -> list[Finding]:
 
 
 def groups(bench: Bench) -> list[Finding]:
-    """32 prompts, 8 programs of each, on two replicas: the time until all are through, and the least it could be.
+    """Run 32 prompts with 8 programs each on two replicas: the time until all end, and its lower bound.
 
-    The oracle, which knows the future, says how much of what lies between can be had at all.
+    The oracle, which knows the future, shows how much of the gap can be closed at all.
     """
     case = Case("grpo", "glm-4.6-h100x8", 24 * 60, 0, 8 * 32)
     scenario = bench.scenario(case, replica_count=2, loop="batch")
@@ -526,7 +526,7 @@ def _over_bound(result: RunResult) -> float | None:
 
 
 def ablation(bench: Bench) -> list[Finding]:
-    """Each part of the policy switched off: the part of the limit that is reached over that of the whole policy."""
+    """Switch off each part of the policy: the reached part of the limit over that of the whole policy."""
     names = {f"{bench.policy}:{setting}": part for part, setting in ABLATIONS.items()}
     policies = known([bench.policy, *names], bench.console)
     cases = [replace(LARGE, programs_count=96), SMALL, replace(SMALL, programs_count=32)]
@@ -545,7 +545,7 @@ def ablation(bench: Bench) -> list[Finding]:
 
 
 def known(policies: Sequence[str], console: Console) -> list[str]:
-    """Return the policies without those that have a setting that there is not, and say which."""
+    """Return the policies without those that have an unknown setting, and print which."""
     found = []
     for policy in policies:
         try:
@@ -558,7 +558,7 @@ def known(policies: Sequence[str], console: Console) -> list[str]:
 
 
 def harmless(bench: Bench) -> list[Finding]:
-    """At every load of a small engine turns a minute over passing through; and what a table without pressure costs."""
+    """Compare with `passthrough` at every load of a small engine; count the moves of a table without pressure."""
     found = []
     for count in (1, 2, 4, 8, 16, 32):
         runs = bench.runs(
@@ -574,7 +574,7 @@ def harmless(bench: Bench) -> list[Finding]:
 
 
 def tiers(bench: Bench) -> list[Finding]:
-    """Two GPUs with and without a tier behind their pools: what is left where contexts are more than both hold."""
+    """Run two GPUs with and without a tier behind their pools: the gain if contexts exceed what both hold."""
     figures: dict[str, Pick] = {
         "turns/min": turns_per_min,
         "programs/h": lambda result: result.programs_per_hour_count,
@@ -604,7 +604,7 @@ def tiers(bench: Bench) -> list[Finding]:
 
 
 def pools(bench: Bench) -> list[Finding]:
-    """Two models behind one proxy, one of them short of memory: the figures of each over those that it has alone."""
+    """Run two models behind one proxy, one of them short of memory: the figures of each over those alone."""
     figures: dict[str, Pick] = {
         "turns/min": turns_per_min,
         "a turn's time, mean": lambda result: result.turn_latency.mean_s,
@@ -633,12 +633,12 @@ def pools(bench: Bench) -> list[Finding]:
 
 
 def _policy_of(bench: Bench) -> Policy:
-    """Return the policy that is judged, with nothing learned."""
+    """Return the judged policy, with nothing learned."""
     return Contestant.parse(bench.policy).prepare(bench.scenario(SMALL), bench.programs(SMALL))[0]
 
 
 def idle_moves_count(policy: Policy) -> int:
-    """Return how many pauses and restores there are on ticks while all programs fit and all of their tools run."""
+    """Return the number of pauses and restores on ticks while all programs fit and all of their tools run."""
     scheduler = Scheduler(policy)
     scheduler.handle(ReplicaPolled(0.0, "r0", 1_000_000))
     scheduler.handle(ReplicaUp(0.0, "r0"))
@@ -654,7 +654,7 @@ def _name_of(case: Case) -> str:
     return f"{case.workload}, {engines}, {case.programs_count} programs"
 
 
-# --- what all have in common ------------------------------------------------------------------------------------------
+# --- shared -----------------------------------------------------------------------------------------------------------
 
 
 COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
@@ -676,7 +676,7 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return what the command line takes."""
+    """Return the command line's parser."""
     parser = argparse.ArgumentParser(description="What the default policy promises, beside six others, simulated.")
     add = parser.add_argument
     add("what", choices=COMMANDS)
@@ -698,7 +698,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read words with commas between."""
+    """Read comma-separated words."""
     found = tuple(part.strip() for part in text.split(","))
     if not all(found):
         raise argparse.ArgumentTypeError(f"not names with commas between: {text!r}")
@@ -706,12 +706,12 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """Read whole numbers over 0 with commas between."""
+    """Read comma-separated whole numbers over 0."""
     return tuple(int(number) for number in _numbers(text, int))
 
 
 def loads(text: str) -> tuple[float, ...]:
-    """Read numbers over 0 with commas between."""
+    """Read comma-separated numbers over 0."""
     return _numbers(text, float)
 
 
@@ -726,7 +726,7 @@ def _numbers(text: str, read: Callable[[str], float]) -> tuple[float, ...]:
 
 
 def command_of(words: Sequence[str], traces: Path | None) -> str:
-    """Return the command for a report: of the recorded programs the file's name only."""
+    """Return the command for a report, with only the name of the file of recorded programs."""
     shown = [word.replace(str(traces), traces.name) if traces is not None else word for word in words]
     return shlex.join(["scripts/bench", "policy", *shown])
 
@@ -735,7 +735,7 @@ def main() -> None:
     """Make one comparison."""
     args = arguments().parse_args()
     console = Console()
-    console.width = max(console.width, 165)  # what the table takes
+    console.width = max(console.width, 165)  # the table's width
     try:
         bench = Bench(args, console)
         found = COMMANDS[args.what](bench)

@@ -1,4 +1,4 @@
-"""Run the commands of `thunderagent` as processes of their own, for as long as a block lasts, and look at them."""
+"""Run commands of `thunderagent` as separate processes during a block, and observe them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READY_LINE = re.compile(r"ready at (http://\S+?)(?::? |$)")
 
 
 class ServerError(RuntimeError):
-    """A server did not come up; the text ends with its log."""
+    """A server failed to start; the text ends with its log."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Server:
 
 @asynccontextmanager
 async def thunderagent(*arguments: str, log_path: Path) -> AsyncIterator[Server]:
-    """Run `thunderagent ARGUMENTS` from its line "ready at URL" on; ask it to end when the block does.
+    """Run `thunderagent ARGUMENTS` during the block, which begins after its line "ready at URL".
 
     Standard error goes to `log_path`. The command sees none of the THUNDERAGENT_ variables, which would change
     its configuration. Where the kernel can, it ends the command if this process dies first. Raises ServerError
@@ -60,7 +60,7 @@ async def thunderagent(*arguments: str, log_path: Path) -> AsyncIterator[Server]
 
 
 async def stop(process: Process, grace_s: float = STOP_S) -> None:
-    """Ask a process to end, and end it by force after `grace_s`; harmless when it is gone."""
+    """Terminate a process, and kill it after `grace_s`; harmless if it is gone."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -98,5 +98,5 @@ async def _url_when_ready(process: Process, arguments: Sequence[str], log_path: 
 
 
 def die_with_parent() -> tuple[str, ...]:
-    """Return what to put before a command that is to end if this process dies first; nothing where that cannot be."""
+    """Return a command prefix that ends the command if this process dies first; empty if the system has none."""
     return ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()

@@ -3,13 +3,12 @@
     python -m benchmarks.real --programs 4,16 --policies passthrough,thunderagent --seconds 60
 
 The engine has core 1 to itself; the proxy and the load share core 0. A policy is written `name` or
-`name:key=value:key=value`, for example `cap:n=6`; the special name `direct` means no proxy at all. Every run
-starts a fresh proxy and an empty prefix cache. Runs with one seed have the same programs; the policies take
-turns at going first. `held` is the part of the time that turns ran in which the proxy held them, `idle` the part of all
-time in which the engine had no turn while some waited, `least ratio` the least part of the capacity that could be
-claimed. `--stock-flags` takes an engine that does not tell cached tokens for each turn, `--slow 0.33` lets it have a
-third of its core, `--engine sglang` takes an SGLang. The table goes to the terminal, all figures to
-`benchmarks/results/<name>.json`.
+`name:key=value:key=value`, for example `cap:n=6`; the special name `direct` means no proxy. Every run starts a fresh
+proxy and an empty prefix cache. Runs with one seed have the same programs; the policies take turns at going first.
+`held` is the part of the turns' running time in which the proxy held them, `idle` the part of all time in which the
+engine had no turn while some waited, `least ratio` the least claimable part of the capacity. `--stock-flags` uses an
+engine that does not report cached tokens for each turn, `--slow 0.33` gives it a third of its core, `--engine sglang`
+uses an SGLang. The table goes to the terminal, all figures to `benchmarks/results/<name>.json`.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ class Run:
     seed: int
     figures: Figures
     capacity_ratios: tuple[float, ...] = ()
-    """What could be claimed, each half second."""
+    """The claimable part of the capacity, each half second."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What to compare: every load with every policy, once for each seed."""
+    """The runs of a comparison: every load with every policy, once for each seed."""
 
     programs: tuple[int, ...]
     policies: tuple[Contestant, ...]
@@ -87,10 +86,10 @@ class Comparison:
     measure_s: float = 60.0
     stream: bool = True
     speed_ratio: float = 1.0
-    """The part of its core that the engine gets: busy neighbours take the rest."""
+    """The engine's part of its core: busy neighbours take the rest."""
 
     def order(self) -> list[tuple[int, int, Contestant]]:
-        """Return (seed, programs, policy) in the order of the runs; each seed begins with another policy."""
+        """Return (seed, programs, policy) in the order of the runs; each seed begins with a different policy."""
         turns_at_going_first = len(self.policies)
         return [
             (seed, programs, self.policies[(seed + place) % turns_at_going_first])
@@ -102,7 +101,7 @@ class Comparison:
 
 @contextlib.asynccontextmanager
 async def serve_proxy(engine_urls: Sequence[str], policy: Contestant) -> AsyncIterator[str]:
-    """Run the proxy in front of some engines while in the block; give its URL. It inherits this process's cores.
+    """Run the proxy in front of engines during the block; yield its URL. It inherits this process's cores.
 
     Raises ServerError with the end of its log if it does not come up.
     """
@@ -116,7 +115,7 @@ async def serve_proxy(engine_urls: Sequence[str], policy: Contestant) -> AsyncIt
 
 
 class Watch:
-    """Looks at a proxy's replica twice a second: what may be claimed of it, and whether it is idle while turns wait."""
+    """Samples a proxy's replica twice a second: its claimable capacity, and whether it is idle while turns wait."""
 
     def __init__(self, url: str, warmup_s: float) -> None:
         self._url = url
@@ -126,7 +125,7 @@ class Watch:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Look while in the block."""
+        """Sample during the block."""
         task = asyncio.create_task(self._watch())
         try:
             yield
@@ -151,7 +150,7 @@ class Watch:
             self._idle.append(waits and not replica["turns_in_flight_count"])
 
     def figures(self) -> dict[str, float | None]:
-        """Return the least and the last ratio of the whole run, and the part of the measured time when it was idle."""
+        """Return the least and the last ratio of the whole run, and the idle part of the measured time."""
         ratios = self.capacity_ratios
         return {
             "lowest_capacity_ratio": min(ratios, default=None),
@@ -162,7 +161,7 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def busy_neighbours(core: int | None, speed_ratio: float) -> AsyncIterator[None]:
-    """Have as many processes compute on a core as leave one more about that part of it, while in the block."""
+    """Run processes on a core during the block, enough to leave about this part of it for one more."""
     processes = []
     pinning = () if core is None else ("taskset", "--cpu-list", str(core))
     try:
@@ -176,7 +175,7 @@ async def busy_neighbours(core: int | None, speed_ratio: float) -> AsyncIterator
 
 
 class Progress:
-    """Shows on the terminal how far a run is; counts its turns as they end."""
+    """Shows a run's progress on the terminal; counts its turns as they end."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._status = console.status(title)
@@ -209,7 +208,7 @@ def engine_model(config: RealEngineConfig, timing: TimingProfile) -> EngineConfi
 
 
 def calibration_settings(config: RealEngineConfig, budget_s: float) -> Settings:
-    """Return how a real engine is calibrated in about that time."""
+    """Return settings that calibrate a real engine in about that time."""
     return Settings(budget_s=budget_s, max_num_batched_tokens=config.max_batched_tokens, token_ids=range(1, 2000))
 
 
@@ -221,7 +220,7 @@ async def measure(
     console: Console,
     engines: Engines,
 ) -> Run:
-    """Make one run on an engine that is up; `engines` is its model, by which turns and programs are in time."""
+    """Make one run on a running engine; `engines` is its model, which decides what is in time."""
     is_proxy = policy.name != DIRECT
     await engine.reset_prefix_cache()
     async with contextlib.AsyncExitStack() as stack:
@@ -247,7 +246,7 @@ async def measure(
 async def compare(
     comparison: Comparison, config: RealEngineConfig, name: str, console: Console, calibration_s: float
 ) -> list[Run]:
-    """Calibrate the engine, and make all runs of a comparison; the result file is whole after each of them."""
+    """Calibrate the engine, and make all runs of a comparison; the result file is complete after each run."""
     runs: list[Run] = []
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(RealEngine(config))
@@ -265,7 +264,7 @@ async def compare(
 
 
 def baseline_of(runs: list[Run]) -> str | None:
-    """Return the policy that ratios are taken against; None when neither baseline was run."""
+    """Return the policy that ratios are taken against; None if neither baseline was run."""
     policies = {run.policy for run in runs}
     return next((name for name in BASELINES if name in policies), None)
 
@@ -284,7 +283,7 @@ def ratios(runs: list[Run], programs: int, policy: str) -> list[float]:
 
 
 def table(runs: list[Run]) -> Table:
-    """Return a table with one row for each load and policy: means over the seeds, times in seconds."""
+    """Return a table with a row for each load and policy: means over the seeds, times in seconds."""
     baseline = baseline_of(runs)
     title = f"Real engine: turns/min (x {baseline}), prefix hits, turn latency, first token (s)"
     result = Table(title=title, box=box.SIMPLE_HEAD)
@@ -332,7 +331,7 @@ def _percent(ratio: float | None, digits: int = 0) -> str:
 
 
 def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -> dict[str, Any]:
-    """Return all figures, with what they were measured on, for a JSON file."""
+    """Return all figures with their environment, for a JSON file."""
     return {
         "command": shlex.join(["python", "-m", "benchmarks.real", *sys.argv[1:]]),
         "engine": {"version": config.kind.version, **asdict(config)},
@@ -346,7 +345,7 @@ def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -
 def add_comparison_arguments(
     parser: argparse.ArgumentParser, *, programs: str, seconds: float, calibration: float
 ) -> None:
-    """Add the options of everything that compares policies on a real engine, with these defaults."""
+    """Add the options shared by comparisons of policies on a real engine, with these defaults."""
     add = parser.add_argument
     add("--programs", default=programs, help="programs at a time, a comma between loads (default: %(default)s)")
     add("--policies", default="passthrough,thunderagent", help="name or name:key=value, a comma between policies")
@@ -358,7 +357,7 @@ def add_comparison_arguments(
 
 
 def _policy(text: str) -> Contestant:
-    """Read a policy; `direct` is none, and the oracle knows what no server does. Raises ConfigurationError."""
+    """Read a policy; `direct` is none. Raises ConfigurationError, also for the oracle, which no server can run."""
     if text == DIRECT:
         return Contestant(DIRECT)
     policy = Contestant.parse(text)
@@ -368,7 +367,7 @@ def _policy(text: str) -> Contestant:
 
 
 def comparison_from(arguments: argparse.Namespace, *, stream: bool = True) -> Comparison:
-    """Return what the options say."""
+    """Return the comparison that the options describe."""
     return Comparison(
         programs=tuple(int(text) for text in arguments.programs.split(",")),
         policies=tuple(_policy(text) for text in arguments.policies.split(",")),
@@ -408,7 +407,7 @@ def main() -> None:
     )
     name = arguments.name or f"real-{arguments.engine}-{arguments.hidden}x{arguments.layers}"
     console = Console()
-    console.width = max(console.width, 140)  # what the table takes
+    console.width = max(console.width, 140)  # the table's width
     runs = asyncio.run(compare(comparison, config, name, console, arguments.calibration_seconds))
     console.print(table(runs))
     console.print(f"written to benchmarks/results/{name}.json")

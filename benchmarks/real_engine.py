@@ -1,7 +1,7 @@
 """Run a real vLLM or SGLang engine on one CPU core, with a small random model, in an environment of its own.
 
-The model is a random Llama with a word-level tokenizer: generated text tokenises back to the tokens that were
-generated, so that a program's history hits the prefix cache as it does with a real model.
+The model is a random Llama with a word-level tokenizer: generated text tokenises back to the generated tokens, so a
+program's history hits the prefix cache as with a real model.
 
     python -m benchmarks.real_engine --setup                  # only make the environment and the model
     python -m benchmarks.real_engine --port 8101 --core 1     # run one engine until Ctrl-C
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def require_free_port(port: int) -> None:
-    """Raise RealEngineError if something listens on the port: its health would be taken for ours."""
+    """Raise RealEngineError if another server listens on the port: its health would be taken for ours."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -86,7 +86,7 @@ def ensure_model(
 
 @dataclass(frozen=True)
 class RealEngineConfig:
-    """What to run: the model's shape, the size of the KV pool, and where.
+    """The settings of an engine: the model's shape, the size of the KV pool, and its place.
 
     The pool holds `pool_blocks * block_size` tokens and must hold one request of `max_model_len` tokens.
     """
@@ -107,12 +107,12 @@ class RealEngineConfig:
 
     @property
     def kind(self) -> EngineKind:
-        """What is its kind's own."""
+        """The properties of its kind."""
         return KINDS[self.engine]
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens that the KV pool has room for."""
+        """Capacity of the KV pool in tokens."""
         return self.pool_blocks * self.block_size
 
     @property
@@ -180,7 +180,7 @@ class RealEngine:
             raise
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Ask the engine to end, end it by force after `grace_s`; harmless when it is gone."""
+        """Terminate the engine, and kill it after `grace_s`; harmless if it is gone."""
         process = self._process
         if process is None:
             return
@@ -192,10 +192,9 @@ class RealEngine:
         await self.kill()
 
     async def kill(self) -> None:
-        """End all its processes at once, as a crash would; connections break.
+        """Kill all its processes at once, as a crash would; connections break.
 
-        Only Python's resource trackers are spared: they remove the shared memory of the others and end by
-        themselves.
+        Only Python's resource trackers are spared: they remove the others' shared memory and end by themselves.
         """
         process = self._process
         if process is None:
@@ -254,7 +253,7 @@ def _group_members(group_id: int) -> dict[int, bytes]:
 
 
 async def _wait_until_group_is_gone(group_id: int, timeout_s: float) -> None:
-    """Return when no process of the group lives, or after about `timeout_s`."""
+    """Wait until no process of the group lives, at most about `timeout_s`."""
     interval_s = 0.05
     for _ in range(int(timeout_s / interval_s)):
         if not _group_members(group_id):
@@ -274,7 +273,7 @@ def _engine_command(config: RealEngineConfig) -> list[str]:
 
 
 async def _serve(config: RealEngineConfig) -> None:
-    """Run one engine until this process is asked to end."""
+    """Run one engine until this process is told to stop."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

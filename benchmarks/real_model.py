@@ -33,7 +33,7 @@ def write_model(
     seed: int,
 ) -> None:
     """Write configuration, float32 weights and tokenizer; the same arguments give the same files."""
-    # Only the engine's environment has these.
+    # Only the engine's environment has these packages.
     import tokenizers  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
     import torch  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
     import transformers  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415

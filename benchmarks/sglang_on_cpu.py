@@ -1,8 +1,8 @@
 """Make an installed SGLang start without a GPU; run by its own interpreter, once, when its environment is made.
 
-SGLang imports CUDA kernels wherever it runs; with `--device cpu --attention-backend torch_native` it calls none. So a
-package `sgl_kernel` is put there, of which everything can be imported and nothing called. And torchvision, which is
-imported too, registers operators that PyTorch's build for CPUs does not have: that module is emptied.
+SGLang always imports CUDA kernels; with `--device cpu --attention-backend torch_native` it calls none. So this writes
+a package `sgl_kernel` in which everything can be imported and nothing called. SGLang also imports torchvision, which
+registers operators that PyTorch's build for CPUs does not have: that module is emptied.
 
     <engine's python> -c "$(cat sglang_on_cpu.py)"
 """
@@ -57,7 +57,7 @@ sys.modules[__name__].__class__ = _Kernels
 
 
 def main() -> None:
-    """Change the environment that this runs in."""
+    """Change the current environment."""
     packages = Path(sysconfig.get_path("purelib"))
     (packages / "sgl_kernel").mkdir(exist_ok=True)
     (packages / "sgl_kernel" / "__init__.py").write_text(NO_KERNELS)

@@ -1,4 +1,4 @@
-"""What simulated benchmarks have in common: engines, comparisons with a progress bar, plots."""
+"""Shared parts of simulated benchmarks: engines, comparisons with a progress bar, plots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COLOURS = {
 }
 
 ASSUMED_KV_TOKENS = {"qwen3-14b-h100": 200_000}
-"""Pools of profiles whose source does not name one."""
+"""KV pools of profiles whose source does not name one."""
 
 
 def scenario_of(
@@ -63,9 +63,9 @@ def scenario_of(
 
 
 class Runner:
-    """Runs comparisons with what the command line says of all of them, and shows how far they are.
+    """Runs comparisons with the command line's shared options, and shows their progress.
 
-    `in_time` has of each what `goodput_table` shows.
+    `in_time` has the rows of each for `goodput_table`.
     """
 
     def __init__(self, *, seeds_count: int, jobs_count: int | None, console: Console) -> None:
@@ -104,7 +104,7 @@ class Runner:
 
 
 def in_time_rows(title: str, result: ComparisonResult) -> list[dict[str, str | int]]:
-    """Return for each contestant and load which parts of its turns and programs were in time, as a report has them."""
+    """Return the parts of turns and programs in time for each contestant and load, in a report's form."""
     return [
         {
             "setting": title,
@@ -118,7 +118,7 @@ def in_time_rows(title: str, result: ComparisonResult) -> list[dict[str, str | i
 
 
 def goodput_table(rows: Sequence[Mapping[str, str | int]]) -> Table:
-    """Return a table of what was in time."""
+    """Return a table of the parts in time."""
     alphas = "/".join(f"{alpha_ratio:g}" for alpha_ratio in ALPHA_RATIOS)
     made = Table(title=f"Goodput: within {alphas} times their ideal time", box=box.SIMPLE_HEAD)
     for column in ("setting", "n", "policy", "turns", "programs"):
@@ -129,7 +129,7 @@ def goodput_table(rows: Sequence[Mapping[str, str | int]]) -> Table:
 
 
 def colour_of(contestant: str) -> str | None:
-    """Return the colour of a policy, whatever its settings; None for one that has none of its own."""
+    """Return a policy's colour, independent of its settings; None if it has none of its own."""
     return COLOURS.get(contestant.partition(":")[0])
 
 
@@ -154,18 +154,18 @@ def plot_lines(
 
 
 def add_legend(figure: Figure, axes: Axes) -> None:
-    """Write under a figure what the lines of one of its panels are."""
+    """Write the legend of one panel's lines under a figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
 
 
 def save_plot(name: str, figure: Figure) -> None:
-    """Write a plot beside the results, the same bytes for the same figures."""
+    """Write a plot beside the results; the same figures give the same bytes."""
     RESULTS.mkdir(exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "thunderagent", "svg.fonttype": "none"}):
         figure.savefig(plot_path(name), metadata={"Date": None})
 
 
 def plot_path(name: str) -> Path:
-    """Return where a plot lies."""
+    """Return the path of a plot."""
     return RESULTS / f"{name}.svg"

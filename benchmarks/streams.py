@@ -1,10 +1,11 @@
-"""Thousands of streams open at once on one proxy process: what one takes up, and what it delays.
+"""Open thousands of streams at once on one proxy process: measure the resources of a stream, and the delays.
 
-An engine drips an event into each stream every second: 5,000 streams share 5,000 tokens a second, which is what an
-engine under such load makes in all; at the 20 to 30 ms of a stream alone, neither client nor proxy would keep up on a
-core. Engine and clients share one core, the proxy has the other.
-Waves: all streams with nothing between; through a bare aiohttp relay; through the proxy, while others ask for `/health`
-and for short turns; through the same proxy, and half of the clients are cut off at once; and once more to their end.
+An engine sends an event into each stream every second: 5,000 streams share 5,000 tokens a second, the total of an
+engine under such load. At the 20 to 30 ms of a stream alone, neither client nor proxy would keep up on a core. Engine
+and clients share one core, the proxy has the other.
+
+Waves: all streams directly; through a bare aiohttp relay; through the proxy, while others request `/health` and short
+turns; through the same proxy, with half of the clients cut off at once; and once more to their end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SETTLE_S = 6.0
 """The proxy keeps idle connections to engines for 4 s."""
 
 LATE_S = 0.05
-"""No event should take longer."""
+"""Limit for the delay of an event."""
 
 SHORT_ANSWER = {"id": "1", "model": "drip", "choices": [{"index": 0, "text": TEXT}], "usage": USAGE}
 
@@ -54,7 +55,7 @@ Streams = list[tuple[str, "StreamClient"]]
 
 
 class Dripped:
-    """The engine's streams: what was sent into each, as a digest, so that clients can compare."""
+    """The engine's streams: a digest of what was sent into each, so that clients can compare."""
 
     def __init__(self, gap_s: float) -> None:
         """Drip an event every `gap_s`."""
@@ -62,10 +63,10 @@ class Dripped:
         self._rng = Random(0)
         self.digests: dict[str, blake2b] = {}
         self.is_over = False
-        """Whether the streams come to their ends."""
+        """Whether the streams may end."""
 
     def plan(self, path: str, body: bytes) -> Plan:  # noqa: ARG002 - the engine's
-        """Return the stream that a body asks for, from a moment within one gap on; a short answer without a stream."""
+        """Return the stream that a body asks for, which begins within one gap; or a short answer without a stream."""
         asked = json.loads(body)
         if not asked["stream"]:
             return Plan(answer=whole(200, "application/json", json.dumps(SHORT_ANSWER).encode()))
@@ -87,7 +88,7 @@ class Dripped:
 
 
 class StreamClient(asyncio.Protocol):
-    """Read one chunked stream: its digest, and how long each of its events took."""
+    """Reads one chunked stream: its digest, and the delay of each event."""
 
     def __init__(self, request: bytes, delays_s: list[float]) -> None:
         """Send a request; the delays of all clients go to one list."""
@@ -106,7 +107,7 @@ class StreamClient(asyncio.Protocol):
         self.transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of the answer."""
+        """Handle bytes of the answer."""
         now_s = perf_counter()
         self._buffer += data
         if not self._head:
@@ -166,7 +167,7 @@ async def ask(port: int, request: bytes) -> bytes:
 
 
 async def leases_count(port: int) -> int:
-    """Ask a proxy how many leases turns hold."""
+    """Return the number of leases that turns hold at a proxy."""
     for line in (await ask(port, _get("/metrics"))).splitlines():
         if line.startswith(b"thunderagent_leases_active "):
             return int(float(line.split()[1]))
@@ -174,10 +175,10 @@ async def leases_count(port: int) -> int:
 
 
 class Server:
-    """What the process of a proxy, or of a relay, takes up."""
+    """The resource use of a proxy's or a relay's process."""
 
     def __init__(self, pid: int, port: int) -> None:
-        """Look at this one."""
+        """Watch this process."""
         self.pid = pid
         self.port = port
 
@@ -187,7 +188,7 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def sockets_count(self) -> int:
-        """Return how many sockets it has open."""
+        """Return the number of its open sockets."""
         links = Path(f"/proc/{self.pid}/fd").iterdir()
         return sum(_link(link).startswith("socket:") for link in links)
 
@@ -205,7 +206,7 @@ def _link(path: Path) -> str:
 
 @asynccontextmanager
 async def probing(make: Callable[[int], bytes], port: int) -> AsyncIterator[list[float]]:
-    """Ask the same again and again for the length of the block; yield the list of how long each took, in ms."""
+    """Repeat a request during the block; yield the growing list of times in ms."""
     took_ms: list[float] = []
 
     async def once(number: int) -> None:
@@ -234,7 +235,7 @@ async def probing(make: Callable[[int], bytes], port: int) -> AsyncIterator[list
 async def open_all(
     port: int, dripped: Dripped, names: Iterator[str], streams_count: int
 ) -> tuple[Streams, list[float]]:
-    """Open so many streams, `OPENED_PER_S`; return the clients by name when each has its head."""
+    """Open a number of streams at `OPENED_PER_S`; return the clients by name once each has its response head."""
     loop, delays_s, clients = asyncio.get_running_loop(), list[float](), Streams()
     dripped.is_over = False
     began_s = perf_counter()
@@ -249,7 +250,7 @@ async def open_all(
 
 
 def delays(delays_s: list[float]) -> dict[str, float]:
-    """Return what delays are like, in ms."""
+    """Return figures of the delays, in ms."""
     return {
         "event_p50_ms": (percentile(delays_s, 0.5) or 0.0) * 1e3,
         "event_p99_ms": (percentile(delays_s, 0.99) or 0.0) * 1e3,
@@ -260,19 +261,19 @@ def delays(delays_s: list[float]) -> dict[str, float]:
 
 
 def exact_count(clients: Streams, dripped: Dripped) -> int:
-    """Return how many streams came whole, and byte for byte as the engine sent them."""
+    """Return how many streams arrived complete, byte for byte as the engine sent them."""
     return sum(client.whole and client.digest.digest() == dripped.digests[name].digest() for name, client in clients)
 
 
 async def all_ended(clients: Streams, dripped: Dripped) -> None:
-    """Let the streams come to their ends."""
+    """Let the streams end."""
     dripped.is_over = True
     for _, client in clients:
         await client.ended.wait()
 
 
 async def direct_wave(port: int, dripped: Dripped, names: Iterator[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Run the streams with nothing between."""
+    """Run the streams directly to the engine."""
     clients, delays_s = await open_all(port, dripped, names, args.streams)
     del delays_s[:]
     await asyncio.sleep(args.seconds / 2)
@@ -283,7 +284,7 @@ async def direct_wave(port: int, dripped: Dripped, names: Iterator[str], args: a
 async def whole_wave(
     server: Server, dripped: Dripped, names: Iterator[str], args: argparse.Namespace, *pages: str
 ) -> dict[str, Any]:
-    """Run all streams to their end; while all are open, measure, and ask for short turns and for `pages`."""
+    """Run all streams to their end; while all are open, measure, and request short turns and `pages`."""
     before_mb, before_count = server.resident_mb(), server.sockets_count()
     clients, delays_s = await open_all(server.port, dripped, names, args.streams)
     del delays_s[:]
@@ -323,7 +324,7 @@ async def whole_wave(
 async def cut_wave(
     server: Server, engine: DripEngine, dripped: Dripped, names: Iterator[str], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Cut half of the clients off at once; the others go on to their end."""
+    """Cut off half of the clients at once; the others run to their end."""
     clients, _ = await open_all(server.port, dripped, names, args.streams)
     assert await leases_count(server.port) == len(clients)
     cut, stay = clients[::2], clients[1::2]
@@ -406,7 +407,7 @@ def _release_all() -> bytes:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=5000, help="streams open at once")
     parser.add_argument("--gap", type=float, default=1.0, help="seconds between two events of a stream")

@@ -1,8 +1,8 @@
-"""How long nothing is granted while leaders change, and whether turns, leases or usage are lost meanwhile.
+"""Measure how long nothing is granted while leaders change, and whether turns, leases or usage are lost meanwhile.
 
-Two schedulers with the real core and the default policy share a Redis. The links of 16 gateways are in this process,
-and so are the engines: each turn that is granted is generated here, once for its number, for a given time. No bytes of
-turns are carried, so that the machine's cores go to what is measured. Programs take their turns one after another.
+Two schedulers with the real core and the default policy share a Redis. This process has the links of 16 gateways and
+the engines: each granted turn is generated here, once for its number, for a given time. No bytes of turns are carried,
+so that the machine's cores are left for what is measured. Programs take their turns one after another.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ GATEWAYS_COUNT = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 1_000, 50
 LOCK_S = 3.0
 TURNS_COUNT = 8
-"""So many turns has a program; then it is released, and another one begins in its place."""
+"""Turns of a program; then it is released, and another one begins in its place."""
 
 TOOL_S = 0.2
 IDLE_LIMIT_S = 0.5
-"""Programs that take no more turns give their claims up so soon: else they hold the memory of those that come."""
+"""Programs without further turns give up their claims this soon: else they hold the memory of new programs."""
 
 WITHIN_S = 60.0
 _READY_LINE = re.compile(rb"ready at (http://\S+?)(?::? |$)")
 
 
 class Cell:
-    """A Redis, two schedulers, the links of gateways, programs, and what was counted."""
+    """A Redis, two schedulers, the links of gateways, programs, and the counts."""
 
     def __init__(self, folder: Path, packages: str, engine_url: str, args: argparse.Namespace) -> None:
-        """Start nothing yet; the client of Redis is in `packages`."""
+        """Start nothing yet; `packages` has the Redis client."""
         self.folder = folder
         self.packages = packages
         self.engine_url = engine_url
@@ -72,27 +72,27 @@ class Cell:
         self.schedulers: dict[int, Process] = {}
         self.gateways: list[RemoteRuntime] = []
         self.generated: Counter[tuple[int, int]] = Counter()
-        """How often each turn of each gateway was generated: what engines know."""
+        """How often each turn of each gateway was generated: what the engines know."""
         self.asked_count = 0
         self.leader_port = 0
         self.lost: dict[str, Any] = {}
-        """What was lost or came twice, once all is over."""
+        """What was lost or duplicated, known at the end."""
         self.granted: list[tuple[float, int]] = []
-        """When something was granted, and in which epoch."""
+        """Time and epoch of each grant."""
         self.stop = asyncio.Event()
         self._http: aiohttp.ClientSession | None = None
 
     # --- processes
 
     async def start_redis(self) -> None:
-        """Start it on what it kept."""
+        """Start Redis on its saved data."""
         options = ("--port", "0", "--unixsocket", "redis.sock", "--save", "", "--appendonly", "yes")
         self.redis = await asyncio.create_subprocess_exec(
             *die_with_parent(), "redis-server", *options, cwd=self.folder, stdout=subprocess.DEVNULL
         )
 
     async def start_scheduler(self, port: int) -> None:
-        """Start one, and wait until it is there."""
+        """Start a scheduler, and wait until it answers."""
         capacity = self.in_flight_count * (PROMPT_TOKENS + OUTPUT_TOKENS) * 5 // 4
         options = ("--listen", f"127.0.0.1:{port}", "--backends", self.engine_url, "--lock-s", str(LOCK_S))
         options += ("--idle-limit-s", str(IDLE_LIMIT_S)) if self.idle_count else ()
@@ -112,7 +112,7 @@ class Cell:
             raise RuntimeError((self.folder / f"scheduler-{port}.log").read_text()[-4000:])
 
     async def said(self, port: int) -> dict[str, Any]:
-        """Return what a scheduler says of itself; nothing if it does not answer."""
+        """Return a scheduler's status; empty if it does not answer."""
         assert self._http is not None
         with suppress(aiohttp.ClientError, TimeoutError):
             async with self._http.get(f"http://127.0.0.1:{port}/internal/leader") as response:
@@ -120,7 +120,7 @@ class Cell:
         return {}
 
     async def leader(self, *, followed: bool) -> int:
-        """Wait until one leads, and another one stands by if that is wanted; return its port."""
+        """Wait until a scheduler leads (and another is a standby, on request); return the leader's port."""
         async with asyncio.timeout(WITHIN_S):
             while True:
                 said = {port: await self.said(port) for port in self.schedulers}
@@ -134,7 +134,7 @@ class Cell:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run all of it for the length of the block; programs end with it, after their turns."""
+        """Run everything during the block; at its end programs finish their turns and stop."""
         async with AsyncExitStack() as stack:
             stack.callback(self._kill_all)
             self._http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(2)))
@@ -173,7 +173,7 @@ class Cell:
     # --- programs
 
     async def program(self, number: int) -> None:
-        """Take turn after turn; be released after some, and begin as another one."""
+        """Take turn after turn; after some, release the program and begin as a new one."""
         rng, gateway_index = random.Random(number), number % GATEWAYS_COUNT
         runtime = self.gateways[gateway_index]
         await asyncio.sleep(rng.random() * self.turn_s)
@@ -190,7 +190,7 @@ class Cell:
     async def turn(
         self, runtime: RemoteRuntime, gateway_index: int, program_id: str, rng: random.Random, turn_s: float
     ) -> None:
-        """Have a turn generated under a lease, in about `turn_s`."""
+        """Generate a turn under a lease, in about `turn_s`."""
         turn_id = runtime.new_turn_id()
         self.asked_count += 1
         ask = TurnAsk(turn_id=turn_id, program_id=program_id, prompt_bytes=4 * PROMPT_TOKENS)
@@ -203,18 +203,18 @@ class Cell:
 
     @property
     def held_count(self) -> int:
-        """Turns that wait now."""
+        """Number of turns that wait now."""
         return sum(row.lease is None for each in self.gateways for row in each.turns.rows.values())
 
     @property
     def leased_count(self) -> int:
-        """Turns that are generated now, or whose ends no scheduler has acknowledged."""
+        """Number of turns that are being generated, or whose ends no scheduler has acknowledged."""
         return sum(row.lease is not None for each in self.gateways for row in each.turns.rows.values())
 
     # --- faults
 
     async def settle(self, seconds_s: float) -> dict[str, Any]:
-        """Let it run until somebody leads and somebody follows, and a while; return how much is under way."""
+        """Run until there is a leader and a standby, and a while longer; return the load in flight."""
         self.leader_port = await self.leader(followed=True)
         before_count = len(self.granted)
         await asyncio.sleep(seconds_s)
@@ -236,7 +236,7 @@ class Cell:
         }
 
     async def until_epoch_after(self, epoch: int, moment_s: float) -> dict[str, float]:
-        """Return how long nothing was granted between an epoch and the next one, and since the fault."""
+        """Return the time without grants between an epoch and the next one, and since the fault."""
         async with asyncio.timeout(WITHIN_S):
             while self.granted[-1][1] <= epoch:
                 await asyncio.sleep(0.02)
@@ -245,7 +245,7 @@ class Cell:
         return {"takeover_s": round(new_s - old_s, 4), "since_the_fault_s": round(new_s - moment_s, 4)}
 
     async def killed(self) -> dict[str, Any]:
-        """Kill the leader, and start it again once another one leads."""
+        """Kill the leader, and restart it once another one leads."""
         port, epoch, moment_s = self.leader_port, self.granted[-1][1], perf_counter()
         self.schedulers[port].kill()
         found = await self.until_epoch_after(epoch, moment_s)
@@ -254,7 +254,7 @@ class Cell:
         return found
 
     async def paused(self) -> dict[str, Any]:
-        """Stop the leader for longer than its lock lasts, and let it go on."""
+        """Stop the leader for longer than its lock lasts, then resume it."""
         process, epoch, moment_s = self.schedulers[self.leader_port], self.granted[-1][1], perf_counter()
         process.send_signal(signal.SIGSTOP)
         try:
@@ -278,7 +278,7 @@ class Cell:
         return {"longest_gap_s": round(longest_s, 4), "epochs_more": self.granted[-1][1] - epoch}
 
     async def know(self, count: int) -> None:
-        """Have so many programs known that take a turn and then no more."""
+        """Make a number of programs known that take one turn and then no more."""
         rooms = asyncio.Semaphore(64)
 
         async def one(number: int) -> None:
@@ -290,7 +290,7 @@ class Cell:
             await asyncio.gather(*(one(number) for number in range(begin, min(count, begin + 1_000))))
 
     async def metrics(self, port: int) -> dict[str, float]:
-        """Return what a scheduler measures."""
+        """Return a scheduler's metrics."""
         assert self._http is not None
         async with self._http.get(f"http://127.0.0.1:{port}/metrics") as response:
             lines = (await response.text()).splitlines()
@@ -299,7 +299,7 @@ class Cell:
     # --- what is left
 
     async def losses(self) -> dict[str, Any]:
-        """Compare what engines and gateways know with what the leader counted."""
+        """Compare the records of engines and gateways with the leader's counts."""
         values = await self.metrics(await self.leader(followed=False))
         turns_count = len(self.generated)
         counted = values.get('thunderagent_turns_total{outcome="finished"}', 0.0)
@@ -320,7 +320,7 @@ class Cell:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses now."""
+    """Return free ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -353,7 +353,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=5_000, metavar="N", help="(default: 5000)")
     parser.add_argument(

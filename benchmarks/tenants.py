@@ -1,10 +1,10 @@
-"""Fair shares between tenants, simulated: how even they are, and what they cost.
+"""Simulate fair shares between tenants: how even they are, and what they cost.
 
     scripts/bench tenants
 
-Three tenants want more than there is, all the time: one with one program, another with eight, and a third one of whose
-programs makes children without end, eight for each of the first one's. Each has the same weight. The same programs run
-without shares, and without shares and without parents: then the third is only a tenant that wants much.
+Three tenants always want more than there is: one with one program, one with eight, and one with a program that makes
+children without end, eight for each program of the first. All have the same weight. The same programs also run without
+shares, and without shares and without parents: then the third is only a tenant with many programs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan, Worklo
 SMALL, LARGE, FANNING = "small", "large", "fanning-out"
 PARENT = "fanning-out-parent"
 ROUND = (SMALL, *[LARGE] * 8, *[FANNING] * 8)
-"""Who comes, in turn: one to eight to eight."""
+"""The tenants of arriving programs, in turn: one to eight to eight."""
 
 FAIR_AT_LEAST, LOST_AT_MOST = 0.95, 0.05
 
 
 @dataclass(frozen=True)
 class Three:
-    """The programs of another workload, for three tenants in turn; the parent of the third's children comes first."""
+    """Another workload's programs, for three tenants in turn; the parent of the third's children comes first."""
 
     programs: Workload
     with_parents: bool
@@ -60,7 +60,7 @@ class Three:
 
 @dataclass(frozen=True)
 class Found:
-    """What one run came to: by tenant the tokens of its finished turns; what was in time is of all three."""
+    """The result of one run: tokens of finished turns by tenant; what was in time is for all three."""
 
     turns_per_min_count: float
     goodputs: tuple[Goodput, ...]
@@ -68,7 +68,7 @@ class Found:
 
     @property
     def jain_ratio(self) -> float:
-        """Return Jain's index of what the three got."""
+        """Return Jain's index of the three tenants' tokens."""
         got = [self.tokens.get(tenant, 0) for tenant in (SMALL, LARGE, FANNING)]
         return sum(got) ** 2 / (len(got) * sum(tokens**2 for tokens in got))
 
@@ -94,7 +94,7 @@ def tokens_by_tenant(result: RunResult, begin_s: float) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all settings with all seeds; exit status 1 if a promise is missed."""
+    """Run all settings with all seeds; exit status 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="breakeven")
     parser.add_argument("--seeds", type=int, default=10)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="programs of the small tenant")
     args = parser.parse_args(argv)
     console = Console()
-    console.width = max(console.width, 150)  # what the table takes
+    console.width = max(console.width, 150)  # the table's width
     scenario = replace(
         scenario_of("demo", minutes=args.minutes, warmup_minutes=args.minutes / 5, loop="batch"),
         programs_count=args.rounds * len(ROUND),

@@ -1,6 +1,6 @@
-"""Runs of several models behind one proxy, each with replicas, programs and a pool of its own, in one virtual time.
+"""Run several models behind one proxy, each with its own replicas, programs and pool, in one virtual time.
 
-What a run does alone it should do here, too: nothing of one pool's turns, memory and queue may show in another's.
+A run must behave as it does alone: nothing of one pool's turns, memory and queue may affect another pool.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.workloads.plans import Workload
 
 TURN_IDS_OF_A_RUN_COUNT = 10**9
-"""More turns than any run has."""
+"""Larger than the number of turns of any run."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What one model has: its replicas, which no other's may be named like, its programs and its policy."""
+    """One model: its replicas (with unique names), its programs and its policy."""
 
     name: str
     scenario: Scenario
@@ -34,9 +34,9 @@ class Model:
 
 
 def simulate_together(models: Sequence[Model]) -> list[RunResult]:
-    """Run all of them, closed loops over the same time, and return the figures of each, in their order.
+    """Run all models as closed loops over the same time; return the figures of each, in order.
 
-    Programs must be named apart, too: by other workloads or other seeds. Raises ConfigurationError.
+    Program names must be unique too: use different workloads or seeds. Raises ConfigurationError.
     """
     horizons_s = {each.scenario.horizon_s for each in models}
     if len(horizons_s) > 1 or any(each.scenario.loop != "closed" for each in models):
@@ -69,9 +69,9 @@ def simulate_together(models: Sequence[Model]) -> list[RunResult]:
 
 
 def _behind(pools: Pools, pool: Pool, run: Simulation, runs: Sequence[Simulation]) -> Callable[[Event], list[Decision]]:
-    """Return what hands a run's events to all pools, has others carry out what was decided there, and returns its own.
+    """Return a handler that passes a run's events to all pools, and returns the run's own decisions.
 
-    The first run's ticks are everybody's, as on a server.
+    Other runs carry out the decisions of their own pools. The first run's ticks are for all, as on a server.
     """
     others = {other.scheduler: other for other in runs if other is not run}
 

@@ -1,4 +1,4 @@
-"""A relay by the proxy's own protocols and nothing more: what its bytes cost, beside `bare_relay`."""
+"""A minimal relay on the proxy's own protocols: the cost of its bytes, to compare with `bare_relay`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS = Limits(connect_s=5.0, silence_s=3600.0)
 
 
 class Relay:
-    """Relay every request to one server, streams piece by piece."""
+    """Relays every request to one server, streams piece by piece."""
 
     def __init__(self, upstream: str, pool: Pool) -> None:
         """Relay to `upstream`."""
@@ -31,11 +31,11 @@ class Relay:
         self._pool = pool
 
     def handler(self, head: RequestHead) -> Handler:  # noqa: ARG002 - the router's
-        """Return who answers."""
+        """Return the handler of a request."""
         return self._relay
 
     def borrower(self) -> Borrower:
-        """Lend to nobody."""
+        """Lend no connections."""
         raise AssertionError("every request is relayed")
 
     async def _relay(self, asked: Asked) -> None:

@@ -1,8 +1,8 @@
 """The paper's three workflows (its Fig. 9) in virtual time, with LLMs whose latencies come from the engine's model.
 
-An instance stands for an agent with an LLM of its own, which serves one request at a time: its prompt at the cost of a
-prefill, each token of its answer at that of a decoding step (`simulator.engine`). The baselines are this very runtime
-with its policies off: first come, first served, sticky sessions, static instances. They are not AutoGen, CrewAI or Ayo.
+An instance is an agent with an LLM of its own, which serves one request at a time: the prompt at the cost of a prefill,
+each token of the answer at that of a decoding step (`simulator.engine`). The baselines are this same runtime with its
+policies off: first come, first served, sticky sessions, static instances. They are not AutoGen, CrewAI or Ayo.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thunderagent.workflows import Deployment, deploy, managed_list, stubs
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes at once while nothing is to be done; threads are waited for."""
+    """An event loop that skips time while it has nothing to do; it waits for threads."""
 
     def __init__(self) -> None:
         """Begin at 0 s."""
@@ -33,7 +33,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Have time stand still until a thread is through."""
+        """Stop time until a thread ends."""
         future = super().run_in_executor(executor, func, *args)
         self.aside_count += 1
         future.add_done_callback(self._come_back)
@@ -72,7 +72,7 @@ class Llm:
 
 
 class Remembering(Llm):
-    """The same with a conversation: what was said before is prefilled again only where the session is new."""
+    """The same with a conversation: earlier messages are prefilled again only where the session is new."""
 
     said = managed_list("said")
 
@@ -83,7 +83,7 @@ class Remembering(Llm):
 
 
 def agent(count: int, most: int, *, kind: str = "Llm", **directives: Any) -> dict[str, Any]:
-    """Declare an agent with one GPU an instance."""
+    """Declare an agent with one GPU for each instance."""
     given = {"min_instances": count, "max_instances": most, "resources": {"gpu": 1}}
     return {"class": f"{HERE}:{kind}", "methods": ASK, **given, **directives}
 
@@ -94,7 +94,7 @@ def ask(name: str, prompt_tokens: float, answer_tokens: float) -> Any:
 
 
 async def financial(rng: random.Random, share: float) -> None:  # noqa: ARG001 - the three have one signature
-    """Have an analyst ask four others and sum it up, two or three times, as a user comes back with questions."""
+    """Have an analyst ask four others and summarise, two or three times, as a user returns with questions."""
     for _ in range(rng.randrange(2, 4)):
         first = ask("analyst", 600, 60)
         others = [ask(name, 1200, rng.lognormvariate(3.8, 0.6)) for name in ("stock", "bond", "market", "news")]
@@ -106,14 +106,14 @@ async def financial(rng: random.Random, share: float) -> None:  # noqa: ARG001 -
 
 
 async def routed(rng: random.Random, share: float) -> None:
-    """Classify a query, and send it to chat or to code; which of them most go to changes over time."""
+    """Classify a query, and send it to chat or to code; the majority changes over time."""
     await ask("router", 200, 4)
     is_code = rng.random() < (0.9 if share < 0.5 else 0.1)
     await ask("coder" if is_code else "chat", 1500, rng.lognormvariate(5.0 if is_code else 4.6, 0.6))
 
 
 async def software(rng: random.Random, share: float) -> None:  # noqa: ARG001
-    """Plan, build the parts side by side, test each, and build again what fails."""
+    """Plan, build the parts in parallel, test each, and rebuild those that fail."""
     await ask("planner", 800, 150)
     parts = [rng.randrange(1, 4) for _ in range(rng.randrange(2, 5))]
     while parts:
@@ -128,7 +128,7 @@ async def software(rng: random.Random, share: float) -> None:  # noqa: ARG001
 
 @dataclass(frozen=True)
 class Case:
-    """A workflow, its agents with and without freedom, how many come a second, and the policies that are compared."""
+    """A workflow, its agents with and without freedom, its rates a second, and the compared policies."""
 
     driver: Callable[[random.Random, float], Any]
     agents: dict[str, Any]
@@ -175,7 +175,7 @@ CASES = {
 
 
 def compare(case: Case, seeds_count: int) -> dict[str, Any]:
-    """Run a case at each rate under each choice; return latencies in seconds, each a mean over seeds."""
+    """Run a case at each rate under each choice; return latencies in seconds, as means over seeds."""
     choices: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {"static, sticky, FCFS": (case.static, ())}
     choices |= {name: (case.agents, policies) for name, policies in case.policies.items()}
     found: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def compare(case: Case, seeds_count: int) -> dict[str, Any]:
 def run(
     case: Case, agents: dict[str, Any], policies: tuple[str, ...], rate_per_s: float, seed: int
 ) -> dict[str, float]:
-    """Run one load in virtual time; return mean, median, p95 and p99 of latencies, in seconds, and programs an hour."""
+    """Run one load in virtual time; return mean, median, p95 and p99 latencies in seconds, and programs an hour."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(_run(case, agents, policies, rate_per_s, seed, loop))
@@ -202,7 +202,7 @@ def run(
 
 
 async def all_come(one: Callable[[int], Any], count: int, rate_per_s: float, seed: int) -> float:
-    """Have so many sessions come at random, each with its number; return the seconds until the last has gone."""
+    """Start a number of sessions at random times, each with its number; return the seconds until the last one ends."""
     loop, rng, users = asyncio.get_running_loop(), random.Random(seed), []
     began_s = loop.time()
     for number in range(count):

@@ -1,9 +1,10 @@
 """The paper's three workflows with the scheduler behind them: its leases, its policy, a simulated engine, virtual time.
 
-Every call of an LLM is a turn of its session's program: it takes a lease of the proxy's runtime, runs on the engine's
-model beside all others, and ends with its usage. A developer works in steps, each a turn and then a command in a
-sandbox, of which there are few, so that it waits for other sessions' commands, too. Sessions that run side by side
-share the engine's memory; what differs between two runs of a seed is only who decides, and whether hints are said.
+Every LLM call is a turn of its session's program: it takes a lease of the proxy's runtime, runs on the engine's model
+beside all others, and ends with its usage. A developer works in steps, each a turn and then a command in a sandbox.
+There are few sandboxes, so it also waits for other sessions' commands. Concurrent sessions share the engine's memory.
+Two runs of a seed differ only in who decides, and whether hints are sent. Instances are workers here, not GPUs: all
+share the engine.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ SANDBOXES_COUNT = 10
 MEMORY_TOKENS = {"short": 100_000, "ample": 2_000_000}
 RATES_PER_S = {"software": 0.5, "financial": 0.5, "router": 8.0}
 COUNT = 40
-"""Sessions of a run."""
+"""Number of sessions in a run."""
 EARLY_S = 2.0
-"""So long before its hinted turn a program is restored, where that is tried."""
+"""How long before its hinted turn a program is restored, where that is tried."""
 
 
 class EarlyScheduler(Scheduler):
-    """Restores a paused program shortly before the turn that is hinted, if it goes before all that wait and fits.
+    """Restores a paused program shortly before its hinted turn, if it precedes all that wait and fits.
 
-    It is here to be measured alone: the room that it takes ahead its program would get with its turn anyway, unless
-    another one takes it in between.
+    It exists only to be measured: the program would get the same room with its turn anyway, unless another one
+    takes the room in between.
     """
 
     early_count = 0
@@ -74,10 +75,10 @@ class EarlyScheduler(Scheduler):
 
 
 class Rig:
-    """The engine, and the runtime whose leases its turns take."""
+    """The engine, and the runtime that leases its turns."""
 
     def __init__(self, loop: VirtualLoop, kv_tokens: int, hints: str) -> None:
-        """Begin at the loop's time, with one replica that is up."""
+        """Begin at the loop's time, with one replica up."""
         self.loop = loop
         self.hints = hints
         self.engine = Engine(EngineConfig(kv_tokens, timing=profile(PROFILE), max_num_batched_tokens=8192))
@@ -107,7 +108,7 @@ class Rig:
                 self._over.pop(finished.request_id).set_result(finished)
 
     async def turn(self, prompt_tokens: int, answer_tokens: int) -> None:
-        """Take a turn of the session that this code runs in: its branch's context grows by both."""
+        """Take a turn of the current session: its branch's context grows by both."""
         headers = turn_headers()
         program_id, branch_id = headers["X-Program-ID"], headers.get("X-Program-Branch", "")
         context = self.contexts.get((program_id, branch_id))
@@ -131,7 +132,7 @@ class Rig:
         context.append(answer_tokens)
 
     def say(self, session: str, said: dict[str, Any]) -> None:
-        """Take a hint as `POST /programs/{id}/hints` does, if its kind is on."""
+        """Accept a hint as `POST /programs/{id}/hints` does, if its kind is on."""
         if self.hints == "branches" and "branch" not in said:
             return
         hint = TurnHint(said.get("next_turn_in_s"), said.get("confidence", 1.0), said.get("keep", ""))
@@ -139,7 +140,7 @@ class Rig:
 
 
 _rig: list[Rig] = []
-"""The one that runs: agents are made by their class alone."""
+"""The running rig: agents are constructed without arguments."""
 
 
 class Turning:
@@ -152,10 +153,10 @@ class Turning:
 
 
 class Coding:
-    """An agent that works in steps: a turn, and a command in a sandbox whose output is read with the next."""
+    """An agent that works in steps: a turn, then a command in a sandbox whose output the next turn reads."""
 
     async def ask(self, prompt_tokens: int, answer_tokens: int) -> int:
-        """Take four steps, drawn by the size of the answer so that every run has the same."""
+        """Take four steps, drawn by the size of the answer so that every run has the same steps."""
         rng = random.Random(answer_tokens)
         for _ in range(4):
             await _rig[-1].turn(prompt_tokens, answer_tokens // 2 + 1)
@@ -164,16 +165,16 @@ class Coding:
 
 
 class Sandbox:
-    """What runs commands."""
+    """The agent that runs commands."""
 
     async def run(self, seconds: float) -> float:
-        """Take that long."""
+        """Take the given time."""
         await asyncio.sleep(seconds)
         return seconds
 
 
 def agents_of(agents: dict[str, Any], *, has_sandboxes: bool) -> dict[str, Any]:
-    """Return a case's agents as they are here."""
+    """Return a case's agents in the form used here."""
     found = copy.deepcopy(agents)
     for name, each in found.items():
         each["class"] = f"{HERE}:{'Coding' if name == 'developer' else 'Turning'}"
@@ -194,7 +195,7 @@ CHOICES: dict[str, tuple[bool, tuple[str, ...], str]] = {
     "default and srtf, hints": (False, ADAPTIVE, "all"),
     "default and srtf, hints, restored early": (False, ADAPTIVE, "early"),
 }
-"""By their names: whether instances are static, the policies, and which hints are said, or used early, too."""
+"""By name: whether instances are static, the policies, and which hints are sent, or also used early."""
 PAIRS = (
     ("default and srtf", "static, sticky, FCFS"),
     ("default and srtf, ended branches", "default and srtf"),
@@ -205,7 +206,7 @@ PAIRS = (
 
 
 def run(case: Case, choice: str, memory: str, seed: int) -> dict[str, Any]:
-    """Run one load in virtual time; return latencies in seconds, programs an hour, and what became of hints."""
+    """Run one load in virtual time; return latencies in seconds, programs an hour, and the outcome of hints."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(_run(case, choice, memory, seed, loop))
@@ -249,7 +250,7 @@ async def _run(case: Case, choice: str, memory: str, seed: int, loop: VirtualLoo
 
 
 def compare(seeds_count: int) -> dict[str, Any]:
-    """Run every case under every choice, memory short and not; return what each seed gave, and the pairs' ratios."""
+    """Run every case under every choice, with short and ample memory; return each seed's figures and pair ratios."""
     found: dict[str, Any] = {}
     for name, rate_per_s in RATES_PER_S.items():
         case = replace(CASES[name], rates_per_s=(rate_per_s,), count=COUNT)

@@ -1,8 +1,8 @@
-"""Workflows alone: what a call costs, what waits costs, the paper's Table 4 and Fig. 10 again, and Fig. 9's workflows.
+"""Measure workflows alone: the cost of a call and of waiting, the paper's Table 4 and Fig. 10, and Fig. 9's workflows.
 
-Of Table 4 and Fig. 10 the machines are the real ones, 128 controllers in one process, without agents behind them. In
-the one-level design every instance that becomes free asks one controller, which brings the policy up to date and
-answers one after the other: all 128 ask at once, and the time is until the answer, on average.
+Table 4 and Fig. 10 use the real machines, with 128 controllers in one process and no agents behind them. In the
+one-level design every instance that becomes free asks one controller, which updates the policy and answers one request
+after another: all 128 ask at once, and the figure is the mean time until the answer.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ AGENT = {"echo": {"class": "benchmarks.workflows:Echo", "methods": {"say": {"tex
 
 
 class Echo:
-    """The cheapest agent."""
+    """The cheapest possible agent."""
 
     async def say(self, text: Any) -> Any:
-        """Return what was said."""
+        """Return the argument."""
         return text
 
     async def hold(self) -> Any:
@@ -120,7 +120,7 @@ def pending_costs(count: int) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is in use."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -148,7 +148,7 @@ def view_for(controllers: list[Controller]) -> View:
 
 
 def next_run(controller: Controller) -> float:
-    """Let an instance become free; return how long it is until its next call is on it."""
+    """Free an instance; return the time until its next call is on it."""
     running = next(iter(controller.running))
     began = perf_counter()
     controller.handle(m.Finished(running, Outcome()))
@@ -156,7 +156,7 @@ def next_run(controller: Controller) -> float:
 
 
 def two_level_ms(calls_count: int, rng: random.Random) -> float:
-    """Return the p50 of one dispatch where each controller decides by what it was last told."""
+    """Return the p50 of one dispatch if each controller decides by its latest update."""
     controllers = controllers_with(calls_count, 128, rng)
     view = view_for(controllers)
     view.merge([summarize(each, "n", (0, 0.0, 0.0)) for each in controllers], 0.0)
@@ -170,9 +170,9 @@ def two_level_ms(calls_count: int, rng: random.Random) -> float:
 
 
 def one_level_ms(calls_count: int, rng: random.Random, *, looks_at_all: bool) -> float:
-    """Return the mean time of one dispatch where all instances ask one controller, which runs the policy each time.
+    """Return the mean time of one dispatch if all instances ask one controller, which runs the policy each time.
 
-    It `looks_at_all` sessions to find which have changed, or is told, as the two-level design's loop is.
+    It `looks_at_all` sessions to find those that changed, or is told, as the two-level design's loop is.
     """
     controllers = [each for each in controllers_with(calls_count, 128, rng) if each.running]
     view = view_for(controllers)
@@ -194,7 +194,7 @@ def one_level_ms(calls_count: int, rng: random.Random, *, looks_at_all: bool) ->
 async def loop_ms(
     calls_count: int, controllers_count: int, changed_ratio: float, rng: random.Random
 ) -> dict[str, float]:
-    """Measure a turn of the global loop with SRTF where part of the sessions has changed, and what controllers do."""
+    """Measure a turn of the global loop with SRTF after part of the sessions changed, and the controllers' work."""
     controllers = controllers_with(calls_count, controllers_count, rng)
     store = MemoryStore()
     level = GlobalLevel(view_for(controllers), [srtf.step], store, lambda: ["n"], lambda _: None, perf_counter)
@@ -205,7 +205,7 @@ async def loop_ms(
                 sessions = each.queue.sessions()
                 each.changed = set(rng.sample(sessions, int(len(sessions) * changed_ratio)))
         if turn and changed_ratio == 1.0:
-            for each in controllers:  # so that every priority changes, too
+            for each in controllers:  # so that every priority changes too
                 for session in each.changed:
                     for call in each.queue.calls_of(session):
                         call.stage_count += 1
@@ -236,7 +236,7 @@ def percentile(values: list[float], ratio: float) -> float:
 
 
 def least(runs: list[dict[Any, Any]]) -> dict[Any, Any]:
-    """Return the least of each figure over several runs: what else a shared machine does only adds to it."""
+    """Return the least of each figure over several runs: other work on a shared machine only adds to it."""
     found: dict[Any, Any] = {}
     for name, value in runs[0].items():
         values = [run[name] for run in runs]
@@ -248,7 +248,7 @@ def least(runs: list[dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def measure_scale() -> dict[str, Any]:
-    """Make Table 4 and Fig. 10 again."""
+    """Reproduce Table 4 and Fig. 10."""
     table, figure = {}, {}
     for calls_count, (paper_one_ms, paper_two_ms) in PAPER_TABLE_4_MS.items():
         gc.collect()
@@ -272,7 +272,7 @@ def measure_scale() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["calls", "scale", "cases", "turns"], help="one or more of these")
     parser.add_argument("--calls", type=int, default=20_000)
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of what is measured by a clock, the least is kept")
     args = parser.parse_args()
     if "calls" in args.parts:
-        pending = pending_costs(args.pending)  # once: what it frees would be taken for free by the next
+        pending = pending_costs(args.pending)  # once: the next run would reuse the freed memory
         runs = [call_costs(args.calls) for _ in range(args.runs)]
         figures = pending | least(runs)
         for name, value in figures.items():

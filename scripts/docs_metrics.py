@@ -1,4 +1,4 @@
-"""The metrics of a proxy and of a gateway, as they describe themselves: the table of the reference."""
+"""Return the metrics of a proxy and of a gateway, as they describe themselves, for the table of the reference."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GROUPS = {
     "Judge": r"judge_|programs_by_level|program_outcomes",
     "Gateways and schedulers": r"gateway|fail_open|scheduler_",
 }
-"""Headings of the page, and how names of metrics begin after `thunderagent_`; the first that matches counts."""
+"""Headings of the page, and prefixes of metric names after `thunderagent_`; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _nobody() -> AbstractAsyncContextManager[Asker]:
 
 
 def described() -> list[Described]:
-    """Return what `/metrics` of a proxy and of a gateway expose."""
+    """Return the metrics that `/metrics` of a proxy and of a gateway expose."""
     registry = CollectorRegistry()
     TurnMetrics(registry)
     LoopLag(registry)

@@ -1,4 +1,4 @@
-"""The generated parts of the reference: what the code says of itself, as Markdown.
+"""Generate parts of the reference as Markdown from the code's own descriptions.
 
 A page names a part by the comment `<!-- generated: NAME -->`, or `NAME OF-WHAT`; `PARTS` has the function of each name.
 """
@@ -38,13 +38,13 @@ from thunderagent.tools.template import Template
 
 ROOT = Path(__file__).parents[1]
 SAID = {"internal_error": "A bug of the proxy; its log has the trace."}
-"""Where the class of a code speaks of more than that code."""
+"""Meanings of codes whose class describes more than that code."""
 
 COMMAND_LINE_ONLY = ("configuration_error", "event_log_error", "state_error", "calibration_error")
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of Markdown; bars in cells are escaped."""
+    """Return a Markdown table; bars in cells are escaped."""
     heads = list(heads)
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |" for row in rows]
@@ -65,7 +65,7 @@ def configuration() -> str:
 
 
 def templates() -> str:
-    """Return the fields of a template of sandboxes."""
+    """Return the fields of a sandbox template."""
     return _fields_of(Template)
 
 
@@ -86,7 +86,7 @@ def _fields_of(model: type[BaseModel]) -> str:
 
 
 def workflow_policies() -> str:
-    """Return the policies of workflows, as each one's module explains itself."""
+    """Return the policies of workflows, as described by their modules."""
     folder = ROOT / "thunderagent" / "workflows" / "policies"
     said = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in folder.glob("*.py")}
     names = sorted(said.keys() - {"__init__"})
@@ -96,7 +96,7 @@ def workflow_policies() -> str:
 def commands() -> str:
     """Return the help of every command but `serve`, whose options are the configuration."""
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"  # argparse has no other way to a width
+    os.environ["COLUMNS"] = "100"  # argparse has no other way to set the width
     try:
         return "\n\n".join(f"## `{name}`\n\n```text\n{text.strip()}\n```" for name, text in helps())
     finally:
@@ -108,7 +108,7 @@ def commands() -> str:
 def helps() -> Iterator[tuple[str, str]]:
     """Yield each command with its help."""
     for name, parser in _parsers(build_parser(), "thunderagent"):
-        text = parser.format_help()  # before that, a command may not know its options
+        text = parser.format_help()  # a command may not know its options before
         actions = {each.dest: each for each in parser._actions if each.dest != "help"}  # noqa: SLF001
         if "idle_limit_s" in actions:  # it serves
             own = [each for dest, each in actions.items() if dest not in ServeConfig.model_fields]
@@ -146,7 +146,7 @@ def error_classes() -> Iterator[type[errors.ThunderAgentError]]:
 
 
 def reasons() -> str:
-    """Return every reason of a decision, as its source explains it."""
+    """Return every reason of a decision, as described in its source."""
     rows, group = [], ""
     for line in inspect.getsource(Reason).splitlines():
         if comment := re.fullmatch(r"    # (.+)", line):
@@ -159,7 +159,7 @@ def reasons() -> str:
 
 
 def lifecycle() -> str:
-    """Return the places of a program: what each means, and which may follow it."""
+    """Return the places of a program: the meaning of each, and the places that may follow it."""
     said = re.findall(r"^\| (\w+) \| (.+?) \| (.+?) \|$", places.__doc__ or "", re.MULTILINE)[1:]
     rows = [
         (name, state, who, ", ".join(sorted(places.ALLOWED[places.Kind(name)])) or "nowhere")
@@ -174,7 +174,7 @@ def judge_prompt() -> str:
 
 
 def alerts() -> str:
-    """Return the alerts that come with the project."""
+    """Return the alerts shipped with the project."""
     groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
     rows = [
         (rule["alert"], f"`{rule['expr']}`", rule.get("for", ""), " ".join(rule["annotations"].values()))
@@ -186,7 +186,7 @@ def alerts() -> str:
 
 
 def metrics() -> str:
-    """Return what `/metrics` exposes, in groups."""
+    """Return the metrics that `/metrics` exposes, in groups."""
     return "\n\n".join(
         f"## {heading}\n\n"
         + table(
@@ -213,7 +213,7 @@ def policy_settings(name: str) -> str:
 
 
 def settings_of(made: Callable[..., object]) -> Iterator[tuple[str, str, str]]:
-    """Yield each setting of a policy or a part, with its default and the text that stands under its field."""
+    """Yield each setting of a policy or a part, with its default and the text under its field."""
     kind: Any = made.func if isinstance(made, partial) else made
     said: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
@@ -239,7 +239,7 @@ def profiles() -> str:
 
 
 def api() -> str:
-    """Return the HTTP API, as a running proxy describes it in its OpenAPI document."""
+    """Return the HTTP API, as described by a running proxy's OpenAPI document."""
     return api_of(_openapi_document())
 
 
@@ -340,5 +340,5 @@ MARK = re.compile(r"^<!-- generated: (\w+)(?: ([\w.-]+))? -->$", re.MULTILINE)
 
 
 def filled(text: str) -> str:
-    """Return a page with its generated parts in it. Raises KeyError for a name that is none."""
+    """Return a page with its generated parts filled in. Raises KeyError for an unknown name."""
     return MARK.sub(lambda mark: PARTS[mark[1]](*filter(None, [mark[2]])), text)

@@ -1,7 +1,7 @@
-"""What the documentation site has beside its pages: generated parts, files of the repository, every page as Markdown.
+"""Add to the documentation site: generated parts, files of the repository, and every page as Markdown.
 
 MkDocs calls the functions `on_...` as hooks. A page names a generated part by the comment `<!-- generated: NAME -->`,
-and shows another file by the line `--8<-- "FILE"`. Run as a program it lists the versions that were built.
+and shows another file by the line `--8<-- "FILE"`. Run as a program it lists the built versions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r'^( *)--8<-- "(.+)"$', re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
-"""How files that are not pages are shown, by the ending of their names."""
+"""How files that are not pages are shown, by file extension."""
 OUTSIDE = "repository"
-"""Folder of the site for files of the repository that pages link to."""
+"""Folder of the site for repository files that pages link to."""
 BOOSTS = {
     "start/": 1.5,
     "fix/": 2,
@@ -39,13 +39,13 @@ BOOSTS = {
     "reference/python": 0.5,
     "research/": 0.3,
 }
-"""How much a hit of the search counts, by how the page's path begins: answers before lists."""
+"""Weight of a search hit, by prefix of the page's path: answers before lists."""
 _pages: dict[str, tuple[str, str]] = {}
 """Title and Markdown of each page of this build, by its path."""
 
 
 def whole(text: str) -> str:
-    """Return a page with the files that it shows, indented as its lines are, and with its generated parts."""
+    """Return a page with its shown files, indented like their lines, and its generated parts."""
 
     def shown(mark: re.Match[str]) -> str:
         path = DOCS / mark[2]
@@ -58,7 +58,7 @@ def whole(text: str) -> str:
 
 
 def outside_links(name: str, text: str) -> Iterator[tuple[str, Path]]:
-    """Yield the links of a page that lead out of the documentation into the repository, with the files there."""
+    """Yield the links of a page that lead out of the documentation into the repository, with their files."""
     for link in LINK.findall(FENCE.sub("", text)):
         path, _, _ = link.partition("#")
         if urlsplit(link).scheme or not path:
@@ -69,13 +69,13 @@ def outside_links(name: str, text: str) -> Iterator[tuple[str, Path]]:
 
 
 def place_of(target: Path) -> str:
-    """Return where the site has a file of the repository; Markdown is shown as text there."""
+    """Return the site's path of a repository file; Markdown is shown as text there."""
     place = f"{OUTSIDE}/{target.relative_to(ROOT)}"
     return f"{place}.txt" if target.suffix in ("", ".md") else place
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Take along what pages link to outside of the documentation."""
+    """Add files outside of the documentation that pages link to."""
     from mkdocs.structure.files import File  # noqa: PLC0415 - tests use this module without MkDocs
 
     wanted = {
@@ -89,7 +89,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Lead links into the repository to the copies here, and keep the text for `.md` and llms.txt."""
+    """Point links into the repository at the copies here, and keep the text for `.md` and llms.txt."""
     name = page.file.src_uri
     markdown = whole(markdown)
     for link, target in set(outside_links(name, markdown)):
@@ -111,7 +111,7 @@ def on_post_build(config: Any) -> None:
 
 
 def llms_text(description: str, nav: list[Any]) -> str:
-    """Return the list of all pages in the form of llms.txt: parts of the menu as headings."""
+    """Return the list of all pages in the form of llms.txt, with parts of the menu as headings."""
     lines = ["# thunderagent", "", f"> {description}"]
     for part in nav:
         for heading, entries in part.items():
@@ -129,7 +129,7 @@ def _names(entries: Any) -> Iterator[str]:
 
 
 def list_versions(folder: Path, latest: str) -> None:
-    """Write the list that the menu of versions reads, and lead whoever opens the folder to the latest."""
+    """Write the list that the menu of versions reads, and redirect the folder to the latest version."""
     versions = sorted((path.parent.name for path in folder.glob("*/index.html")), reverse=True)
     listed = [{"version": each, "title": each, "aliases": ["latest"] if each == latest else []} for each in versions]
     (folder / "versions.json").write_text(json.dumps(listed), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Builders that the tests of several folders share."""
+"""Builders shared by the tests of several folders."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ BYTES_PER_TOKEN = 4
 
 
 def asked(source: LeaseSource, program_id: str | None, **more: Any) -> TurnAsk:
-    """What is asked of a source of leases for a turn of a program, or for one of nobody: a new one, if it has no id."""
+    """Return the request to a source of leases for a turn: of a program (a new one without id), or anonymous."""
     turn_id = more.pop("turn_id", None) or source.new_turn_id()
     return TurnAsk(turn_id=turn_id, program_id=program_id, **more)
 
 
 class Breathing:
-    """An admission that lets in three, or one while tools run, and sends those away that are too many.
+    """An admission of three programs, or one while tools run, that dismisses programs above that.
 
-    It works only on what it heard, as one with a window would, and has every way out of the paused queue used.
+    It works only on events, as one with a window would, and uses every way out of the paused queue.
     """
 
     name = "breathing"
@@ -104,9 +104,9 @@ class Breathing:
 
 
 class Driver:
-    """Drive a scheduler by hand: keep the time and the turn ids, check the invariants after every event.
+    """Drives a scheduler by hand: keeps the time and the turn ids, checks the invariants after every event.
 
-    `replicas` are up from the start, each with its capacity in tokens (None: not known).
+    `replicas` are up from the start, each with its capacity in tokens (None: unknown).
     """
 
     def __init__(
@@ -173,9 +173,9 @@ class Driver:
         parent_branch: str = "",
         model: str = "",
     ) -> int:
-        """Let a turn arrive whose prompt is estimated at `tokens`; return its id.
+        """Send a turn whose prompt is estimated at `tokens`; return its id.
 
-        `prefix` are places in the prompt: a name for all before it, and the tokens before it.
+        `prefix` are places in the prompt: a name for the text before the place, and the tokens before it.
         """
         self._turn_count += 1
         turn_id = self._turn_count
@@ -235,7 +235,7 @@ class Driver:
         parent_branch: str = "",
         tenant: str = "",
     ) -> int:
-        """Let a turn arrive, be granted and finish with a prompt of `tokens`: the program acts then."""
+        """Send a turn, have it granted and finished with a prompt of `tokens`: the program is then acting."""
         turn_id = self.arrives(
             program_id, tokens, branch=branch, prefix=prefix, group=group, parent_branch=parent_branch, tenant=tenant
         )
@@ -246,15 +246,15 @@ class Driver:
     # --- programs, their sandboxes, and replicas
 
     def opens(self, program_id: str, group: str = "", parent: str = "") -> list[Decision]:
-        """Announce a program that has no turn yet."""
+        """Announce a program without a turn."""
         return self.send(ProgramOpened(self.now_s, program_id, group, parent))
 
     def tool_starts(self, program_id: str, tool: str = "") -> list[Decision]:
-        """Let a client say that its tool begins now."""
+        """Report that a client's tool starts now."""
         return self.send(ToolStarted(self.now_s, program_id, tool))
 
     def tool_ends(self, program_id: str, *, inferred: bool = False) -> list[Decision]:
-        """Let a client say that its tool is through, or let that be inferred."""
+        """Report that a client's tool ended, or have that inferred."""
         return self.send(ToolEnded(self.now_s, program_id, inferred))
 
     def sandbox_is_ready(self, program_id: str, sandbox_id: str = "box", prepare_s: float = 1.5) -> list[Decision]:
@@ -277,7 +277,7 @@ class Driver:
     def is_hinted(
         self, program_id: str, next_turn_in_s: float | None = None, confidence: float = 1.0, **more: str
     ) -> list[Decision]:
-        """Let a client say when the next turn comes, or what to `keep`, and of which `branch_id`."""
+        """Send a client's hint: when the next turn comes, or what to `keep`, and for which `branch_id`."""
         return self.send(ProgramHinted(self.now_s, program_id, next_turn_in_s, confidence, **more))
 
     def is_judged(
@@ -289,7 +289,7 @@ class Driver:
         confidence: float = 0.9,
         generation: int | None = None,
     ) -> list[Decision]:
-        """Let a verdict come: by default after all its turns, on the incarnation that lives."""
+        """Send a verdict: by default after all turns, on the live incarnation."""
         program = self.scheduler.programs.get(program_id)
         turn_count = program.turn_count if at_turn is None and program is not None else at_turn or 0
         if generation is None:
@@ -314,11 +314,11 @@ class Driver:
         return self.send(EncodesPolled(self.now_s, replica_id, pending_encode_count))
 
     def reports(self, replica_id: str, **resident_tokens: int) -> list[Decision]:
-        """Let an engine say what lies in its memory of each program."""
+        """Report how much of each program is in an engine's memory."""
         return self.send(ResidencyReported(self.now_s, replica_id, tuple(resident_tokens.items())))
 
     def serve(self, model: str, *replica_ids: str) -> list[Decision]:
-        """Let these replicas alone serve a model; all, if none is named."""
+        """Set the only replicas that serve a model; all, if none is named."""
         return self.send(ModelServed(self.now_s, model, replica_ids))
 
     def goes_down(self, replica_id: str) -> list[Decision]:
@@ -333,7 +333,7 @@ class Driver:
     def is_removed(self, replica_id: str) -> list[Decision]:
         return self.send(ReplicaRemoved(self.now_s, replica_id))
 
-    # --- an operator's word
+    # --- commands of an operator
 
     def routes(self, scope: str, name: str, **weights: float) -> list[Decision]:
         return self.send(RouteSet(self.now_s, scope, name, tuple(weights.items())))
@@ -350,7 +350,7 @@ class Driver:
     # --- engine control
 
     def arrives_pinned(self, replica_id: str, tokens: int = 10) -> int:
-        """Let an anonymous turn arrive whose client chose the replica; return its id."""
+        """Send an anonymous turn whose client chose the replica; return its id."""
         self._turn_count += 1
         self.send(PinnedTurnArrived(self.now_s, self._turn_count, replica_id, tokens * BYTES_PER_TOKEN))
         return self._turn_count
@@ -360,17 +360,17 @@ class Driver:
         return self.send(GrantsSuspended(self.now_s, cause, replica_id))
 
     def goes_on(self, cause: str = "pause", replica_id: str | None = None) -> list[Decision]:
-        """Let grants go on there."""
+        """Resume grants there."""
         return self.send(GrantsContinued(self.now_s, cause, replica_id))
 
     def is_flushed(self, replica_id: str = "r0") -> list[Decision]:
         return self.send(ReplicaFlushed(self.now_s, replica_id))
 
-    # --- what came of it
+    # --- results
 
     @property
     def decisions(self) -> list[Decision]:
-        """What the last event led to."""
+        """The decisions on the last event."""
         return self.events[-1][1]
 
     def program(self, program_id: str) -> Program:
@@ -379,7 +379,7 @@ class Driver:
         return program
 
     def home(self, program_id: str) -> str | None:
-        """Where a program is active; None while it is paused."""
+        """The replica on which a program is active; None while it is paused."""
         program = self.program(program_id)
         return program.replica_id if program.status == "active" else None
 
@@ -391,12 +391,12 @@ class Driver:
 
 
 def of_kind(kind: type[Decision], decisions: list[Decision]) -> list[str | None]:
-    """The programs of the decisions of one kind, in their order."""
+    """The programs of the decisions of one kind, in order."""
     return [decision.program_id for decision in decisions if isinstance(decision, kind)]
 
 
 def restored_on(decisions: list[Decision]) -> dict[str, str]:
-    """Who was restored where."""
+    """The replica of each restored program."""
     return {each.program_id: each.replica_id for each in decisions if isinstance(each, Restore)}
 
 
@@ -410,7 +410,7 @@ def ended(
     first_token_s: float | None = None,
     role: str = "",
 ) -> TurnEnded:
-    """Return what a turn tells that was granted at 0, whose branch had `context` tokens before, and a clock says."""
+    """Return the record of a turn granted at 0 whose branch had `context` tokens before, and its clock."""
     turn, branch = Turn(1, Program("p", 1, 0.0), "", 0, 0.0), Branch()
     turn.role, branch.context_tokens = role, context
     told = TurnEnded(turn, branch, duration_s, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
@@ -419,7 +419,7 @@ def ended(
 
 
 def grew(tokens: int | None, output_tokens: int, cycle_s: float) -> TurnEnded:
-    """Return what a turn tells that added so much to its program; None for a first one."""
+    """Return the record of a turn that added this many tokens to its program; None: a first turn."""
     context_tokens = 1_000_000
     if tokens is None:
         return ended(prompt=context_tokens, output=output_tokens, duration_s=cycle_s)
@@ -428,12 +428,12 @@ def grew(tokens: int | None, output_tokens: int, cycle_s: float) -> TurnEnded:
 
 
 def prefilled(first_token_s: float | None, duration_s: float, uncached_tokens: int, output_tokens: int) -> TurnEnded:
-    """Return what a turn tells of whose prompt so much was computed."""
+    """Return the record of a turn of whose prompt this much was computed."""
     return ended(prompt=uncached_tokens, output=output_tokens, duration_s=duration_s, first_token_s=first_token_s)
 
 
 def kept(expected_tokens: int, cached_tokens: int, since_s: float) -> TurnEnded:
-    """Return what a turn tells whose program had kept so much since then, of which so much was cached."""
+    """Return the record of a turn whose program kept this much since then, of which a part was cached."""
     told = ended(prompt=expected_tokens, cached=cached_tokens)
     told.turn.kept_tokens, told.turn.kept_since_s = expected_tokens, since_s
     return told

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and hooks shared by all tests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from thunderagent.compilation import STALE, build_kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# How long an example takes is the machine's business: a pause of it must fail no test. Where CI=true hypothesis would
-# try the same examples each time: they differ here too, and `scripts/test` says by which seed.
+# The time of an example depends on the machine: a pause of it must fail no test. With CI=true hypothesis would try the
+# same examples each time: here they differ too, and `scripts/test` prints the seed.
 settings.register_profile(
     "any_machine",
     deadline=None,
@@ -28,12 +28,12 @@ settings.register_profile(
 )
 settings.load_profile("any_machine")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: tests of Ctrl-C would wait in vain
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: tests of Ctrl-C would hang
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
-    """Say on which build the tests run, and on how many processors; not on one that is not what its sources say."""
+    """Report the build under test and the number of processors; refuse a build that differs from its sources."""
     kind, wanted = build_kind(), os.environ.get("WANTED_BUILD")
     if kind == "stale":
         pytest.exit(STALE, returncode=4)
@@ -45,7 +45,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def loggers_are_not_kept() -> Iterator[None]:
-    """Have a command that a test runs in this process keep no logger: those after it would hear nothing."""
+    """Keep commands that tests run in this process from caching loggers: later tests would get no log lines."""
     configure = structlog.configure
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(structlog, "configure", lambda **more: configure(**{**more, "cache_logger_on_first_use": False}))
@@ -54,7 +54,7 @@ def loggers_are_not_kept() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the real parts in groups that run side by side: tests of each kind of engine, of Docker, and all else."""
+    """Group tests of real parts to run in parallel: those of each kind of engine, of Docker, and all others."""
     for item in items:
         if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
             kinds = [kind for kind in ("vllm", "sglang", "docker_engine") if kind in getattr(item, "fixturenames", ())]
@@ -62,20 +62,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what stays to the end: modules, tests and their parameters, half a million objects.
+    """Exempt permanent objects from garbage collection: modules, tests and their parameters, half a million objects.
 
-    A whole collection, which tests of what is left behind make again and again, takes a second otherwise.
+    Otherwise a full collection, which tests for leftovers make again and again, takes a second.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)  # with Python's 700 it took a tenth of all tests' time
+    gc.set_threshold(20_000, 20, 50)  # with Python's default of 700 it took a tenth of all tests' time
 
 
 @pytest.fixture(scope="session")
 def require_real() -> Callable[[str], NoReturn]:
-    """Give up a test for want of a real part: `if shutil.which("docker") is None: require_real("no Docker")`.
+    """Skip a test that lacks a real part: `if shutil.which("docker") is None: require_real("no Docker")`.
 
-    Skips with the reason; fails with it where REQUIRE_REAL_PARTS=1 says that every part must be there.
+    Skips with the reason; fails with it if REQUIRE_REAL_PARTS=1, which means that every part must be available.
     """
 
     def give_up(reason: str) -> NoReturn:

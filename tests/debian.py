@@ -1,4 +1,4 @@
-"""Packages of Debian for tests that need a real part: one process at a time, since test processes run side by side."""
+"""Install Debian packages for tests of real parts: one process at a time, because test processes run in parallel."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 LOCK = Path(tempfile.gettempdir(), "thunderagent-tests-apt.lock")
 WAIT_S = 300
-"""Somebody else on this machine may install something, too."""
+"""Limit of the wait: other processes on this machine may install packages too."""
 
 
 def apt_get(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run apt-get once nobody else does; the status is the caller's to judge."""
+    """Run apt-get once no other process does; the caller checks the status."""
     command = ["apt-get", "--quiet", "-o", f"DPkg::Lock::Timeout={WAIT_S}", *arguments]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     with LOCK.open("w") as lock:
@@ -23,7 +23,7 @@ def apt_get(*arguments: str, folder: Path | None = None) -> subprocess.Completed
 
 
 def install(*packages: str) -> str:
-    """Install packages; return why that failed, or nothing."""
+    """Install packages; return the error text, or nothing."""
     apt_get("update")
     done = apt_get("install", "--yes", "--no-install-recommends", *packages)
     return "" if done.returncode == 0 else f"apt-get install {' '.join(packages)}: {done.stderr[-500:]}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def on_loopback(app: web.Application, **options: Any) -> AsyncIterator[str]:
-    """Serve on a free port for the length of the block; yield the URL. The options are those of aiohttp's runner."""
+    """Serve on a free port during the block; yield the URL. The options are those of aiohttp's runner."""
     runner = web.AppRunner(app, **options)
     await runner.setup()
     try:

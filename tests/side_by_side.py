@@ -1,11 +1,11 @@
-"""Run tests on several processes that are forked once all tests are collected: `-p tests.side_by_side --processes 3`.
+"""Run tests in several processes that are forked after collection: `-p tests.side_by_side --processes 3`.
 
-Theory of operation. pytest-xdist collects all tests in each of its processes, which takes 7 s of a processor each time,
-and 15 s in a fresh clone: here they are collected once. A pipe holds the numbers of all files; who has time reads the
-next one, and runs that file's tests in their order. Reports go back through a pipe for each process, and are told to
-pytest's plugins here as if the tests had run here. Where a process dies, its test and those of its file that did not
-run have failed. Each process ends pytest as pytest does, which is where errors come out that nobody could raise: it
-says why on its standard error, ends with a status, and that is a failure of its own.
+Theory of operation. pytest-xdist collects all tests in each of its processes, which takes 7 s of processor time each,
+and 15 s in a fresh clone: here they are collected once. A pipe holds the numbers of all files; a free process reads the
+next one, and runs that file's tests in order. Reports return through a pipe for each process, and go to pytest's
+plugins here as if the tests had run here. If a process dies, its current test and the remaining tests of its file
+fail. Each process ends pytest as pytest does, which reports errors that could not be raised: it prints the reason on
+its standard error and ends with a status, and that is a failure of its own.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take how many processes there are; 0 is this one alone."""
+    """Add the option for the number of processes; 0 means only this one."""
     parser.addoption("--processes", type=int, default=0, help="run the tests of different files on so many processes")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run all tests on processes of their own, if that is wanted."""
+    """Run all tests in separate processes, if the option is set."""
     count, options = session.config.getoption("processes"), session.config.option
     if not count or options.collectonly or session.testsfailed:
         return None  # as pytest does it
@@ -51,7 +51,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     try:
         _listen(session, processes)
     finally:
-        while os.read(queue, 1 << 16):  # who still runs ends after its file
+        while os.read(queue, 1 << 16):  # running processes end after their file
             pass
         os.close(queue)
         for process, _ in processes.values():
@@ -60,7 +60,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _listen(session: pytest.Session, processes: dict[Connection, tuple[Any, deque[str]]]) -> None:
-    """Tell the plugins here what the processes report, until all have ended; raise as pytest does where it stops."""
+    """Pass the processes' reports to the plugins here until all have ended; raise as pytest does to stop."""
     hook, config = session.config.hook, session.config
     unheard = Counter(item.nodeid for item in session.items)
     open_ends = set(processes)
@@ -98,7 +98,7 @@ def _listen(session: pytest.Session, processes: dict[Connection, tuple[Any, dequ
 
 
 def _lost(session: pytest.Session, nodeid: str, why: str) -> None:
-    """Report a test that nobody ran to its end."""
+    """Report a test that no process completed."""
     report = pytest.TestReport(
         nodeid=nodeid,
         location=(nodeid.partition("::")[0], None, nodeid),
@@ -114,7 +114,7 @@ def _lost(session: pytest.Session, nodeid: str, why: str) -> None:
 
 
 class _Teller:
-    """Sends what happens to a test to the process that collected it."""
+    """Sends a test's reports to the process that collected it."""
 
     def __init__(self, config: pytest.Config, end: Connection) -> None:
         self._config = config
@@ -129,17 +129,17 @@ class _Teller:
 
 
 class _Silent:
-    """Stands in for who writes to the terminal: plugins ask it where that is."""
+    """Replaces the terminal reporter: plugins ask it for the terminal."""
 
     def __init__(self, reporter: Any) -> None:
         self._tw = reporter._tw
 
 
 def _work(session: pytest.Session, files: list[list[pytest.Item]], queue: int, end: Connection) -> None:
-    """Run the tests of one file after the other, until none is left or pytest says that it is enough."""
+    """Run the tests of one file after another, until none is left or pytest stops."""
     plugins = session.config.pluginmanager
     capture: Any = plugins.getplugin("capturemanager")
-    capture.stop_global_capturing()  # its files are everybody's
+    capture.stop_global_capturing()  # all processes share its files
     capture.start_global_capturing()
     reporter = plugins.unregister(name="terminalreporter")
     plugins.register(_Silent(reporter), "terminalreporter")
@@ -155,7 +155,7 @@ def _work(session: pytest.Session, files: list[list[pytest.Item]], queue: int, e
 def _in_order(
     files: list[list[pytest.Item]], queue: int, end: Connection
 ) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
-    """Yield this process's tests, each with the one after it, which says what it may leave for that."""
+    """Yield this process's tests, each with the next one, which decides what the test may leave set up."""
     last: pytest.Item | None = None
     while number := os.read(queue, _NUMBER_BYTES):
         items = files[int.from_bytes(number)]

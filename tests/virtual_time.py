@@ -1,4 +1,4 @@
-"""An event loop whose time is not the machine's: it passes only while nothing else is to be done, and then at once."""
+"""An event loop with virtual time: time passes only while there is nothing else to do, and then at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOOK_S = 0.0005
-"""How long a socket of this machine may take to bring what was sent: so long is waited before time passes."""
+"""How long a local socket may take to deliver data: the loop waits this long before time passes."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Run coroutines that wait for times and for each other's sockets, as in real time, but without the waiting.
+    """Runs coroutines that wait for times and for each other's sockets, as in real time, but without the waiting.
 
-    What others do, processes say, is too late for it. What runs on its own threads is waited for.
+    Input from others, such as processes, comes too late for it. It waits for work on its own threads.
     """
 
     def __init__(self) -> None:

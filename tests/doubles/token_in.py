@@ -1,4 +1,4 @@
-"""The embedded engine with tokens in, tokens out besides, at `/inference/v1/generate` (vLLM 0.32).
+"""The embedded engine with an extra endpoint for tokens in, tokens out: `/inference/v1/generate` (vLLM 0.32).
 
 Written after `vllm/entrypoints/scale_out/token_in_token_out`.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SamplingParams(msgspec.Struct):
-    """What of the sampling parameters is heeded."""
+    """The supported sampling parameters."""
 
     max_tokens: int | None = 16
     min_tokens: int | None = 0
@@ -41,7 +41,7 @@ class TokenInBody(GenerationBody, kw_only=True):
     request_id: str = ""
 
     def __post_init__(self) -> None:
-        """Put the sampling parameters where the other bodies have them."""
+        """Copy the sampling parameters to the fields of the other bodies."""
         sampling = self.sampling_params
         self.max_tokens, self.min_tokens = sampling.max_tokens, sampling.min_tokens
         self.ignore_eos, self.n = sampling.ignore_eos, sampling.n
@@ -63,7 +63,7 @@ class TokenInForm:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def opening(self) -> bytes:
-        """Return what a stream begins with: nothing."""
+        """Return the opening of a stream: nothing."""
         return b""
 
     def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:
@@ -73,7 +73,7 @@ class TokenInForm:
         return event_bytes({**chunk, "choices": [{**choice, "logprobs": None}]})
 
     def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:
-        """Return what a stream ends with."""
+        """Return the end of a stream."""
         usage = {"request_id": self.request_id, "usage": final_usage_of(finished), "output_mode": "tokens"}
         last = event_bytes({**usage, "choices": []}) if self.options.include_usage else b""
         return last + b"data: [DONE]\n\n"

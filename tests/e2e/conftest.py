@@ -1,4 +1,4 @@
-"""A browser for all tests here, and pages that must not complain."""
+"""A browser for all tests here, and pages that must report no errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies here; all of it shares one browser and one loop."""
+    """Mark the tests here; all of them share one browser and one loop."""
     for item in items:
         if "tests/e2e/" in item.path.as_posix():
             item.add_marker(pytest.mark.real)
@@ -42,8 +42,8 @@ async def browser(require_real: Callable[[str], NoReturn]) -> AsyncIterator[Brow
 def open_page(browser: Browser) -> OpenPage:
     """Open the dashboard of a proxy: `async with open_page(url) as page`.
 
-    Afterwards nothing may have been written to the console, thrown, or asked of another host. `allowed` is part of
-    what Chromium may write; `prepare` is called with the page before it is opened.
+    At the end the page must have written nothing to the console, thrown nothing, and asked no other host. `allowed` is
+    a part of the text that Chromium may write; `prepare` is called with the page before it is opened.
     """
 
     @asynccontextmanager

@@ -62,7 +62,7 @@ async def _page(browser: Browser, url: str, scheme: Any, *, width: int, height: 
 
 
 async def _with_most_to_tell(url: str) -> str:
-    """Return the program to whom the most different things happened."""
+    """Return the program with the most different kinds of events."""
     best = (0, 0, "")
     async with httpx2.AsyncClient(base_url=url, trust_env=False) as client:
         for program in (await client.get("/programs?limit=1000")).json()["programs"]:
@@ -77,7 +77,7 @@ async def _with_most_to_tell(url: str) -> str:
 
 
 async def _save(page: Page, name: str) -> None:
-    """Save a picture, as small as it gets."""
+    """Save a picture with the best compression."""
     await asyncio.sleep(SETTLE_S)
     picture = Image.open(io.BytesIO(await page.screenshot())).convert("RGB")
     picture.save(DOCS / name, optimize=True)

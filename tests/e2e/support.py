@@ -1,4 +1,4 @@
-"""A proxy with small simulated engines that something happens on, and a browser that looks at it."""
+"""A proxy with small simulated engines under load, and a browser that opens its dashboard."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WORDS_PER_TURN = (150, 450)
 
 
 class BrowserError(RuntimeError):
-    """There is no browser here; the text says why."""
+    """No browser is available; the text gives the reason."""
 
 
 def ensure_chromium() -> str:
-    """Return where Chromium is, having installed Debian's if it was missing and may be. Raises BrowserError."""
+    """Return Chromium's path; install Debian's if it is missing and that is allowed. Raises BrowserError."""
     found = shutil.which("chromium") or shutil.which(CHROMIUM)
     if found is not None:
         return found
@@ -43,7 +43,7 @@ def ensure_chromium() -> str:
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """Run Chromium for the length of the block. Raises BrowserError."""
+    """Run Chromium during the block. Raises BrowserError."""
     try:
         from playwright.async_api import async_playwright  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -60,7 +60,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 @asynccontextmanager
 async def serving(log_path: Path, *options: str, port: int = 0, ready: bool = True) -> AsyncIterator[Server]:
-    """Run `thunderagent serve` for the length of the block, from when it is ready on if that is to be waited for."""
+    """Run `thunderagent serve` during the block, which by default begins when it is ready."""
     polling = ("--poll-interval-s", "0.25", "--poll-deadline-s", "10", "--grace-s", "0")
     async with (
         thunderagent("serve", "--port", str(port), *polling, *options, log_path=log_path) as server,
@@ -74,7 +74,7 @@ async def serving(log_path: Path, *options: str, port: int = 0, ready: bool = Tr
 
 @asynccontextmanager
 async def load(url: str, names: list[str], *, tool_s: float, seed: int = 0) -> AsyncIterator[None]:
-    """Run a program of each name, and a new one of the same kind when it ends, for the length of the block."""
+    """Run a program of each name during the block; replace each with one of the same kind when it ends."""
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
         async with asyncio.TaskGroup() as group:
@@ -94,7 +94,7 @@ async def _run_programs(client: httpx2.AsyncClient, name: str, tool_s: float, ra
         text = _words(random, 500)
         for _ in range(random.randint(5, 14)):
             await turn(client, program_id, text, max_tokens=random.randint(24, 96))
-            slowness = 5 if random.random() < 0.15 else 1  # now and then a tool takes its time
+            slowness = 5 if random.random() < 0.15 else 1  # now and then a tool is slow
             await asyncio.sleep(random.expovariate(1 / (slowness * tool_s)))
             text += " " + _words(random, random.randint(*WORDS_PER_TURN))
         await client.post("/programs/release", json={"program_id": program_id})
@@ -105,7 +105,7 @@ def _words(random: Random, count: int) -> str:
 
 
 async def turn(client: httpx2.AsyncClient, program_id: str, text: str, *, max_tokens: int = 8) -> None:
-    """Take one turn, whatever comes of it."""
+    """Take one turn, whatever its result."""
     body: dict[str, Any] = {
         "model": "simulated",
         "max_tokens": max_tokens,

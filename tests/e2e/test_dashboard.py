@@ -39,7 +39,7 @@ FAILED_REQUEST = "Failed to load resource"
 
 
 class World:
-    """A proxy on which two programs are at their tools and three are held, for as long as nobody ends one."""
+    """A proxy with two programs at their tools and three held ones, until one is ended."""
 
     def __init__(self, url: str, client: httpx2.AsyncClient) -> None:
         self.url = url
@@ -60,7 +60,7 @@ async def world_at(log_path: Path) -> AsyncIterator[World]:
             for _ in range(3):
                 await turn(client, name, "what is the time " * 50)
         async with asyncio.TaskGroup() as group:
-            for number in range(HELD_COUNT):  # one after another: the first of them goes on first
+            for number in range(HELD_COUNT):  # one after another: the first of them continues first
                 group.create_task(turn(client, f"held/{number}", "and where am I"))
                 async with asyncio.timeout(10):
                     while (await world.get("/queue"))["waiting_count"] <= number:
@@ -187,7 +187,7 @@ async def test_programs_are_searched_filtered_and_sorted(world: World, open_page
 
 
 async def test_it_follows_what_happens_without_a_reload(tmp_path: Path, open_page: OpenPage) -> None:
-    """Programs come, go on when there is room, and go; an open story says so."""
+    """Programs come, continue when there is room, and end; an open story shows this."""
     async with world_at(tmp_path / "proxy.log") as world, open_page(world.url) as page:
         await page.evaluate("window.notReloaded = true")
         await page.get_by_role("button", name="held/0").first.click()
@@ -213,7 +213,7 @@ async def test_it_follows_what_happens_without_a_reload(tmp_path: Path, open_pag
 
 
 async def test_ids_are_text_whatever_they_look_like(world: World, open_page: OpenPage) -> None:
-    """What looks like HTML is shown as it is, in the table and in the story, and runs nowhere."""
+    """Text that looks like HTML is shown literally, in the table and in the story, and never runs."""
     name = "<img src=x onerror=document.title='broken'>&amp;\"'`/../#?%2F"
     await world.client.post("/programs", json={"program_id": name})
     try:
@@ -262,7 +262,7 @@ async def test_nothing_is_wider_than_the_screen(world: World, open_page: OpenPag
 
 
 async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: OpenPage) -> None:
-    """No program, nobody who waits, and a replica that is down, with the reason."""
+    """No program, no waiting turn, and a replica that is down, with the reason."""
     async with serving(tmp_path / "proxy.log", *NO_REPLICA, ready=False) as server, open_page(server.url) as page:
         await expect(page.locator("#no-rows")).to_contain_text("No program is live. Send a turn to")
         await expect(page.locator("#queue")).to_have_text("No turn waits.")
@@ -275,7 +275,7 @@ async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: Open
 
 
 async def test_turns_that_are_nobodys_are_told_of(tmp_path: Path, open_page: OpenPage) -> None:
-    """As long as most turns of the last minute name no program, with what to do."""
+    """The notice, with a remedy, shows while most turns of the last minute name no program."""
     async with (
         serving(tmp_path / "proxy.log") as server,
         httpx2.AsyncClient(base_url=server.url, trust_env=False) as client,
@@ -293,7 +293,7 @@ async def test_turns_that_are_nobodys_are_told_of(tmp_path: Path, open_page: Ope
 
 
 async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenPage) -> None:
-    """Says that it is gone, keeps what was seen, and goes on by itself with the next process."""
+    """The page reports the loss, keeps its contents, and continues by itself with the next process."""
     async with (
         serving(tmp_path / "first.log", *NO_REPLICA, ready=False) as server,
         httpx2.AsyncClient(trust_env=False) as client,
@@ -371,7 +371,7 @@ async def open_programs(url: str, count: int) -> None:
 
 
 async def test_a_key_is_asked_for_where_one_is_needed(world: World, open_page: OpenPage) -> None:
-    """401 opens a prompt; a wrong key is said, a right one lets the page go on."""
+    """401 opens a prompt; a wrong key is reported, a right one lets the page continue."""
     sent: list[str] = []
 
     async def guard(route: Route) -> None:
@@ -413,7 +413,7 @@ def entry(ago_s: float, what: str, why: str = "", replica_id: str | None = None,
 
 
 async def test_a_story_becomes_spans(world: World, open_page: OpenPage) -> None:
-    """Of a long story, whose beginning is forgotten: claims on two replicas, a hold that was left, sandboxes."""
+    """The story is long, its beginning forgotten: claims on two replicas, an abandoned hold, sandboxes."""
     program = {
         "status": "active",
         "phase": "reasoning",

@@ -1,4 +1,4 @@
-"""What the integration tests share as fixtures and hooks; helpers are in `support.py`."""
+"""Fixtures and hooks shared by the integration tests; helpers are in `support.py`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(optionalhook=True)  # pytest-asyncio has it since 1.4; before, the loop is asyncio's own
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run on the event loop that `thunderagent serve` runs on."""
+    """Run on the event loop of `thunderagent serve`."""
     return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(autouse=True)
 def _only_warnings_are_logged() -> Iterator[None]:
-    """Log what is worth a look when a test fails, and no line for each turn."""
+    """Log only warnings, which help when a test fails, and no line for each turn."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     yield
     structlog.reset_defaults()

@@ -1,8 +1,8 @@
-"""A Kubernetes API server of the tests' own: pods, Jobs, Leases, network policies with real semantics, and a cluster.
+"""A fake Kubernetes API server: pods, Jobs, Leases, network policies with real semantics, and a cluster.
 
-It runs on the test's event loop and has no clock: what takes time in a cluster happens when a test says
-`pass_time`. What a pod does follows from its image, see `Behaviour`. Whoever speaks HTTP needs the rights given to it;
-the test itself looks and acts through the methods.
+It runs on the test's event loop and has no clock: what takes time in a cluster happens when a test calls `pass_time`.
+A pod's behaviour follows from its image, see `Behaviour`. HTTP clients need the rights given to them; the test itself
+reads and acts through the methods.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 
 class ApiError(Exception):
-    """An answer that is no success."""
+    """An error answer."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 
 def rights_of(manifest: Path) -> set[Right]:
-    """Return what a file's Role allows."""
+    """Return the rights of a file's Role."""
     roles = [each for each in yaml.safe_load_all(manifest.read_text()) if each["kind"] == "Role"]
     return {
         (group, resource, verb)
@@ -82,19 +82,19 @@ def expand(text: str, environment: dict[str, str] | None = None) -> str:
 
 @dataclass
 class Behaviour:
-    """What pods of an image do."""
+    """The behaviour of an image's pods."""
 
     has_image: bool = True
     has_room: bool = True
     is_root: bool = False
     """Whether its image runs as root."""
     is_ready: bool = True
-    """Whether probes succeed; a pod without any is ready as soon as it runs."""
+    """Whether probes succeed; a pod without probes is ready as soon as it runs."""
     outcome: str = "run"
     """run, complete, crash or evict."""
     message: str = ""
     stops_at_once: bool = True
-    """Whether it ends when asked to, or only when its grace is over."""
+    """Whether it ends on request, or only at the end of its grace period."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Watcher:
         self.queue: asyncio.Queue[Json | None] = asyncio.Queue()
 
     def take(self, event: Event) -> None:
-        """Send an event, if it is one to who sees only what the selectors select."""
+        """Send an event, if the watch's selectors select it."""
         if (event.plural, event.namespace) != (self.plural, self.namespace):
             return
         is_seen = event.kind != "DELETED" and selects(event.manifest, self.labels, self.fields)
@@ -140,29 +140,29 @@ class KubernetesApi:
         self.objects: dict[tuple[str, str, str], Json] = {}
         self.images: dict[str, Behaviour] = {}
         self.quota: dict[str, int] = {}
-        """For each resource, how many there may be."""
+        """Quota of each resource."""
         self.version = (1, 36)
-        """What the server says that it is, and how its Jobs end."""
+        """The reported version, which also decides how Jobs end."""
         self.has_loaded_rights = True
-        """Whether RBAC is loaded: until then, after a restart, everybody is refused."""
+        """Whether RBAC is loaded: until then, after a restart, all requests are refused."""
         self.pod_security = "privileged"
-        """Which Pod Security Standard namespaces enforce: privileged or restricted."""
+        """The Pod Security Standard that namespaces enforce: privileged or restricted."""
         self.second_s = 1.0
-        """How long a second of `timeoutSeconds` takes."""
+        """Duration of a second of `timeoutSeconds`."""
         self.makes_pods = True
-        """Whether the Job controller gets its pods."""
+        """Whether the Job controller can create its pods."""
         self.collects_garbage = True
-        """Whether what lost its owner goes, too."""
+        """Whether objects without their owner are removed."""
         self.metrics: dict[str, str] | None = None
-        """Memory of pods by their names; None is a cluster without a metrics server."""
+        """Memory of pods by name; None is a cluster without a metrics server."""
         self.errors: dict[Right, list[ApiError]] = {}
-        """What to answer next."""
+        """The next answers."""
         self.held: dict[Right, asyncio.Event] = {}
-        """Requests that are carried out at once, but answered only when the event is set."""
+        """Requests that are executed at once, but answered only when the event is set."""
         self.says_gone_in_stream = False
-        """Whether a version that is too old is an event in the stream, or an HTTP status."""
+        """Whether a too old version is reported as an event in the stream, or as an HTTP status."""
         self.sizes: dict[tuple[str, str, str], int] = {}
-        """How many pods there should be of each Deployment and StatefulSet, by namespace, plural and name."""
+        """The desired number of pods of each Deployment and StatefulSet, by namespace, plural and name."""
         self.on_scale: Callable[[int, int], None] = lambda before, after: None
         self.watchers: set[Watcher] = set()
         self.now_s = 0.0
@@ -182,7 +182,7 @@ class KubernetesApi:
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
-        """Listen; on the same port every time."""
+        """Listen, on the same port every time."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0, access_log=None)
@@ -194,7 +194,7 @@ class KubernetesApi:
         await web.SockSite(self._runner, listener).start()
 
     async def stop(self) -> None:
-        """Break all connections off, and refuse new ones until the next start."""
+        """Break all connections, and refuse new ones until the next start."""
         if self._runner is not None:
             self.drop_watches()
             await self._runner.cleanup()
@@ -216,7 +216,7 @@ class KubernetesApi:
         ]
 
     def create(self, plural: str, manifest: Json, namespace: str = "default", *, is_rehearsal: bool = False) -> Json:
-        """Create an object; raise `ApiError` for one that is there, or is none. A rehearsal stores nothing."""
+        """Create an object; raise `ApiError` if it exists or is invalid. A dry run stores nothing."""
         _, api_version, kind = RESOURCES[plural]
         manifest = copy.deepcopy({**manifest, "apiVersion": api_version, "kind": kind})
         metadata = manifest.setdefault("metadata", {})
@@ -243,7 +243,7 @@ class KubernetesApi:
         return manifest
 
     def update(self, plural: str, manifest: Json, namespace: str = "default") -> Json:
-        """Replace an object, if it is still of the version that the new one names."""
+        """Replace an object, if it still has the version that the new one names."""
         metadata = manifest["metadata"]
         before = self._existing(plural, namespace, metadata["name"])
         version = metadata.get("resourceVersion")
@@ -261,11 +261,11 @@ class KubernetesApi:
         return after
 
     def patch(self, plural: str, name: str, patch: Json, namespace: str = "default") -> Json:
-        """Merge something into an object."""
+        """Merge a patch into an object."""
         return self.update(plural, merged(self._existing(plural, namespace, name), patch), namespace)
 
     def delete(self, plural: str, name: str, options: Json | None = None, namespace: str = "default") -> Json:
-        """Delete an object as the API does: under its conditions, with its grace, and not before its finalizers."""
+        """Delete an object as the API does: with preconditions, grace period, and finalizers."""
         options = options or {}
         manifest = copy.deepcopy(self._existing(plural, namespace, name))
         metadata = manifest["metadata"]
@@ -293,41 +293,41 @@ class KubernetesApi:
         return manifest
 
     def pass_time(self, seconds_s: float) -> None:
-        """Let the cluster's time go on."""
+        """Advance the cluster's time."""
         self.now_s += seconds_s
         self._changed()
 
     def behave(self, image: str, **changes: Any) -> None:
-        """Have the pods of an image behave in another way from now on."""
+        """Change the behaviour of an image's pods from now on."""
         behaviour = self.images.setdefault(image, Behaviour())
         for name, value in changes.items():
             setattr(behaviour, name, value)
         self._changed()
 
     def drop_watches(self) -> None:
-        """Break all watches off, as a load balancer does."""
+        """Break all watches, as a load balancer does."""
         for watcher in tuple(self.watchers):
             if watcher.request.transport is not None:
                 watcher.request.transport.abort()
 
     def end_watches(self) -> None:
-        """End all watches properly, as when their time is over."""
+        """End all watches properly, as at their timeout."""
         for watcher in tuple(self.watchers):
             watcher.queue.put_nowait(None)
 
     def expire_watches(self) -> None:
-        """Tell all watches that what they go on from is forgotten."""
+        """Tell all watches that their resource version is gone."""
         for watcher in tuple(self.watchers):
             watcher.queue.put_nowait({"type": "ERROR", "object": _expired().status})
             watcher.queue.put_nowait(None)
 
     def send_bookmarks(self) -> None:
-        """Tell all watches up to where they have heard everything."""
+        """Send all watches a bookmark: they have received everything up to there."""
         for watcher in tuple(self.watchers):
             watcher.queue.put_nowait(self._bookmark(watcher.plural))
 
     def compact(self) -> None:
-        """Forget the history, and the lists that were begun."""
+        """Forget the history, and unfinished lists."""
         self._history.clear()
         self._pages.clear()
         self._oldest_version = self._version
@@ -367,7 +367,7 @@ class KubernetesApi:
                 self._modify(plural, manifest, metadata={"ownerReferences": left})
 
     def _modify(self, plural: str, manifest: Json, **changes: Json) -> bool:
-        """Merge changes into an object; say whether there were any."""
+        """Merge changes into an object; return whether there were any."""
         after = merged(manifest, changes)
         if after == manifest:
             return False
@@ -377,7 +377,7 @@ class KubernetesApi:
     # --- the cluster --------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Have the controllers look, soon: one step at a time, as in a cluster."""
+        """Schedule the controllers: one step at a time, as in a cluster."""
         if not self._is_reconciling:
             self._is_reconciling = True
             asyncio.get_running_loop().call_soon(self._reconcile)
@@ -393,7 +393,7 @@ class KubernetesApi:
                     self._step_job(manifest)
 
     def _collect(self, plural: str, manifest: Json) -> bool:
-        """Collect garbage: what has owners, none of whom is there."""
+        """Collect garbage: objects with owners, none of which exists."""
         uids = {each["metadata"]["uid"] for each in self.objects.values()}
         metadata = manifest["metadata"]
         references = metadata.get("ownerReferences") or []
@@ -513,7 +513,7 @@ class KubernetesApi:
             self._finish_job(job, "Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
         elif not living and self.makes_pods:
             self._times_s[uid, "made"] = made_count + 1
-            # Whether the pod may be is found out anew each time; the Job only waits.
+            # Whether the pod is admitted is checked again each time; the Job only waits.
             with contextlib.suppress(ApiError):
                 self._make_pod(job)
 
@@ -529,7 +529,7 @@ class KubernetesApi:
         self.create("pods", {"metadata": metadata, "spec": template["spec"]}, namespace)
 
     def _finish_job(self, job: Json, kind: str, reason: str, message: str) -> None:
-        """Say how a Job ends; since 1.31 that is told before its pods are gone, and its end only after them."""
+        """Set how a Job ends; since 1.31 this is reported before its pods are gone, and its end only after them."""
         self._times_s[job["metadata"]["uid"], "finished"] = self.now_s
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
         if self.version >= (1, 31):
@@ -537,7 +537,7 @@ class KubernetesApi:
         self._modify("jobs", job, status={"conditions": [condition]})
 
     def _finish_job_at_last(self, job: Json, target: Json) -> None:
-        """End a Job whose end was told, once no pod of it is alive."""
+        """End a Job whose end was reported, once none of its pods is alive."""
         pods = [pod for pod in self.all_of("pods", namespace=job["metadata"]["namespace"])
                 if _controller(pod) == job["metadata"]["uid"]]  # fmt: skip
         if any(pod["status"]["phase"] in {"Pending", "Running"} for pod in pods):
@@ -587,7 +587,7 @@ class KubernetesApi:
         return web.Response(text=text, status=201 if verb == "create" else 200, content_type="application/json")
 
     def _scale(self, request: web.Request, namespace: str, plural: str, name: str, patch: Json | None) -> Json:
-        """Tell or change how many pods a workload has; what came of it is told to `on_scale`."""
+        """Read or change a workload's number of pods; `on_scale` gets the result."""
         verb = _verb(request, name)
         self.requests["apps", f"{plural}/scale", verb] += 1
         if self.rights is not None and ("apps", f"{plural}/scale", verb) not in self.rights:
@@ -732,7 +732,7 @@ def _main_is(pod: Json, **state: Json) -> list[Json]:
 
 
 def _says_of_user(spec: Json, key: str) -> Any:
-    """Return what a pod says of its user: for its container, or else for all of them."""
+    """Return a pod's user settings: for its container, or else for all containers."""
     main = spec["containers"][0].get("securityContext") or {}
     return main.get(key, (spec.get("securityContext") or {}).get(key))
 
@@ -742,7 +742,7 @@ def _user_of(spec: Json) -> int:
 
 
 def _violations(pod: Json) -> Iterator[str]:
-    """Say what of a pod the standard "restricted" does not allow."""
+    """Return the parts of a pod that the standard "restricted" does not allow."""
     spec = pod["spec"]
     main = spec["containers"][0].get("securityContext") or {}
     if main.get("allowPrivilegeEscalation") is not False:
@@ -779,7 +779,7 @@ def merged(manifest: Json, patch: Json) -> Json:
 
 
 def selects(manifest: Json, labels: str, fields: str = "") -> bool:
-    """Say whether a label selector and a field selector both select an object."""
+    """Return whether a label selector and a field selector both select an object."""
     metadata = manifest["metadata"]
     has = metadata.get("labels") or {}
     return all(_is_met(has, each) for each in _requirements(labels)) and all(
@@ -807,7 +807,7 @@ def _is_met(has: dict[str, str], requirement: str) -> bool:
 
 
 def validate(manifest: Json) -> None:
-    """Raise `ApiError` for what the API server would not store: the parts of it that tests can get wrong."""
+    """Raise `ApiError` for objects that the API server would not store; checks the parts that tests can get wrong."""
     problems = list(_problems(manifest))
     if problems:
         kind, name = manifest["kind"], manifest["metadata"].get("name")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 
 DEADLINE_S = 25.0
-"""No wait in a test takes longer."""
+"""Limit for every wait in a test."""
 
 CHAT = "/v1/chat/completions"
 Header = tuple[str, str]
@@ -47,14 +47,14 @@ OF_THE_PROXY = frozenset({"x-program-id", "x-program-id-source", "x-replica-id",
 
 
 async def until(condition: Callable[[], object], *, within_s: float = DEADLINE_S) -> None:
-    """Wait for what no event announces. Raises TimeoutError."""
+    """Poll for a condition that no event announces. Raises TimeoutError."""
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.002)
 
 
 def sockets_count() -> int:
-    """Return how many sockets this process has open."""
+    """Return the number of open sockets of this process."""
     count = 0
     for name in os.listdir("/dev/fd"):  # noqa: PTH208 - numbers, not paths
         with contextlib.suppress(OSError):
@@ -63,9 +63,9 @@ def sockets_count() -> int:
 
 
 def end_to_end(headers: Iterable[Header], *dropped: str) -> list[Header]:
-    """Return headers as a proxy must keep them, names in lower case, besides the dropped ones.
+    """Return the headers that a proxy must keep, names in lower case, without the dropped ones.
 
-    The id of a request, which the proxy adds where there is none, has tests of its own.
+    The request id, which the proxy adds if it is missing, has tests of its own.
     """
     without = HOP_BY_HOP | {"x-request-id"} | set(dropped)
     return [(name.lower(), value) for name, value in headers if name.lower() not in without]
@@ -101,7 +101,7 @@ def value_of(headers: Iterable[Header], wanted: str) -> str | None:
 
 @dataclass
 class Answer:
-    """What a client got. `whole` is False if the connection ended before the body did."""
+    """A client's answer. `whole` is False if the connection ended before the body did."""
 
     status: int
     reason: str
@@ -118,7 +118,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, having checked that it has the OpenAI schema."""
+        """The error, after a check that it has the OpenAI schema."""
         error = self.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}, error
         return dict(error)
@@ -145,7 +145,7 @@ class Wire:
             await wire.leave()
 
     def send(self, method: str, target: str, headers: Iterable[Header] = (), body: bytes = b"") -> None:
-        """Send a request, with Host and Content-Length, unless the body comes in chunks of the caller's."""
+        """Send a request with Host and Content-Length, unless the caller sends the body in chunks."""
         self._method = method
         own = [("Host", self._host)]
         headers = list(headers)
@@ -166,7 +166,7 @@ class Wire:
                     return Answer(int(status), reason, headers)
 
     async def body(self, answer: Answer) -> Answer:
-        """Read what follows the head, as far as it comes."""
+        """Read the body, as far as it arrives."""
         async with asyncio.timeout(DEADLINE_S):
             try:
                 if self._method == "HEAD" or answer.status in {204, 304}:
@@ -195,13 +195,13 @@ class Wire:
         return await self.body(await self.head())
 
     async def leave(self) -> None:
-        """Close the connection as a client does that has lost interest."""
+        """Close the connection, as a client that leaves."""
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
     def end(self) -> None:
-        """Send nothing more, and go on reading."""
+        """Close the sending side, and keep reading."""
         self._writer.write_eof()
 
     async def line(self) -> bytes:
@@ -215,7 +215,7 @@ class Wire:
             return await self._reader.read()
 
     def reset(self) -> None:
-        """Break the connection off, as a client does that is killed."""
+        """Reset the connection, as a killed client does."""
         self._writer.transport.abort()
 
 
@@ -277,7 +277,7 @@ SSE_TYPE: Header = ("content-type", "text/event-stream; charset=utf-8")
 
 
 def exposition(*capacity_tokens: object) -> str:
-    """Return a vLLM exposition with so many ranks of these capacities."""
+    """Return a vLLM exposition with a rank for each of these capacities."""
     return "".join(
         f'vllm:cache_config_info{{engine="{rank}",kv_cache_size_tokens="{tokens}"}} 1.0\n'
         f'vllm:num_requests_running{{engine="{rank}"}} 2.0\n'
@@ -286,7 +286,7 @@ def exposition(*capacity_tokens: object) -> str:
 
 
 class Call:
-    """One request as a replica got it, and the pen to answer it with."""
+    """One request as a replica received it, and the writer for its answer."""
 
     def __init__(self, transport: asyncio.Transport, head: bytes, body: bytes) -> None:
         self.head = head
@@ -294,7 +294,7 @@ class Call:
         self.method, self.target, _ = self.first_line.split(" ", 2)
         self.body = body
         self.left = asyncio.Event()
-        """The other side closed the connection."""
+        """Set when the other side closes the connection."""
         self.transport = transport
 
     def json(self) -> Any:
@@ -308,14 +308,14 @@ class Call:
             self.transport.write(b"".join(data))
 
     async def write_apart(self, *pieces: bytes) -> None:
-        """Write pieces so that they are likely to be read one by one."""
+        """Write pieces so that they are likely to be read separately."""
         for piece in pieces:
             self.write(piece)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
     def close(self) -> None:
-        """End the connection after what was written."""
+        """Close the connection after the written bytes."""
         self.transport.close()
 
 
@@ -385,7 +385,7 @@ def _joined_chunks(data: bytes) -> bytes:
 
 
 def _bound_socket(port: int) -> socket.socket:
-    """Return a socket that owns a port, and on which connections are refused until it listens."""
+    """Return a socket bound to a port, which refuses connections until it listens."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))
@@ -393,15 +393,15 @@ def _bound_socket(port: int) -> socket.socket:
 
 
 class FakeReplica:
-    """A vLLM to the poller, and to everybody else whatever a test makes of it."""
+    """A vLLM to the poller, and to all others whatever a test sets."""
 
     def __init__(self, behaviour: Callable[[Call], Awaitable[None]], *, capacity_tokens: int = 1_000_000) -> None:
         self.behaviour = behaviour
         self.metrics: str | None = exposition(capacity_tokens)
-        """What `/metrics` says; None is 404."""
+        """The content of `/metrics`; None is 404."""
         self.healthy = True
         self.models: tuple[str, ...] | None = None
-        """What it tells the poller that it serves; None is 404."""
+        """The models that it reports to the poller; None is 404."""
         self.calls: list[Call] = []
         """Requests other than polls."""
         self.polls_count = 0
@@ -418,7 +418,7 @@ class FakeReplica:
         self._server = await loop.create_server(lambda: _Peer(self), sock=self._socket)
 
     async def stop(self) -> None:
-        """Refuse connections until the next start, and break off those that are open."""
+        """Refuse connections until the next start, and break open ones."""
         if self._server is None:
             return
         port = self._socket.getsockname()[1]
@@ -427,11 +427,11 @@ class FakeReplica:
             peer.abort()
         await self._server.wait_closed()
         self._server = None
-        self._socket = _bound_socket(port)  # or else the kernel may give the port to somebody's connection
+        self._socket = _bound_socket(port)  # otherwise the kernel may give the port to another connection
         await until(lambda: not self.peers)
 
     async def end(self) -> None:
-        """Stop for good, and raise what a behaviour raised."""
+        """Stop for good, and raise the error of a behaviour."""
         await self.stop()
         self._socket.close()
         for task in self.tasks:
@@ -494,7 +494,7 @@ def streams(*pieces: bytes, headers: Sequence[Header] = ()) -> Callable[[Call], 
 
 
 def writes(*pieces: bytes) -> Callable[[Call], Awaitable[None]]:
-    """Behave: write these bytes, whatever they mean, and close the connection."""
+    """Behave: write these bytes as they are, and close the connection."""
 
     async def behave(call: Call) -> None:
         await call.write_apart(*pieces)
@@ -504,7 +504,7 @@ def writes(*pieces: bytes) -> Callable[[Call], Awaitable[None]]:
 
 
 class Gate:
-    """Behave: write the first pieces, wait for `open()` or for the other side to leave, write the rest."""
+    """Behave: write the first pieces, wait until `open()` is called or the other side leaves, write the rest."""
 
     def __init__(self, before: Sequence[bytes] = (), after: Sequence[bytes] = (_whole_answer(b"{}"),)) -> None:
         self._before = before
@@ -546,7 +546,7 @@ DONE = event("[DONE]")
 async def fake_replica(
     behaviour: Callable[[Call], Awaitable[None]] | None = None, *, capacity_tokens: int = 1_000_000
 ) -> AsyncIterator[FakeReplica]:
-    """Run a fake replica for the length of the block."""
+    """Run a fake replica during the block."""
     replica = FakeReplica(behaviour or answers(), capacity_tokens=capacity_tokens)
     await replica.start()
     try:
@@ -562,10 +562,10 @@ async def fake_replica(
 async def command(
     name: str, *options: str, settings: Mapping[str, str] | None = None, within: Sequence[str] = ()
 ) -> AsyncIterator[CommandProcess]:
-    """Run a command of `thunderagent` that serves, for the length of the block, from its ready line on.
+    """Run a serving command of `thunderagent` during the block, which begins after its ready line.
 
-    `settings` are variables of its environment, beside those here that are not settings; `within` is a command that
-    runs it.
+    `settings` are environment variables, added to those here that are not settings; `within` is a command that runs
+    it.
     """
     environment = _environment() | dict(settings or {})
     with tempfile.TemporaryDirectory() as folder:
@@ -590,7 +590,7 @@ async def command(
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment without settings of ours."""
+    """Return this environment without the project's settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
 
 
@@ -600,17 +600,17 @@ def _url_in(ready_line: str) -> str:
 
 @dataclass
 class CommandProcess:
-    """A command that serves."""
+    """A running server command."""
 
     process: Process
     url: str
     _log_path: Path
     ready_line: str
-    """What it wrote first to standard output."""
+    """Its first line on standard output."""
 
     @property
     def log(self) -> str:
-        """What it wrote to standard error so far."""
+        """Its standard error so far."""
         return self._log_path.read_text()
 
     async def exit_status(self, *, within_s: float = DEADLINE_S) -> int:
@@ -618,7 +618,7 @@ class CommandProcess:
             return await self.process.wait()
 
     async def ready(self) -> None:
-        """Wait until a turn would be served."""
+        """Wait until it would serve a turn."""
         async with asyncio.timeout(DEADLINE_S):
             while (await get(self.url, "/ready")).status != 200:
                 await asyncio.sleep(0.01)
@@ -626,7 +626,7 @@ class CommandProcess:
 
 @asynccontextmanager
 async def serve(*options: str, settings: Mapping[str, str] | None = None) -> AsyncIterator[CommandProcess]:
-    """Run `thunderagent serve` on a free port for the length of the block."""
+    """Run `thunderagent serve` on a free port during the block."""
     quick = ("--port", "0", "--poll-interval-s", "0.05")
     async with command("serve", *quick, *options, settings=settings) as process:
         yield process
@@ -636,17 +636,17 @@ async def serve(*options: str, settings: Mapping[str, str] | None = None) -> Asy
 async def engine(
     *options: str, kv_tokens: int = 16_000, port: int = 0, profile: str = "instant"
 ) -> AsyncIterator[CommandProcess]:
-    """Run `thunderagent engine` for the length of the block."""
+    """Run `thunderagent engine` during the block."""
     async with command("engine", *_engine_options(kv_tokens, port, profile), *options) as process:
         yield process
 
 
 @contextmanager
 def shared_engine(*options: str, kv_tokens: int = 16_000, double: str = "") -> Iterator[str]:
-    """Run an engine that takes no time, or a module of `tests.doubles` that plays one, and yield its URL.
+    """Run an engine that takes no time, or a module of `tests.doubles` that simulates one, and yield its URL.
 
-    For a fixture that many tests share. Such a fixture must not be a coroutine: pytest-asyncio ends it with each test,
-    as it does its loop's factory.
+    For a fixture shared by many tests. Such a fixture must not be a coroutine: pytest-asyncio ends it with each test,
+    together with its loop's factory.
     """
     module = [f"tests.doubles.{double}"] if double else ["thunderagent", "engine"]
     command = [sys.executable, "-m", *module, *_engine_options(kv_tokens), *options]
@@ -673,12 +673,12 @@ class RunningProxy:
     runtime: Runtime
 
     async def up(self, replicas_count: int) -> None:
-        """Wait for so many usable replicas."""
+        """Wait for this number of usable replicas."""
         pools = self.runtime.pools
         await until(lambda: sum(len(each.open_replicas) for each in pools.schedulers) == replicas_count)
 
     def leftovers(self) -> dict[str, int]:
-        """Return every count that is zero when no turn is with us."""
+        """Return every count that is zero while the proxy has no turn."""
         schedulers = self.runtime.pools.schedulers
         accounts = [account for scheduler in schedulers for account in scheduler.ledger.accounts.values()]
         return {
@@ -712,9 +712,9 @@ async def running_proxy(
 ) -> AsyncIterator[RunningProxy]:
     """Run a proxy in front of `urls`, and of what `sources` find, and wait for `up` of them (None: all URLs).
 
-    What changes in `load` it finds in its configuration when that is read again.
+    It finds changes of `load` in its configuration at the next reload.
 
-    Afterwards no turn and no socket must be left, and a replay of the events must decide the same, with every
+    At the end no turn and no socket may be left, and a replay of the events must make the same decisions with every
     invariant kept.
     """
     sockets_before = sockets_count()
@@ -741,7 +741,7 @@ async def running_proxy(
 
             async with proxy(settings, runtime, settings.backends, further_sources=sources, load=read_again) as url:
                 running = RunningProxy(url, runtime)
-                if up != 0:  # else it goes on at once: some may have come up by now
+                if up != 0:  # otherwise continue at once: some replicas may have come up by now
                     await running.up(len(urls) if up is None else up)
                 yield running
                 await running.nothing_left()
@@ -752,5 +752,5 @@ async def running_proxy(
 
 
 def cap(active_count: int) -> dict[str, Any]:
-    """Return the configuration under which so many programs are active at once, and the others' turns are held."""
+    """Return a configuration with this limit of active programs; the others' turns are held."""
     return {"policy": "cap", "policy_args": {"n": str(active_count)}}

@@ -136,7 +136,7 @@ async def test_a_program_tells_its_story() -> None:
 
 
 async def test_a_program_says_why_it_waits_and_what_it_holds() -> None:
-    """Who waits is told what must happen; who acts, until when its memory is worth holding; nobody both."""
+    """A waiting program shows what must happen; an acting one, how long its memory is worth holding; never both."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         await ask(proxy.url, "first")
         held = asyncio.create_task(ask(proxy.url, "second"))

@@ -214,7 +214,7 @@ def test_a_backend_that_is_refused_does_not_tell_its_password(wrong: str) -> Non
 
 
 async def floods(call: Call) -> None:
-    """Behave: stream without end, as fast as it is taken."""
+    """Behave: stream without end, as fast as the client reads."""
     call.write(stream_head())
     while not call.left.is_set():
         call.write(chunk(word("x" * 100_000)))
@@ -242,7 +242,7 @@ async def test_a_client_that_stops_reading_loses_its_lease_and_the_engines_conne
 
 
 async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
-    """Its lease has ended by then; what was answered is not kept for it."""
+    """Its lease has ended by then; the answer is not kept for it."""
     large = answers(b" " * 40_000_000)
     async with fake_replica(large) as replica, running_proxy(replica.url, client_stall_limit_s=0.3) as proxy:
         address = urlsplit(proxy.url)
@@ -394,7 +394,7 @@ async def test_a_key_has_half_of_the_bodies_of_turns_that_run(replica: FakeRepli
 
 
 async def test_a_key_holds_no_more_than_its_part(replica: FakeReplica) -> None:
-    """It gets 429, by turns or by bytes; another key is held beside it."""
+    """It gets 429, by turns or by bytes; turns of another key are still held."""
     gate = Gate()
     replica.behaviour = gate
     limits = {"max_held_turns_count": 4, "key_max_held_bytes": 2000}
@@ -536,7 +536,7 @@ async def test_a_data_key_touches_programs_of_its_own_tenant_alone(replica: Fake
 
 
 async def test_a_family_and_a_group_live_in_one_tenant(replica: FakeReplica) -> None:
-    """Blue's child of red's parent is held like a stranger; red's goes on."""
+    """Blue's child of red's parent is held like a stranger; red's own child runs."""
     async with running_proxy(replica.url, **cap(1), **KEYS) as proxy:
         await post(proxy.url, CHAT, turn("parent"), RED, ("X-Program-Group", "g"))
         of_parent = ("X-Program-Parent", "parent")
@@ -589,7 +589,7 @@ async def test_a_body_that_needs_no_key_is_small(replica: FakeReplica) -> None:
 
 
 async def test_two_tenants_share_no_idempotency_key() -> None:
-    """Though nobody can say whose program it is: the same body, which is no JSON, under the same key."""
+    """This holds even for unknown programs: the same body, which is no JSON, under the same key."""
     gate = Gate()
     async with (
         fake_replica(gate) as replica,

@@ -101,7 +101,7 @@ async def test_where_all_hang_it_is_a_504_after_so_many_tries() -> None:
 
 
 async def test_after_the_first_byte_the_limit_between_two_bytes_counts() -> None:
-    """Not that for the first: an answer that goes on slowly is whole, one that stops is broken off."""
+    """The limit for the first byte no longer counts: a slow answer is complete, a stopped one is broken off."""
 
     async def slow(call: Call) -> None:
         call.write(stream_head())
@@ -276,7 +276,7 @@ async def test_a_probe_whose_client_leaves_makes_way_for_another() -> None:
 
 
 async def test_the_last_replica_is_never_taken_away() -> None:
-    """To fail there is no worse than to wait: every turn hears of it at once, and the first that can be is served."""
+    """Failing there is no worse than waiting: every turn fails at once, and the first possible one is served."""
     async with (
         fake_replica(writes()) as broken,
         running_proxy(broken.url, **BREAKS, retries_count=0) as proxy,

@@ -1,4 +1,4 @@
-"""Random bodies and answers of every API: both ends see through the proxy what they would see without it.
+"""Random bodies and answers of every API: both ends see the same bytes as without the proxy.
 
 1,000 of them each time; 10,000 with `scripts/test --real`.
 """
@@ -62,13 +62,13 @@ STATUSES = ("200 OK", "200 OK", "200 OK", "201 Made", "400 Bad Request", "429 To
 
 @dataclass(slots=True)
 class Case:
-    """One request, how the replica answers it, and what it must look like to the replica."""
+    """One request, the replica's answer, and the expected request at the replica."""
 
     target: str
     headers: list[Header]
     sent: bytes
     arrives: bytes | None
-    """None is what was sent, byte for byte."""
+    """None: the sent bytes."""
     head: bytes
     pieces: list[bytes]
     """The body of the answer; of a stream that has no usage unless that is asked for, the usage is the last but one."""

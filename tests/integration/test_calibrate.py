@@ -1,4 +1,4 @@
-"""A calibration, from the command to the file: what it finds on an engine, and what it says when it cannot."""
+"""A calibration, from the command to the file: its findings on an engine, and its errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_calibrated_profile_predicts_the_engine_that_was_measured() -> None:
 
 
 async def test_the_command_writes_a_profile_once(tmp_path: Path) -> None:
-    """It prints what it found; a file that is there stays."""
+    """It prints its findings; an existing file stays."""
     out = tmp_path / "found.toml"
     async with engine(profile="demo") as process:
         options = ("--url", process.url, "--seconds", "1", "--max-num-batched-tokens", "2048", "--out", str(out))
@@ -176,7 +176,7 @@ async def calibrated(made_up: MadeUpEngine, *, budget_s: float = 0.5, api_key: s
 
 
 async def test_an_engine_that_is_not_vllm_is_measured() -> None:
-    """Without metrics that we know, a version or a context limit, and only for who has its key."""
+    """The engine has no known metrics, no version and no context limit, and requires a key."""
     made_up = MadeUpEngine(
         max_model_len=None, most_tokens=400, metrics="other:requests 1.0\n", version="<html>", api_key="secret"
     )
@@ -207,7 +207,7 @@ async def test_a_broken_line_of_metrics_says_nothing_and_the_others_are_read() -
 
 
 async def test_an_engine_that_refuses_token_ids_is_sent_text() -> None:
-    """And what an engine does not say of itself is said to be missing."""
+    """Values that the engine does not report are shown as missing."""
     made_up = MadeUpEngine(takes_ids=False)
     calibration = await calibrated(made_up)
     assert all(isinstance(prompt, str) for prompt in made_up.prompts)

@@ -1,4 +1,4 @@
-"""Clients that leave: whatever the moment, the replica hears of it, the lease comes back, and nothing is left."""
+"""Clients that leave at any moment: the replica is told, the lease is returned, and nothing is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.integration.support import Call, RunningProxy
 
 WITHIN_S = 1.0
-"""A replica hears within this time that the client is gone."""
+"""Limit until a replica learns that the client is gone."""
 
 HALF_ANSWER = head_bytes("HTTP/1.1 200 OK", [JSON_TYPE, ("content-length", "1000")]) + b'{"id": '
 
@@ -66,7 +66,7 @@ async def all_counts_are_zero(proxy: RunningProxy) -> None:
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("program_id", ["second", None])
 async def test_a_client_leaves_while_its_turn_is_held(how: str, program_id: str | None) -> None:
-    """The turn leaves the queue, and its replica never hears of it."""
+    """The turn leaves the queue, and its replica never receives it."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         await ask(proxy.url, "first")
         if program_id is None:  # anonymous turns are held only for want of a replica
@@ -123,7 +123,7 @@ async def test_a_client_leaves_a_whole_answer(how: str) -> None:
 
 
 async def test_a_client_that_does_not_read_its_stream_leaves() -> None:
-    """The proxy waits for a client whose buffers are full, and not for ever when that client goes."""
+    """The proxy waits for a client whose buffers are full, but no longer once that client leaves."""
     flood = chunk(event("x" * 2**20))
 
     async def behave(call: Call) -> None:
@@ -261,14 +261,14 @@ async def test_a_thousand_clients_leave_at_random() -> None:
         decisions = {decision for decision, _ in (await metrics_of(proxy.url))["thunderagent_decisions_total"]}
         assert decisions >= {"hold", "pause", "restore"}
         await all_counts_are_zero(proxy)
-        # Idle connections to replicas have no task; whoever answered a client is gone.
+        # Idle connections to replicas have no task; tasks that answered clients are gone.
         await until(lambda: len(asyncio.all_tasks()) <= tasks_idle, within_s=WITHIN_S)
     await until(lambda: len(asyncio.all_tasks()) == tasks_before, within_s=WITHIN_S)
     await until(lambda: sockets_count() == sockets_before, within_s=WITHIN_S)
 
 
 async def test_all_held_turns_leave_at_once() -> None:
-    """200 turns of 50 programs leave the queue together, and the replica never hears of one."""
+    """200 turns of 50 programs leave the queue together, and the replica receives none of them."""
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1)) as proxy,

@@ -121,7 +121,7 @@ async def test_an_error_and_a_cancellation_release_too(replica: FakeReplica, pro
 
 
 async def test_a_program_that_is_cancelled_in_a_turn_leaves_nothing() -> None:
-    """In flight, and held: the next program goes on."""
+    """Both in flight and held: the next program continues."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
 

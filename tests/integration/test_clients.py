@@ -99,7 +99,7 @@ async def test_a_broken_stream_is_an_error_for_the_openai_client() -> None:
 
 
 async def test_status_shows_a_running_proxy(capsys: pytest.CaptureFixture[str]) -> None:
-    """Replicas up and down, programs, and who waits; program ids are text, whatever they look like."""
+    """Replicas up and down, programs, and waiting turns; program ids are shown as plain text."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url, **cap(2)) as proxy:
         await other.stop()
         await proxy.up(1)

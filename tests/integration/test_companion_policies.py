@@ -21,7 +21,7 @@ def turns_of(calls: list[Call]) -> list[Call]:
 
 @pytest.mark.parametrize("policy", ["autellix", "concur", "continuum", "continuum-fixed", "fcfs", "infercept", "mars"])
 async def test_programs_are_served_and_engines_get_the_priorities_of_those_that_have_some(policy: str) -> None:
-    """Programs of several turns at once, and the replay of what was heard decides the same."""
+    """Programs of several turns run at once, and the replay of their events makes the same decisions."""
     async with fake_replica() as engine, running_proxy(engine.url, policy=policy) as proxy:
         for _ in range(3):
             served = await asyncio.gather(*(ask(proxy.url, f"p{number}") for number in range(4)))

@@ -51,7 +51,7 @@ Behaviour = "Callable[[Call], Awaitable[None]]"
 
 @asynccontextmanager
 async def replicas_behind(count: int = 2, **config: Any) -> AsyncIterator[tuple[RunningProxy, list[FakeReplica]]]:
-    """A proxy with so many replicas behind it."""
+    """Run a proxy with this number of replicas."""
     async with AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(fake_replica()) for _ in range(count)]
         proxy = await stack.enter_async_context(running_proxy(*(replica.url for replica in replicas), **config))
@@ -100,7 +100,7 @@ async def test_a_call_goes_to_every_replica_as_it_is(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/pause?mode=keep", "/flush_cache", "/is_paused", "/abort_requests"])
 async def test_an_engine_with_several_ranks_is_told_once(path: str) -> None:
-    """Behind one URL there is one engine; what it did counts for each of its ranks, and is said for each."""
+    """One URL is one engine; its result counts for each of its ranks, and is reported for each."""
     async with fake_replica() as ranked, fake_replica() as single:
         ranked.metrics, ranked.behaviour = exposition(1000, 1000, 1000), answers({"ranks": 3})
         async with running_proxy(ranked.url, single.url, up=4, data_parallel_ranks="auto") as proxy:
@@ -139,7 +139,7 @@ async def test_a_flush_is_known_by_get_too() -> None:
 
 
 async def test_answers_that_differ_are_joined() -> None:
-    """A yes is one that all said; what each said stands beside it."""
+    """The joint answer is yes only if all said yes; each one's answer is included."""
     async with replicas_behind() as (proxy, (one, other)):
         one.behaviour, other.behaviour = answers({"is_paused": True}), answers({"is_paused": False})
         answer = (await get(proxy.url, "/is_paused")).json()
@@ -185,7 +185,7 @@ async def test_what_all_refuse_is_refused_in_their_words() -> None:
 
 
 async def test_calls_are_told_one_after_another_but_reading_waits_for_nobody() -> None:
-    """A second call begins when the first was answered; meanwhile an engine can be asked."""
+    """A second call begins after the answer to the first; reads of an engine do not wait."""
     gate = Gate()
     async with replicas_behind(1) as (proxy, (replica,)):
         replica.behaviour = gate
@@ -228,7 +228,7 @@ async def test_what_each_replica_needs_in_words_of_its_own_is_not_sent_to_all(pa
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_call_stops_nothing_for_good() -> None:
-    """Grants go on, and so do other calls."""
+    """Grants and other calls continue."""
     async with replicas_behind(1) as (proxy, (replica,)):
         replica.behaviour = Gate()
         async with Wire.open(proxy.url) as wire:
@@ -267,7 +267,7 @@ async def test_no_turn_is_sent_to_an_engine_that_is_paused_and_all_are_afterward
 
 
 async def test_a_pause_in_mid_generation_costs_no_byte() -> None:
-    """The stream goes on when the engine does, however long that takes, and no limit acts."""
+    """The stream continues when the engine does, after any time, and no limit applies."""
     gate = Gate([stream_head(), chunk(word("one"))], [chunk(word("two")), chunk(DONE), LAST_CHUNK])
     async with replicas_behind(1, idle_limit_s=0.2, forget_limit_s=0.4, no_replica_limit_s=0.1) as (proxy, (replica,)):
         await ask(proxy.url, "resting")
@@ -306,7 +306,7 @@ SAID_PAUSED = {
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("said", SAID_PAUSED)
 async def test_an_engine_that_is_paused_may_be_silent_for_longer_than_any_limit(limit: str, said: str) -> None:
-    """Before its first byte and in a stream; when it goes on the answers are whole."""
+    """This holds before the first byte and in a stream; when the engine resumes the answers are complete."""
     parts = ([stream_head(), chunk(word("one"))], [chunk(word("two") + DONE), LAST_CHUNK])
     whole, part = Gate(), Gate(*parts)
 
@@ -429,7 +429,7 @@ async def test_the_weight_version_is_shown() -> None:
 
 
 async def test_a_shutdown_while_nothing_is_granted_refuses_who_waits() -> None:
-    """And does not wait for grants to go on."""
+    """It does not wait until grants resume."""
     async with replicas_behind(1) as (proxy, _):
         await post(proxy.url, "/pause?mode=keep")
         waiting = asyncio.create_task(ask(proxy.url, "a"))
@@ -536,7 +536,7 @@ async def test_an_abort_does_not_wait_for_a_call_that_waits_for_it() -> None:
 
 
 async def test_an_abort_that_overtakes_a_turn_on_its_way_is_told_again() -> None:
-    """The engine has not read the turn yet when it is told to abort all: it aborts nothing, and then generates."""
+    """The engine gets the abort before it reads the turn: it aborts nothing, and then generates."""
     async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
         gate = Gate([], [http_json(generate_answer([7, 8]))])
         replica.behaviour = gate
@@ -562,7 +562,7 @@ async def test_an_abort_that_overtakes_a_turn_on_its_way_is_told_again() -> None
 
 
 async def test_an_abort_is_told_once_where_all_turns_are_surely_known() -> None:
-    """Their first bytes have come: no abort can have been before them, and what they wait for is their own matter."""
+    """Their first bytes have arrived, so no abort can have overtaken them."""
     async with replicas_behind(1) as (proxy, (replica,)):
         gate = Gate([stream_head(), chunk(word("a"))], [chunk(DONE), LAST_CHUNK])
         replica.behaviour = gate
@@ -721,7 +721,7 @@ async def test_a_flush_by_the_facade_is_noticed() -> None:
 
 
 async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
-    """It counts there while it runs, waits while nothing is granted there, and is nobody's program."""
+    """It counts there while it runs, waits while grants there are suspended, and is anonymous."""
     gate = Gate()
     async with replicas_behind() as (proxy, (one, other)):
         await post(proxy.url, f"/workers/{id_of(other)}/pause?mode=keep")
@@ -739,7 +739,7 @@ async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
 
 
 async def test_a_turn_by_the_facade_is_a_turn() -> None:
-    """Its usage is asked for and read, our field is cut out, and what is not a JSON object is the engine's to judge."""
+    """Its usage is requested and read, our field is removed; a body that is no JSON object is left to the engine."""
     async with replicas_behind() as (proxy, (one, other)):
         path = f"/workers/{id_of(one)}/v1/chat/completions"
         one.behaviour = streams(word("hi"), USAGE_EVENT, DONE)
@@ -789,7 +789,7 @@ async def test_nothing_is_granted_between_the_two_words_of_the_hook() -> None:
 
 
 async def test_a_trainer_that_dies_is_found_out() -> None:
-    """Grants go on after the limit."""
+    """Grants resume after the limit."""
     async with replicas_behind(1, weight_sync_limit_s=0.2) as (proxy, _):
         await post(proxy.url, "/weight_sync/begin")
         assert (await ask(proxy.url, "a")).status == 200
@@ -800,7 +800,7 @@ async def test_a_trainer_that_dies_is_found_out() -> None:
 
 
 async def test_an_engine_that_somebody_else_paused_gets_no_turn() -> None:
-    """It says so itself, where it is asked; other weights make what lay in its memory worthless."""
+    """The engine reports the pause itself, if polled; new weights invalidate its memory."""
     state = {"is_paused": False, "weight_version": "1"}
 
     async def engine(call: Call) -> None:
@@ -862,7 +862,7 @@ async def test_what_an_engine_said_before_it_was_told_does_not_count() -> None:
 
 
 async def test_weights_that_an_engine_had_before_it_was_told_do_not_count() -> None:
-    """Else what it computed with the new ones would be forgotten, and again when the next poll says the new ones."""
+    """Otherwise its results with the new ones would be forgotten, and again at the next poll that reports these."""
     late: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     polled_count = 0
 
@@ -889,7 +889,7 @@ async def test_weights_that_an_engine_had_before_it_was_told_do_not_count() -> N
 
 
 async def test_a_caller_without_http_turns_takes_leases() -> None:
-    """It waits its turn as everybody does, and says what came of it."""
+    """It waits like all others, and reports the result."""
     async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
         first = (await post(proxy.url, "/leases", {"program_id": "a", "prompt_tokens": 100})).json()
         assert (first["replica_id"], first["url"]) == (id_of(replica), replica.url)
@@ -912,7 +912,7 @@ async def test_a_caller_without_http_turns_takes_leases() -> None:
 
 
 async def test_a_lease_takes_what_the_headers_of_a_turn_say() -> None:
-    """Who waits for the program, who pays for it, and how long its caller waits."""
+    """Parent, tenant, and how long the caller waits."""
     async with replicas_behind(1, **cap(1)) as (proxy, _):
         first = (await post(proxy.url, "/leases", {"program_id": "a", "parent_id": "p", "tenant": "red"})).json()
         program = (await get(proxy.url, "/programs/a")).json()
@@ -942,7 +942,7 @@ async def test_a_lease_whose_caller_is_gone_comes_back() -> None:
 
 
 async def test_sessions_end_as_often_as_they_are_told_to_and_begin_anew() -> None:
-    """Twice, and of an id that nobody knows, is no error; the same id is a new program in the next epoch."""
+    """Ending twice, or an unknown id, is no error; the same id is a new program in the next epoch."""
     async with replicas_behind(1) as (proxy, _):
         await ask(proxy.url, "s")
         first = (await get(proxy.url, "/programs/s")).json()["generation"]
@@ -958,7 +958,7 @@ async def test_sessions_end_as_often_as_they_are_told_to_and_begin_anew() -> Non
 
 @pytest.mark.parametrize("path", [*COMMANDS, "/update_weights_by_magic"])
 async def test_rubbish_reaches_the_engine_and_harms_nobody(path: str) -> None:
-    """What it says to it is the engine's matter."""
+    """The engine decides how to answer it."""
     async with replicas_behind(1) as (proxy, (replica,)):
         replica.behaviour = answers({"error": "what?"}, status="400 Bad Request")
         for body in (b"\xff\x00{", b"[1, 2]", b'{"tags": {"a": 1}, "mode": [], "abort_all": null}', b'"' * 100):

@@ -152,7 +152,7 @@ async def test_a_whole_answer(replica: FakeReplica, proxy: RunningProxy, api: Ap
 async def test_a_stream_split_at_every_byte(
     replica: FakeReplica, proxy: RunningProxy, api: Api, line_end: bytes
 ) -> None:
-    """Wherever the network cuts it, the client gets what it asked for, and the usage is read."""
+    """At any cut the client gets the answer that it asked for, and the usage is read."""
     full = b"".join(api.stream).replace(b"\n", line_end)
     gets = api.gets.replace(b"\n", line_end) or full
     for turns_count, cut in enumerate(range(1, len(full), 3), start=1):
@@ -255,7 +255,7 @@ async def test_an_error_of_the_proxy_has_the_callers_schema(replica: FakeReplica
 async def test_a_stream_that_breaks_ends_with_an_event_of_its_api(
     replica: FakeReplica, proxy: RunningProxy, api: Api
 ) -> None:
-    """In the middle of an event or not: what came is the client's, then one event, then the connection is cut."""
+    """In the middle of an event or not, the client gets the data so far, then one event, then the connection is cut."""
     for torn in (b"", b'data: {"half'):
 
         async def break_off(call: Call, torn: bytes = torn) -> None:
@@ -347,7 +347,7 @@ async def test_a_response_whose_replica_is_gone_is_asked_for_nowhere_else(replic
 
 @pytest.mark.parametrize("program", ["", "/p/one-of-its-own"])
 async def test_a_turn_that_goes_on_from_a_response_runs_where_that_is(program: str) -> None:
-    """Though others are less busy; of nobody's, and of a program that was never there."""
+    """Even if others are less busy; for anonymous turns, and for an unknown program."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         for replica in (one, other):
             replica.behaviour = makes(f"resp_{replica.replica_id}")
@@ -364,7 +364,7 @@ async def test_a_turn_that_goes_on_from_a_response_runs_where_that_is(program: s
 
 
 async def test_a_response_that_is_gone_is_the_engines_to_miss() -> None:
-    """While its replica fails nobody else is asked; when it is down, another one says in its words that it is not."""
+    """While its replica fails no other is asked; when it is down, another one reports in its words that it is gone."""
     missing = {"error": {"message": "Response with id 'resp_1' not found.", "type": "invalid_request_error"}}
     async with fake_replica(makes("resp_1")) as maker, running_proxy(maker.url, breaker_failure_count=0) as proxy:
         assert (await post(proxy.url, "/v1/responses", {"input": "hi"})).json()["id"] == "resp_1"
@@ -513,7 +513,7 @@ async def test_a_side_call_whose_body_names_its_program_goes_where_that_is(targe
 
 
 async def test_a_side_call_with_an_id_that_is_none_is_refused(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """In the schema of its API; where nothing names a program it is nobody's."""
+    """The refusal has the schema of its API; without a name the call is anonymous."""
     answer = await post(proxy.url, "/v1/messages/count_tokens", {"program_id": ""})
     assert (answer.status, answer.json()["error"]["code"]) == (400, "invalid_program_id")
     assert not replica.calls
@@ -523,7 +523,7 @@ async def test_a_side_call_with_an_id_that_is_none_is_refused(replica: FakeRepli
 
 @pytest.mark.parametrize(("method", "target"), SIDE_CALLS)
 async def test_a_side_call_is_tried_elsewhere_before_its_first_byte(method: str, target: str) -> None:
-    """Where its replica hangs up, and where nobody listens."""
+    """This holds if its replica hangs up, and if none listens."""
 
     async def hang_up(call: Call) -> None:
         call.close()
@@ -539,7 +539,7 @@ async def test_a_side_call_is_tried_elsewhere_before_its_first_byte(method: str,
 
 
 async def test_what_may_change_something_is_not_sent_twice() -> None:
-    """A POST that nobody knows may have been done."""
+    """An unknown POST may already have taken effect."""
 
     async def hang_up(call: Call) -> None:
         call.close()

@@ -1,6 +1,6 @@
 """`thunderagent doctor` finds every fault that is planted here, and says the remedy; where all is well it finds none.
 
-Faults are planted into simulated engines by a relay before them, which bends what they answer.
+A relay in front of simulated engines plants faults by changing their answers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Bent:
     body: bytes
 
     def replace(self, old: str, new: str) -> None:
-        """Change what a pattern matches in the body."""
+        """Replace the matches of a pattern in the body."""
         self.body = re.sub(old, new, self.body.decode()).encode()
 
     def usage(self) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ def options(*argv: str) -> argparse.Namespace:
 
 
 async def faults(*argv: str) -> dict[str, Finding]:
-    """Return the faults and warnings that an examination finds, by what was examined."""
+    """Return the faults and warnings of an examination, by examined item."""
     found = await examine(options(*argv))
     assert all(finding.remedy for finding in found if finding.level is not Level.OK)
     return {finding.check: finding for finding in found if finding.level is not Level.OK}
@@ -123,7 +123,7 @@ async def engine_here() -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("build", [EngineServer, SglangServer])
 async def test_sound_engines_have_no_fault(build: Build) -> None:
-    """Both turns are counted as the program's, on one engine, and the second hits; what is said names all of it."""
+    """Both turns count for the program, on one engine, and the second hits; the report names all of this."""
     async with engine(build) as first, engine(build) as second:
         found = await examine(options("--backends", f"{first},{second}"))
     assert [finding for finding in found if finding.level is not Level.OK] == []
@@ -244,7 +244,7 @@ def serves_nothing(bent: Bent) -> None:
 async def test_a_fault_of_an_engine_is_found(
     bend: Callable[[Bent], None], check: str, text: str, remedy: str, engine_here: str
 ) -> None:
-    """With the engine's name, in words that say what it is, and with what to do."""
+    """The report has the engine's name, the fault in words, and a remedy."""
     async with relay(engine_here, bend=bend) as url:
         finding = (await faults("--backends", url))[check]
     assert finding.subject in (url.removeprefix("http://"), "two turns")
@@ -335,7 +335,7 @@ async def test_a_load_balancer_before_engines_is_found(engine_here: str) -> None
 async def test_turns_that_are_nobodys_are_found(
     argv: tuple[str, ...], drops: str, remedy: str, engine_here: str
 ) -> None:
-    """A header that the proxy does not know, and one that is dropped on the way, each with its own remedy."""
+    """An unknown header and a header dropped on the way each have their own remedy."""
     async with running_proxy(engine_here) as proxy, relay(proxy.url, drops=drops) as url:
         finding = (await faults("--url", url, *argv))["identity"]
     assert "they were counted as nobody's" in finding.text
@@ -343,7 +343,7 @@ async def test_turns_that_are_nobodys_are_found(
 
 
 async def test_traffic_that_is_mostly_nobodys_is_found(engine_here: str) -> None:
-    """Though the doctor's own two turns are counted as they should be."""
+    """This is found although the doctor's own two turns are counted correctly."""
     async with running_proxy(engine_here) as proxy:
         for _ in range(20):
             assert (await ask(proxy.url)).status == 200
@@ -355,7 +355,7 @@ async def test_traffic_that_is_mostly_nobodys_is_found(engine_here: str) -> None
 
 
 async def test_an_engine_in_the_proxys_place_is_found(engine_here: str, unused_tcp_port: int) -> None:
-    """So is nobody at all."""
+    """So is the absence of any server."""
     finding = (await faults("--url", engine_here))["proxy_reachable"]
     assert (finding.text, "--backends" in finding.remedy) == ("What answers here is not thunderagent.", True)
     nobody = (await faults("--url", f"http://127.0.0.1:{unused_tcp_port}"))["proxy_reachable"]

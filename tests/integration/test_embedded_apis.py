@@ -198,7 +198,7 @@ async def test_a_refusal_is_an_error_of_the_anthropic_client(proxy: RunningProxy
 
 
 async def test_tokens_in_tokens_out(proxy: RunningProxy, url: str) -> None:
-    """A trainer goes on from the tokens it got; the stream has usage only if it was asked for."""
+    """A trainer continues from the tokens it got; the stream has usage only on request."""
     prompt = list(range(1000, 1100))
     sampling = {"max_tokens": 20, "ignore_eos": True}
     async with httpx2.AsyncClient(timeout=20) as http:

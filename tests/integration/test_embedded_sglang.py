@@ -50,7 +50,7 @@ async def load_of(client: httpx2.AsyncClient) -> dict[str, Any]:
 
 
 async def running_count(client: httpx2.AsyncClient, count: int) -> None:
-    """Wait until so many requests are inside."""
+    """Wait until this number of requests is inside."""
     async with asyncio.timeout(5):
         while (await client.get("/get_load")).json()[0]["num_reqs"] != count:
             await asyncio.sleep(0.005)
@@ -193,7 +193,7 @@ async def test_what_makes_no_sense_is_refused(path: str, body: dict[str, Any], s
 
 
 async def test_a_request_is_aborted_by_its_id() -> None:
-    """It answers at once with what it has got, and its memory is free; an id that none has is no beginning."""
+    """It answers at once with its output so far and frees its memory; an unknown id matches no prefix."""
     async with served() as client, long_request(client, rid="abc-1") as task:
         await asyncio.sleep(0.05)
         for nobody in ({"rid": "xyz"}, {"rid": "abc"}, {}):
@@ -230,7 +230,7 @@ async def test_all_are_aborted_at_once_those_that_wait_too() -> None:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_paused_engine_stands_still_and_then_gives_the_same_answer(mode: str) -> None:
-    """New requests wait at the door; only what was retracted has lost its memory, and that can be flushed."""
+    """New requests wait for admission; only retracted ones lose their memory, which can be flushed."""
     async with served() as client:
         body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
         expected = await generate(client, **body)
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_frees_its_memory() -> None:
 
 
 async def test_closing_a_session_makes_its_memory_the_first_to_go() -> None:
-    """What nobody else tags goes before an older program's memory; a closed name that comes back is a new one."""
+    """Blocks without another tag go before an older program's memory; a reused closed name is a new one."""
     async with served("instant", kv_tokens=2048) as client:
 
         async def cached_tokens(text: str, tag: str | None = None) -> int:
@@ -304,7 +304,7 @@ async def test_closing_a_session_makes_its_memory_the_first_to_go() -> None:
         assert (await client.post("/close_session", json={"session_id": "p"})).status_code == 200
         assert (await client.post("/close_session", json={"session_id": "p"})).status_code == 200
         assert await tagged_tokens() == 0
-        await cached_tokens(new)  # takes what was closed, not the oldest
+        await cached_tokens(new)  # takes the closed blocks, not the oldest ones
         assert await cached_tokens(old) == 784
         assert await cached_tokens(ended, "p") == 0
 
@@ -320,7 +320,7 @@ async def test_a_session_is_opened_once() -> None:
         assert (await client.post("/open_session", json={"capacity_of_str_len": 1, "session_id": "s"})).json() == "s"
 
 
-# --- what it says of itself
+# --- its reports
 
 
 async def test_our_backend_reads_what_it_says() -> None:

@@ -307,7 +307,7 @@ async def test_encoded_answers_are_not_touched(replica: FakeReplica, proxy: Runn
 
 
 async def test_an_encoded_request_reaches_the_replica_as_it_is(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """Nobody looks into it, so it is a turn of nobody."""
+    """The proxy does not decode it, so it is an anonymous turn."""
     await send_both_ways(replica, proxy, "POST", CHAT, [("Content-Encoding", "gzip")], gzip.compress(b"{}"))
 
 
@@ -321,7 +321,7 @@ async def test_an_encoded_request_reaches_the_replica_as_it_is(replica: FakeRepl
 async def test_other_paths_pass_with_any_method(
     replica: FakeReplica, proxy: RunningProxy, method: str, target: str
 ) -> None:
-    """Path and query byte for byte; what may generate has a lease of nobody's."""
+    """Path and query pass byte for byte; a request that may generate has an anonymous lease."""
     has_body = method in {"PUT", "PATCH", "POST"}
     await send_both_ways(replica, proxy, method, target, [("X-Custom", "1")], b"some bytes" if has_body else b"")
     may_generate = has_body and not target.startswith(("/v1/files", "/tokenize"))
@@ -550,7 +550,7 @@ async def test_an_event_of_2_mb_passes(replica: FakeReplica, proxy: RunningProxy
 async def test_the_embedded_engine_answers_the_same_through_the_proxy(
     engine_url: str, path: str, options: dict[str, Any] | None
 ) -> None:
-    """Streams and whole answers, but for what an engine makes up anew each time: ids and times."""
+    """Streams and whole answers are equal, except ids and times, which an engine generates each time."""
     async with running_proxy(engine_url) as proxy:
         prompt = {"messages": turn()["messages"]} if path == CHAT else {"prompt": "hello there"}
         for stream in (False, True):

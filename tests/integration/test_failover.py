@@ -50,7 +50,7 @@ async def test_a_replica_that_refuses_connections_is_passed_over() -> None:
 
 
 async def test_a_turn_that_finds_its_replica_dead_takes_it_down() -> None:
-    """Long before the next poll: the program is served elsewhere at once, and so is everybody else."""
+    """Long before the next poll the program and all others are served elsewhere."""
     async with (
         fake_replica() as one,
         fake_replica() as other,
@@ -115,7 +115,7 @@ async def test_tries_are_limited() -> None:
 
 
 async def test_a_dead_replica_stalls_nobody_elsewhere() -> None:
-    """Turns of programs on the other replica take no notice of one that hangs, and of polls that time out."""
+    """A hanging replica and its polls that time out do not affect turns on the other replica."""
 
     async def hang(call: Call) -> None:
         await call.left.wait()

@@ -85,7 +85,7 @@ async def test_the_longest_program_id_is_taken() -> None:
 
 
 async def test_header_bytes_that_are_no_text_harm_nobody() -> None:
-    """An id that is not UTF-8 is refused; if it were let in, it would break the program list and the event log."""
+    """An id that is not UTF-8 is refused; if admitted, it would break the program list and the event log."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         answer = await post(proxy.url, CHAT, turn(), ("X-Program-ID", "a\udcff"))
         assert answer.status == 400
@@ -304,7 +304,7 @@ async def test_an_answer_without_proper_usage_is_relayed_and_the_size_estimated(
     "metrics", [None, "", "garbage {{{\n", exposition("None"), exposition(0), exposition(4000, "None")]
 )
 async def test_an_unknown_capacity_lets_everybody_in_and_raises_an_alarm(metrics: str | None) -> None:
-    """Fails open: no turn is held for want of memory, and /metrics says that the size is not known."""
+    """It fails open: no turn is held for lack of memory, and /metrics shows that the size is unknown."""
     async with fake_replica() as replica:
         replica.metrics = metrics
         async with running_proxy(replica.url) as proxy:
@@ -344,7 +344,7 @@ async def test_a_program_larger_than_every_replica_hears_the_engines_own_words()
 
 
 async def test_memory_that_is_full_holds_a_turn_until_there_is_room() -> None:
-    """With the paper's policy and an engine that is full, a turn waits, and goes on when the other program ended."""
+    """With the paper's policy and a full engine a turn waits, and runs when the other program ends."""
     gate = Gate()
     policy = {"policy": "thunderagent", "policy_args": {"delta_s": "0.05"}}
     async with fake_replica(gate, capacity_tokens=1000) as replica, running_proxy(replica.url, **policy) as proxy:
@@ -380,7 +380,7 @@ async def test_a_program_released_while_held_ends_its_turn() -> None:
 
 
 async def test_a_program_released_in_its_turn_lets_the_turn_end() -> None:
-    """The answer comes whole; the claim stands until then, as that of nobody."""
+    """The answer is complete; the claim stays until then, as an anonymous one."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy:
         running = asyncio.create_task(ask(proxy.url, "a"))

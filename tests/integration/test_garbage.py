@@ -211,7 +211,7 @@ def old_ring() -> Iterator[weakref.ref[Ring]]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A period of a millisecond; what was taken for lasting is so no more afterwards."""
+    """Use a period of a millisecond; afterwards no object counts as permanent."""
     monkeypatch.setattr("thunderagent.serving.process.GARBAGE_PERIOD_S", 0.001)
     yield
     gc.unfreeze()
@@ -236,7 +236,7 @@ async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
 
 @pytest.mark.usefixtures("quick")
 async def test_no_collection_looks_at_more_than_it_can_while_a_turn_is_in_hand() -> None:
-    """It would stop all streams: what is too much is taken for lasting instead."""
+    """It would stop all streams: objects above the limit count as permanent instead."""
     looked_at: list[int] = []
 
     def heard(phase: str, info: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What a client says of its next turn, over sockets: with a turn, between turns, and through the SDK."""
+"""A client's hints about its next turn, over sockets: with a turn, between turns, and through the SDK."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_hint_with_a_turn_counts_from_its_end() -> None:
     ],
 )
 async def test_a_hint_in_a_body_counts_as_one_in_the_header(field: dict[str, Any]) -> None:
-    """The engine gets it as it came; our own header goes before it; a turn of nobody says nothing by it."""
+    """The engine gets it unchanged; our own header takes precedence; in an anonymous turn it is ignored."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         body = {**turn(), **field}
         assert (await post(proxy.url, CHAT, body)).status == 200
@@ -85,6 +85,6 @@ async def test_a_header_that_is_no_hint_is_refused(value: str) -> None:
     ],
 )
 async def test_a_body_that_is_no_hint_is_refused(body: dict[str, object]) -> None:
-    """With what is wrong of it."""
+    """The refusal names the error."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         assert (await post(proxy.url, "/programs/a/hints", body)).status == 400

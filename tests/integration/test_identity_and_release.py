@@ -1,4 +1,4 @@
-"""Whose turn a request is, by every way to say it, and every way to say that a program ended."""
+"""Every way to name the program of a request, and every way to release a program."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_the_program_is_cut_out_of_other_paths_too(
     ["/model_info", "/get_model_info?x=1", "/health_generate", "/server_info", "/v2/rerank", "/a%2Fb/"],
 )
 async def test_any_path_of_a_program_goes_to_its_replica(path: str) -> None:
-    """As it is, but for the prefix."""
+    """It is unchanged except for the prefix."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         replicas = {one.replica_id: one, other.replica_id: other}
         homes = {name: (await post(proxy.url, f"/p/{name}{CHAT}", turn())).header("X-Replica-ID") for name in "abcd"}
@@ -150,7 +150,7 @@ async def test_no_spelling_of_a_turn_under_a_program_gets_round_its_lease(
 
 @pytest.mark.parametrize("target", ["/", "/nothing", "/v2/embed?x", "/server_info", "/cohere/v2/chat"])
 async def test_a_path_that_nobody_knows_is_the_engines(replica: FakeReplica, proxy: RunningProxy, target: str) -> None:
-    """Its answer, its 404."""
+    """The answer is the engine's 404."""
     replica.behaviour = answers({"detail": "Not Found"}, status="404 Not Found")
     answer = await get(proxy.url, target)
     assert (answer.status, answer.json()) == (404, {"detail": "Not Found"})
@@ -211,7 +211,7 @@ async def test_a_branch_header_opens_a_branch(proxy: RunningProxy) -> None:
 async def test_a_sub_agent_that_goes_on_is_through_with_its_own(
     proxy: RunningProxy, session: str, agent: str, parent: str
 ) -> None:
-    """Who called whom is read from the headers of coding agents: a branch below goes, one beside it stays."""
+    """The call tree is read from the headers of coding agents: a branch below it ends, one beside it stays."""
     counts = []
     for headers in ({}, {agent: "a"}, {agent: "b", parent: "a"}, {agent: "c"}, {agent: "a"}, {}):
         answer = await post(proxy.url, CHAT, turn(None), (session, "s"), *headers.items())
@@ -283,7 +283,7 @@ async def test_a_program_is_released_in_any_form(
 async def test_a_release_that_names_nothing_is_refused(
     proxy: RunningProxy, method: str, target: str, body: bytes
 ) -> None:
-    """400 in the OpenAI schema; nobody is released by mistake."""
+    """400 in the OpenAI schema; no program is released by mistake."""
     await ask(proxy.url, "a")
     answer = await exchange(proxy.url, method, target, (), body)
     assert answer.status == 400, answer.body

@@ -1,4 +1,4 @@
-"""Programs that are named by a token, or by nobody: bearer mode, inferred programs, tenants."""
+"""Programs named by a token, or unnamed: bearer mode, inferred programs, tenants."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_group_without_ids_is_as_many_programs_and_each_next_turn_joins_
 
 
 async def test_answers_that_are_the_same_are_shared_out(engine_url: str) -> None:
-    """At temperature 0 nobody can tell whose second turn it is: each program gets one, and none gets two."""
+    """At temperature 0 the owner of a second turn is ambiguous: each program gets one, and none gets two."""
     async with running_proxy(engine_url, infer_programs=True) as proxy:
         first = [await ask(proxy.url, max_tokens=4) for _ in range(3)]
         messages = [*turn()["messages"], first[0].json()["choices"][0]["message"], {"role": "user", "content": "more"}]
@@ -144,7 +144,7 @@ async def test_a_prompt_that_is_a_text_or_token_ids_is_joined_too(prompt: str | 
 
 
 def said_by_chat(answer: Answer, streamed: bool) -> list[dict[str, Any]]:
-    """Return what a client adds to its messages."""
+    """Return the messages that a client adds."""
     if not streamed:
         return [dict(answer.json()["choices"][0]["message"])]
     choices = [choice for each in events_of(answer.body)[:-1] for choice in each["choices"]]

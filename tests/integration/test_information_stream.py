@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 async def test_signals_are_streamed_to_who_asks_for_them() -> None:
-    """From the engine's first token to the tool's end; others hear nothing of them."""
+    """They cover the engine's first token to the tool's end; other listeners get none."""
     heard: list[dict[str, Any]] = []
 
     async def listen(url: str, kinds: str, into: list[dict[str, Any]]) -> None:

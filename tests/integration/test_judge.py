@@ -1,4 +1,4 @@
-"""A judge over real sockets: what it says counts, what else it does harms nobody, and no turn waits for it."""
+"""A judge over real sockets: its verdicts count, its faults do no harm, and no turn waits for it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ RUBBISH: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", RUBBISH)
 async def test_rubbish_is_counted_and_nothing_else(name: str, engine_url: str) -> None:
-    """Turns go on as without a judge, and a good answer after it counts."""
+    """Turns continue as without a judge, and a valid answer afterwards counts."""
     behaviour, why = RUBBISH[name]
     async with fake_replica(behaviour) as judge:
         config = judged_by(f"{judge.url}/v1", judge_timeout_s=0.5 if why == "timeout" else 10.0)
@@ -136,7 +136,7 @@ async def test_a_shutdown_does_not_wait_for_the_judge(engine_url: str) -> None:
 
 
 async def test_the_replicas_can_be_the_judge() -> None:
-    """As turns of nobody, with the model of the program's own; what they cost is no program's."""
+    """The questions are anonymous turns with the program's model; their cost counts for no program."""
 
     async def behave(call: Call) -> None:
         is_question = "You judge whether" in call.json()["messages"][0]["content"]
@@ -220,7 +220,7 @@ PROGRAMS_COUNT = 7
 
 @pytest.mark.parametrize("name", ["nothing", "no JSON", "a flood", "500"])
 async def test_no_turn_waits_for_a_judge(name: str) -> None:
-    """Turns are answered before the judge says anything, a large one too, and go on while it says rubbish.
+    """Turns, also large ones, are answered before the judge answers, and continue while it sends rubbish.
 
     What is read for it, and of it, is read on other threads than the one that all turns share.
     """

@@ -130,7 +130,7 @@ async def test_field_selectors(pods: client.CoreV1Api) -> None:
 
 
 async def test_a_list_in_pages_is_of_one_moment(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """Pages of one list show what was there at its beginning; a list whose history is gone must be begun anew."""
+    """Pages of one list show the state at its beginning; a list whose history is gone must be restarted."""
     for name in "abcde":
         await ask(pods.create_namespaced_pod, "default", pod(name))
     page = await ask(pods.list_namespaced_pod, "default", limit=2)
@@ -178,7 +178,7 @@ async def test_what_is_invalid_is_not_stored(api: KubernetesApi, pods: client.Co
 
 
 async def test_rights_and_quotas(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """What is not allowed is 403, and so is what is too much; requests are counted either way."""
+    """Forbidden requests and those above a quota get 403; requests are counted either way."""
     api.quota["pods"] = 0
     assert "exceeded quota" in await fails(403, pods.create_namespaced_pod, "default", pod())
     api.rights = {("", "pods", "list")}
@@ -191,7 +191,7 @@ async def test_rights_and_quotas(api: KubernetesApi, pods: client.CoreV1Api) -> 
 
 
 async def test_a_precondition_that_is_not_met(pods: client.CoreV1Api) -> None:
-    """Who means another object than that which is there gets a conflict."""
+    """A request for another object than the existing one gets a conflict."""
     made = await ask(pods.create_namespaced_pod, "default", pod())
     other = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid="other"))
     assert "precondition" in await fails(409, pods.delete_namespaced_pod, "p", "default", body=other)
@@ -296,7 +296,7 @@ async def test_a_watch_tells_what_happened_since_its_version(api: KubernetesApi,
 async def test_a_watch_sees_objects_come_into_its_selection_and_leave_it(
     api: KubernetesApi, pods: client.CoreV1Api
 ) -> None:
-    """To who selects by label, a label that appears is a new object, and one that goes is a deletion."""
+    """For a label selector an added label is a new object, and a removed one is a deletion."""
     api.behave("any", has_room=False)
     version = (await ask(pods.list_namespaced_pod, "default")).metadata.resource_version
     api.create("pods", pod("x"))
@@ -307,7 +307,7 @@ async def test_a_watch_sees_objects_come_into_its_selection_and_leave_it(
 
 @pytest.mark.parametrize("in_stream", [False, True])
 async def test_a_version_that_is_forgotten(api: KubernetesApi, pods: client.CoreV1Api, *, in_stream: bool) -> None:
-    """410 Gone, as a status or as an event; a version that is not older than what is kept is good."""
+    """410 Gone comes as a status or as an event; a version within the kept history is valid."""
     api.says_gone_in_stream = in_stream
     version = (await ask(pods.list_namespaced_pod, "default")).metadata.resource_version
     api.create("pods", pod())
@@ -327,12 +327,12 @@ async def test_a_watch_lasts_whole_seconds(pods: client.CoreV1Api) -> None:
 
 
 async def test_bookmarks(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """Who asks for them gets one at the end at the latest."""
+    """A watch that asks for them gets one at the end at the latest."""
     assert await ask(watched, pods, "100", allow_watch_bookmarks=True) == [("BOOKMARK", "")]
 
 
 async def test_it_comes_back_on_the_same_port(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """Stopped it refuses connections; started again it knows what it knew."""
+    """Stopped it refuses connections; restarted it has its earlier state."""
     await ask(pods.create_namespaced_pod, "default", pod())
     url = api.url
     await api.stop()
@@ -385,7 +385,7 @@ async def test_deadlines(api: KubernetesApi, jobs: client.BatchV1Api, pods: clie
 
 @pytest.mark.parametrize("version", [(1, 30), (1, 36)])
 async def test_how_a_job_ends_is_told_before_its_pods_are_gone(api: KubernetesApi, version: tuple[int, int]) -> None:
-    """Since 1.31; before, its end is all that is told."""
+    """Since 1.31; before, only its end is reported."""
     api.version = version
     api.behave("any", stops_at_once=False)
     api.create("jobs", job(activeDeadlineSeconds=5))
@@ -410,7 +410,7 @@ async def test_a_rehearsal_stores_nothing(api: KubernetesApi, pods: client.CoreV
 
 
 async def test_rights_are_loaded_after_the_start(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """Until then everybody is refused; the version is for all."""
+    """Until then all requests are refused, except the version."""
     api.has_loaded_rights = False
     assert 'cannot list resource \\"pods\\"' in await fails(403, pods.list_namespaced_pod, "default")
     version = await ask(

@@ -41,7 +41,7 @@ RIGHTS = rights_of(Path(__file__).parents[2] / "deploy/kubernetes/sandboxes-rbac
 OWNER = Owner("proxy at example.org/east", "run-1")
 KINDS = pytest.mark.parametrize("kind", ["job", "pod"])
 PATIENCE_S = 1.0
-"""How long a request may take: enough on loopback, and short where nobody answers."""
+"""Time limit of a request: enough on loopback, and short if no server answers."""
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ async def test_ids_that_no_label_can_hold(api: KubernetesApi, driver: Kubernetes
 
 
 async def test_a_warm_sandbox_belongs_to_nobody(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """It is ours, and no program's: neither found as one, nor taken for one that was given to us."""
+    """It is ours without a program: it is neither listed as a program's, nor taken for an adopted one."""
     await driver.prepare(order(program_id=""))
     [found] = await driver.find()
     assert (found.sandbox_id, found.program_id, found.is_given, found.is_of(OWNER)) == ("a1", "", False, True)
@@ -232,7 +232,7 @@ async def test_a_warm_sandbox_belongs_to_nobody(api: KubernetesApi, driver: Kube
 async def test_what_will_never_be_usable_fails_and_is_removed(
     api: KubernetesApi, driver: KubernetesDriver, kind: str, behaviour: Any, error_class: type, words: str
 ) -> None:
-    """Each way of failing is told apart, with the cluster's own words, and leaves nothing there."""
+    """Each kind of failure is reported in the cluster's own words, and leaves nothing there."""
     api.behave("tool", **behaviour)
     with pytest.raises(error_class, match=words):
         await driver.prepare(order(kubernetes_kind=kind, network="own"))
@@ -240,7 +240,7 @@ async def test_what_will_never_be_usable_fails_and_is_removed(
 
 
 async def test_no_room_says_so_before_the_time_is_over(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A pod that no machine has room for is waited for, and the error says what was missing."""
+    """A pod without room on any node is waited for, and the error names what was missing."""
     api.behave("tool", has_room=False)
     with pytest.raises(SandboxSpaceError, match="Unschedulable: 0/3 nodes are available: 3 Insufficient memory"):
         await driver.prepare(order(prepare_timeout_s=0.3))
@@ -270,7 +270,7 @@ async def test_a_pod_that_somebody_removes_is_not_waited_for(
 
 @KINDS
 async def test_a_name_that_is_taken_is_a_conflict(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
-    """What has the name already is left as it is."""
+    """The existing object with that name is left unchanged."""
     foreign = given_set("thunderagent-a1", is_labelled=False) if kind == "job" else given("thunderagent-a1")
     before = api.create(f"{kind}s", foreign)
     with pytest.raises(SandboxConflictError, match="already exists"):
@@ -323,7 +323,7 @@ async def test_rights_that_a_restarted_server_has_not_loaded_are_waited_for(
 
 
 async def test_a_preparation_bears_with_rights_that_are_not_loaded(api: KubernetesApi) -> None:
-    """Its watch is refused for a while after a restart: it goes on afterwards."""
+    """Its watch is refused for a while after a restart; it continues afterwards."""
     api.behave("tool", is_ready=False)
     async with driver_of(api, request_timeout_s=10.0) as driver:
         preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
@@ -365,7 +365,7 @@ async def test_sandboxes_keep_to_the_restricted_standard(
 
 
 async def test_what_pod_security_refuses_is_no_lack_of_rights(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Who makes a bare pod is told what of it is not allowed."""
+    """The error for a bare pod names its forbidden parts."""
     api.pod_security = "restricted"
     with pytest.raises(SandboxRefusedError, match=r"^Kubernetes refused to create pods.*violates PodSecurity"):
         await driver.prepare(order(kubernetes_kind="pod", pod_security="baseline"))
@@ -497,7 +497,7 @@ async def test_sweep_removes_what_no_sandbox_is_left_for(api: KubernetesApi, dri
 
 
 async def test_it_ends_by_its_own_time_with_nobody_s_help(api: KubernetesApi) -> None:
-    """When its life is over the cluster removes it, with the driver long gone."""
+    """At the end of its life the cluster removes it, long after the driver is gone."""
     async with driver_of(api) as driver:
         await driver.prepare(order(ttl_s=60))
     requests_count = api.requests.total()
@@ -510,7 +510,7 @@ async def test_it_ends_by_its_own_time_with_nobody_s_help(api: KubernetesApi) ->
 
 
 async def test_a_pod_stops_by_its_own_time(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A bare pod is stopped by the cluster, which is told; what remains of it is found, and not as running."""
+    """The cluster stops a bare pod, which is reported; its remains are found, and not as running."""
     place = await driver.prepare(order(ttl_s=60, kubernetes_kind="pod"))
     async with watching(api, driver) as watched:
         api.pass_time(61)
@@ -524,7 +524,7 @@ async def test_a_pod_stops_by_its_own_time(api: KubernetesApi, driver: Kubernete
 async def test_that_its_time_was_over_is_told_though_the_job_fails_late(
     api: KubernetesApi, driver: KubernetesDriver, version: tuple[int, int]
 ) -> None:
-    """Its pod goes first, and the Job fails only when it is gone: what is told in between is the reason."""
+    """The pod goes first, and the Job fails only when it is gone: the reason is reported in between."""
     api.version = version
     api.behave("tool", stops_at_once=False)
     await driver.prepare(order(ttl_s=60))

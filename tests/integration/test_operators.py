@@ -66,7 +66,7 @@ def keys_file(tmp_path: Path) -> Path:
 
 
 async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica, keys_file: Path) -> None:
-    """Without a restart, and for the next start too; only who has an admin key may."""
+    """It works without a restart, and after one; an admin key is required."""
     async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
         made = await admin(proxy.url, "POST", "/keys", {"name": "acme/ci", "programs_count": 1})
         key = made.json()["key"]
@@ -273,7 +273,7 @@ def test_secrets_are_not_in_a_difference() -> None:
 
 
 async def test_each_request_has_a_line_where_that_is_wanted(replica: FakeReplica) -> None:
-    """Of turns, of the admin API, and of what is refused; none by default."""
+    """Lines cover turns, the admin API, and refusals; there are none by default."""
     structlog.reset_defaults()
     async with running_proxy(replica.url) as proxy:
         with capture_logs() as logs:

@@ -43,7 +43,7 @@ def pool_names(proxy: RunningProxy) -> list[str]:
 
 
 async def test_each_model_is_answered_by_its_own_engine() -> None:
-    """Turns of nobody, of programs, and side calls; many at once; the log of both pools replays."""
+    """Anonymous turns, turns of programs, and side calls, many at once; the log of both pools replays."""
     async with two_models() as proxy:
         assert pool_names(proxy) == ["a", "b"]
         asked = [
@@ -77,7 +77,7 @@ async def test_each_model_is_answered_by_its_own_engine() -> None:
     ],
 )
 async def test_a_model_that_nobody_serves_is_a_404_at_once(path: str, body: dict[str, Any], kind: str) -> None:
-    """In the schema of the API that was called, with the names that there are, and without any lease."""
+    """The answer has the schema of the called API and the known names; no lease is taken."""
     async with two_models() as proxy:
         answer = await post(proxy.url, path, body)
         assert answer.status == 404
@@ -119,7 +119,7 @@ async def test_a_turn_without_a_model_goes_where_its_program_lives() -> None:
 
 
 async def test_a_program_lives_in_both_pools_and_ends_in_both() -> None:
-    """One release; announced before, it is counted once; its end is told once."""
+    """One release ends both; an announced program is counted once; its end is reported once."""
     async with two_models() as proxy:
         ended: list[str] = []
         proxy.runtime.observe(lambda _, decisions: ended.extend(type(each).__name__ for each in decisions))
@@ -162,7 +162,7 @@ async def test_what_waits_in_one_pool_holds_up_nobody_in_the_other() -> None:
 
 
 async def test_adapters_of_one_engine_are_one_pool() -> None:
-    """Which takes what nobody lists, where one of its replicas lists nothing."""
+    """It takes unlisted models, if one of its replicas lists nothing."""
     async with fake_replica() as one, fake_replica() as two, fake_replica() as odd, fake_replica() as other:
         one.models, two.models, other.models = ("base", "lora-1"), ("base", "lora-2"), ("other",)
         async with running_proxy(one.url, two.url) as proxy:
@@ -177,7 +177,7 @@ async def test_adapters_of_one_engine_are_one_pool() -> None:
 
 
 async def test_an_adapter_of_some_replicas_of_a_pool_is_asked_of_these_alone() -> None:
-    """Of nobody and of programs, many at once; and of others from when they load it, until they unload it."""
+    """Anonymous turns and programs, many at once; other replicas get them from their load of it until the unload."""
     async with fake_replica() as one, fake_replica() as other:
         one.models, other.models = ("base", "lora"), ("base",)
         async with running_proxy(one.url, other.url) as proxy:
@@ -200,7 +200,7 @@ async def test_an_adapter_of_some_replicas_of_a_pool_is_asked_of_these_alone() -
 
 
 async def test_an_adapter_whose_only_replica_takes_nothing_is_waited_for() -> None:
-    """It drains, or is down: programs that it paused are restored there, and no turn goes to the one beside it."""
+    """It drains, or is down: its paused programs are restored there, and no turn goes to the other replica."""
     async with fake_replica() as one, fake_replica() as other:
         one.models, other.models = ("base", "lora"), ("base",)
         async with running_proxy(one.url, other.url) as proxy:
@@ -319,7 +319,7 @@ async def test_with_one_pool_a_model_that_its_engines_refuse_is_a_404_before_any
 
 @pytest.mark.parametrize("lists", [None, ()])
 async def test_with_one_pool_an_engine_that_lists_nothing_gets_every_model(lists: tuple[str, ...] | None) -> None:
-    """It has no such list, or an empty one; beside one that has, too."""
+    """It has no list, or an empty one, also together with an engine that has one."""
     async with fake_replica() as one, fake_replica() as other:
         one.models, other.models = lists, ("a",)
         async with running_proxy(one.url) as proxy:
@@ -330,7 +330,7 @@ async def test_with_one_pool_an_engine_that_lists_nothing_gets_every_model(lists
 
 
 async def test_with_one_pool_an_engine_that_takes_any_name_gets_every_model() -> None:
-    """As SGLang does, whose clients name it as they like."""
+    """SGLang does so: its clients may use any name."""
     async with fake_replica() as replica:
         replica.models = ("a",)
         async with running_proxy(replica.url, backend_type="sglang") as proxy:
@@ -381,7 +381,7 @@ async def test_each_pool_says_how_many_programs_are_of_use() -> None:
 
 
 async def test_a_restart_keeps_what_each_pool_learned(tmp_path: Path) -> None:
-    """Under the next proxy on the same engines; its log replays with what it began with."""
+    """The next proxy on the same engines has it; its log replays with the same initial state."""
     path = tmp_path / "state"
     for number in range(2):
         async with two_models(state=path) as proxy:

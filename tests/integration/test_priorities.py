@@ -46,7 +46,7 @@ def turns_of(calls: list[Call]) -> list[Call]:
 
 
 async def test_a_turn_of_a_program_carries_its_priority() -> None:
-    """As the body's field; one that the client gave is its own, and what has no program has none."""
+    """It is a field of the body; a client's own priority stays, and an anonymous turn has none."""
     async with fake_replica() as engine, running_proxy(engine.url, **BY_AGE) as proxy:
         for body in (turn("a"), turn("a", priority=3), turn(None), turn("a", content='", {"priority": 1}')):
             assert (await post(proxy.url, "/v1/chat/completions", body)).status == 200
@@ -105,7 +105,7 @@ async def test_what_has_no_field_for_it_gets_a_header() -> None:
 
 
 async def test_an_engine_that_has_no_priorities_gets_none() -> None:
-    """The first turn that it refuses for that is sent again without, and its client hears nothing of it."""
+    """The first turn that it refuses for that is resent without priority, unnoticed by its client."""
 
     async def behave(call: Call) -> None:
         refuses = call.method == "POST" and "priority" in call.json()

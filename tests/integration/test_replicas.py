@@ -147,7 +147,7 @@ def replaced(file: Path, text: str) -> None:
 
 
 async def test_a_file_that_is_not_there_yet_or_no_more_is_waited_for(tmp_path: Path) -> None:
-    """The proxy starts without; and what a file said stays when it is gone."""
+    """The proxy starts without it; the contents of a file stay in effect when it is gone."""
     file = tmp_path / "replicas.toml"
     async with fake_replica() as one, running_proxy(up=0, backends_file=file, **QUICK) as proxy:
         assert (await get(proxy.url, "/ready")).status == 503
@@ -164,7 +164,7 @@ async def test_a_file_that_is_not_there_yet_or_no_more_is_waited_for(tmp_path: P
 
 
 async def test_adding_draining_and_removing_under_load_costs_no_turn() -> None:
-    """A replica joins, drains until nothing is in flight, joins again, and is removed; nobody's turn fails."""
+    """A replica joins, drains until nothing is in flight, joins again, and is removed; no turn fails."""
     async with engine_here() as one, engine_here() as two, running_proxy(one, **QUICK) as proxy:
         load = asyncio.create_task(run_programs(LOAD, proxy.url, 40, is_proxy=True))
         added = await post(proxy.url, "/replicas", {"url": two})
@@ -413,7 +413,7 @@ async def test_a_password_is_shown_nowhere() -> None:
 
 
 async def test_several_sources_are_a_union(tmp_path: Path) -> None:
-    """What the API added stays when a file drops it; what it removed stays away while the file names it."""
+    """A replica added by the API stays when a file drops it; one removed by it stays away while the file names it."""
     file = tmp_path / "replicas.json"
     async with fake_replica() as one, fake_replica() as two, fake_replica() as three:
         file.write_text(json.dumps([two.url, three.url]))
@@ -607,7 +607,7 @@ async def test_without_the_right_to_list_pods_the_proxy_says_so() -> None:
 
 @pytest.mark.parametrize("setting", ["auto", "2", "fragment"])
 async def test_ranks_of_an_engine_are_replicas_of_their_own(setting: str) -> None:
-    """Each with its own capacity; a program's turns run on its rank, which the engine is told by a header."""
+    """Each has its own capacity; a program's turns run on its rank, which a header tells the engine."""
     async with engine_here(ranks=2, kv_tokens=4096, profile="instant") as url:
         urls = [f"{url}#dp=2"] if setting == "fragment" else [url]
         config = {} if setting == "fragment" else {"data_parallel_ranks": setting}

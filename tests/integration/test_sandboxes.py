@@ -59,7 +59,7 @@ async def elsewhere() -> AsyncIterator[Elsewhere]:
 
 @asynccontextmanager
 async def proxy_with_sandboxes(**config: Any) -> AsyncIterator[tuple[RunningProxy, Elsewhere]]:
-    """Run a proxy whose programs of class `coder` get a sandbox elsewhere; afterwards none is left there."""
+    """Run a proxy whose programs of class `coder` get an external sandbox; at the end none may be left."""
     async with elsewhere() as service, fake_replica() as replica:
         templates = {"plain": service.template(), "coder": service.template(program_classes=["coder"])}
         more = {"sandboxes": ("callback",), "sandbox_templates": templates, **config}
@@ -125,7 +125,7 @@ async def test_a_sandbox_is_made_told_of_and_goes_with_its_program() -> None:
 
 
 async def test_a_program_is_opened_with_its_sandboxes() -> None:
-    """Before its first turn; a second time changes nothing; and it can be released as it is."""
+    """It is opened before its first turn; a second time changes nothing; it can be released without turns."""
     async with proxy_with_sandboxes() as (proxy, service):
         body = {"program_id": "p", "group_id": "g", "sandboxes": [{"template": "plain"}]}
         answer = (await post(proxy.url, "/programs", body)).json()

@@ -1,4 +1,4 @@
-"""Gateways and a scheduler as processes of their own: what is killed is started again, and nothing is lost."""
+"""Gateways and a scheduler as separate processes: killed ones restart, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def until_metric(url: str, name: str, value: float, *labels: str) -> None:
 
 
 async def gateway_ids(served: CommandProcess, count: int) -> list[int]:
-    """Wait until so many gateways run, and return their process ids."""
+    """Wait until this number of gateways runs, and return their process ids."""
     found: list[int] = []
     async with asyncio.timeout(60):
         while len(found) != count:
@@ -231,7 +231,7 @@ async def test_without_a_scheduler_turns_run_in_the_end() -> None:
         ):
             await begin(wire, "a")
             waiting = []
-            for name in ("b", "c"):  # in this order: the first one is who runs without leave
+            for name in ("b", "c"):  # in this order: the first one runs without leave
                 waiting.append(group.create_task(ask(front.url, name, stream=True)))
                 await until_metric(first.url, "turns_held", len(waiting))
             at = await killed(first)
@@ -294,7 +294,7 @@ async def test_one_command_serves_with_several_gateways() -> None:
 
 
 async def test_with_keys_the_one_command_has_its_own_for_its_gateways() -> None:
-    """Clients bring theirs, to a gateway as to the scheduler behind it; without one nobody comes in."""
+    """Clients use theirs, for a gateway as for the scheduler behind it; without a key none gets in."""
     key, line = mint_key("me")
     named = ("--api-keys", line, "--tenant-from-key", "false")
     async with command("serve", "--port", "0", "--gateways", "1", *named) as served:
@@ -348,7 +348,7 @@ async def test_gateways_answer_no_network_with_simulated_engines() -> None:
 
 
 async def forwarded(method: str, target: str, to: Scheduler) -> int:
-    """Forward what a gateway is asked; return the status of the answer."""
+    """Forward a request of a gateway; return the status of the answer."""
     request = make_mocked_request(method, target)
     keep_target(request, Target.parse(target, "gateway"))
     async with asynccontextmanager(to.context)(web.Application()):
@@ -356,7 +356,7 @@ async def forwarded(method: str, target: str, to: Scheduler) -> int:
 
 
 async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> None:
-    """A target in absolute form is a path there like any other; who vouches for replicas does so for the scheduler."""
+    """A target in absolute form is a path there like any other; a client that vouches for replicas does so there."""
     heard: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -379,7 +379,7 @@ async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> No
 
 
 async def test_a_scheduler_that_hangs_is_waited_for_no_longer_than_it_may_take() -> None:
-    """A question is given up; a lease, or what it is told to do, takes as long as it takes."""
+    """A query is given up; leases and commands have no limit."""
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:

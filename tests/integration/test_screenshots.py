@@ -1,4 +1,4 @@
-"""An agent that sends screenshots claims what they are to its engine, and nobody is paused for it."""
+"""An agent that sends screenshots claims their real size at its engine, and no program is paused for it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def agent(session: aiohttp.ClientSession, program_id: str, messages: list[
 
 
 async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it(tmp_path: Path) -> None:
-    """Twenty turns that resend all older ones, 2 MB each, beside four text agents, through a real proxy."""
+    """Twenty turns resend all older ones, 2 MB each, beside four text agents, through a real proxy."""
     log = tmp_path / "events"
     timeout = aiohttp.ClientTimeout(total=4 * DEADLINE_S)
     async with (
@@ -84,7 +84,7 @@ async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it
     records = iter(json.loads(line) for line in lines[1:])
 
     def look(scheduler: Scheduler) -> None:
-        """Compare what a turn of the seeing agent claimed while it ran with its usage at its end."""
+        """Compare the claim of a turn with screenshots while it ran with its final usage."""
         name, event, decisions = next(records)
         pauses.extend(decision for decision in decisions if decision[0] == Pause.__name__)
         program = scheduler.programs.get("seeing")

@@ -1,4 +1,4 @@
-"""Who gets in and who does not, on real sockets: keys, origins, rates, bodies, TLS, and what is never shown."""
+"""Access control on real sockets: keys, origins, rates, bodies, TLS, and data that is never shown."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_data_keys_and_admin_keys_are_apart(replica: FakeReplica) -> None:
 
 
 async def test_without_an_admin_key_nobody_is_admin(replica: FakeReplica) -> None:
-    """Data keys alone do not leave the rest open."""
+    """With only data keys the rest is closed."""
     async with running_proxy(replica.url, api_keys=(DATA_LINE,)) as proxy:
         for headers in ([], [bearer(DATA_KEY)]):
             assert (await call(proxy.url, "GET", "/replicas", *headers)).status == 403
@@ -148,7 +148,7 @@ async def test_without_an_admin_key_nobody_is_admin(replica: FakeReplica) -> Non
 
 
 async def test_admin_keys_alone_leave_data_open(replica: FakeReplica) -> None:
-    """On loopback that is what a developer may want."""
+    """On loopback a developer may want that."""
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,), metrics_need_key=True) as proxy:
         assert (await ask(proxy.url, "p")).status == 200
         assert (await get(proxy.url, "/queue")).status == 401
@@ -185,7 +185,7 @@ async def test_the_sdk_and_the_status_command_bring_the_key_of_the_environment(
 
 
 def test_the_key_command_makes_keys_that_are_let_in(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it prints goes into the configuration as it stands."""
+    """Its output goes into the configuration unchanged."""
     assert main(["key", "ops", "--admin"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     line = tomllib.loads(second.removeprefix("in the configuration:").strip())["admin_keys"]
@@ -344,7 +344,7 @@ async def test_with_origins_named_nothing_an_engine_says_of_origins_is_left() ->
 async def test_without_keys_nobody_calls_us_by_a_name_that_is_not_ours(
     method: str, target: str, replica: FakeReplica
 ) -> None:
-    """A page may have its own name lead to this machine, and is then of our origin."""
+    """A page may point its own name at this machine, and then has our origin."""
     async with running_proxy(replica.url, allowed_hosts="proxy.test", reached_at="http://scheduler.test:8300") as proxy:
         for name in ("evil.example", "evil.example:8300", "127.0.0.1.evil.example", "localhost.evil.example", "["):
             refused = await named(proxy.url, method, target, name)
@@ -362,7 +362,7 @@ async def test_without_keys_nobody_calls_us_by_a_name_that_is_not_ours(
 
 
 async def test_without_keys_no_page_of_another_name_uses_the_engines(replica: FakeReplica) -> None:
-    """A browser says that it is one; whoever else calls us by another name means it."""
+    """A browser identifies itself; other callers that use another name do so on purpose."""
     agent, page = ("User-Agent", "Mozilla/5.0"), ("Origin", "http://evil.example")
     async with running_proxy(replica.url) as proxy:
         for header in (agent, page, ("Sec-Fetch-Site", "same-origin")):
@@ -386,12 +386,12 @@ async def named(url: str, method: str, target: str, name: str, *headers: Header)
         return await wire.answer()
 
 
-# --- what is asked for
+# --- requests
 
 
 @pytest.mark.parametrize("admin_port", [False, True])
 async def test_no_spelling_of_a_target_gets_past_its_key(admin_port: bool, replica: FakeReplica) -> None:
-    """Whoever judges a target and whoever sends it have read the same."""
+    """The check of a target and its sender read it in the same way."""
     more: dict[str, Any] = {"admin_port": 0} if admin_port else {}
     targets = ("/p/a/pause#x", "/p/a/sleep#", "/slow_down#x", "/inference/v1/pause", "/debug/pause", "/v1/%2e%2e/pause")
     async with running_proxy(replica.url, **KEYS, **more) as proxy:
@@ -404,7 +404,7 @@ async def test_no_spelling_of_a_target_gets_past_its_key(admin_port: bool, repli
 
 
 async def test_a_control_call_in_another_spelling_is_the_same_call(replica: FakeReplica) -> None:
-    """The scheduler hears of it, and the engine gets the plain one."""
+    """The scheduler gets the call, and the engine gets the plain spelling."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         for target in ("//pause?mode=keep", "/pause/?mode=keep", "/p/a/%70ause/?mode=keep"):
             assert (await call(proxy.url, "POST", target, bearer(ADMIN_KEY))).status == 200
@@ -499,7 +499,7 @@ async def test_a_turn_by_another_method_than_post_takes_a_lease(method: str, tar
 
 
 async def test_an_admin_key_alone_closes_what_concerns_every_program(replica: FakeReplica) -> None:
-    """Data is open then, and what is of all programs is not data."""
+    """Data is open then, but requests about all programs are not data."""
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,), sandboxes="callback") as proxy:
         assert (await ask(proxy.url, "p")).status == 200
         for headers in ([], [bearer("wrong")]):
@@ -530,7 +530,7 @@ async def test_an_admin_key_alone_closes_what_concerns_every_program(replica: Fa
 async def test_a_redirect_of_an_engine_leads_nowhere_but_here(
     way: str, location: str, told: str | None, replica: FakeReplica
 ) -> None:
-    """To the same program or replica of ours; past keys and scheduler it leads nobody."""
+    """It leads to the same program or replica here; it cannot bypass keys and scheduler."""
     location = location.format(replica=replica.url)
     prefix = f"/workers/{replica.replica_id}" if way == "replica" else "/p/a"
     replica.behaviour = answers(
@@ -658,7 +658,7 @@ async def test_a_target_is_a_path(target: str, replica: FakeReplica) -> None:
 
 
 async def test_slow_heads_and_bodies_are_cut(replica: FakeReplica) -> None:
-    """Who sends a byte now and then keeps no connection."""
+    """A client that sends a byte now and then cannot keep a connection."""
     async with running_proxy(replica.url, idle_timeout_s=0.2, body_timeout_s=0.1) as proxy:
         async with Wire.open(proxy.url) as wire:
             wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Content-Length", "100")]))
@@ -696,7 +696,7 @@ async def test_a_held_turn_is_not_idle(replica: FakeReplica) -> None:
 
 
 class Files:
-    """A certificate authority, and what it made, as files."""
+    """A certificate authority and its certificates, as files."""
 
     def __init__(self, folder: Path) -> None:
         self.authority = trustme.CA()
@@ -728,7 +728,7 @@ async def serial_of(url: str, files: Files) -> int:
 
 
 async def test_https_with_a_certificate_that_is_read_again(tmp_path: Path, replica: FakeReplica) -> None:
-    """On SIGHUP; one of no use leaves the old one in place, and open connections go on."""
+    """It is read on SIGHUP; an invalid one leaves the old one in place, and open connections continue."""
     files = Files(tmp_path)
     first = files.issue()
     async with running_proxy(replica.url, tls_cert=files.cert, tls_key=files.key) as proxy:
@@ -794,7 +794,7 @@ async def test_a_request_has_one_id_everywhere(replica: FakeReplica) -> None:
         assert (await get(proxy.url, "/health")).header("X-Request-Id")
 
 
-# --- what is never shown
+# --- data that is never shown
 
 
 async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
@@ -823,7 +823,7 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
                     for target in ("/programs", "/programs/p", "/replicas", "/queue", "/tools", "/sandboxes", "/none"):
                         said = await call(process.url, "GET", target, header)
                         assert not [secret for secret in secrets if secret.encode() in said.body], target
-            async with Wire.open(process.url) as wire:  # what is not HTTP is not repeated, either
+            async with Wire.open(process.url) as wire:  # input that is not HTTP is not repeated either
                 wire.send_raw(f"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {DATA_KEY}\0\r\n\r\n".encode())
                 assert (await wire.head()).status == 400
             metrics = (await get(process.url, "/metrics")).body.decode()
@@ -846,7 +846,7 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
 
 
 async def test_names_matter_where_only_operators_have_keys(replica: FakeReplica) -> None:
-    """Data is open then, so a page whose name leads here must not use it."""
+    """Data is open then, so a page whose name points here must not use it."""
     agent = ("User-Agent", "Mozilla/5.0")
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:
         assert (await named(proxy.url, "POST", CHAT, "evil.example", agent)).status == 421

@@ -1,4 +1,4 @@
-"""The proxy in front of SGLang: embedded engines that speak its dialect, and one that records what it is told."""
+"""The proxy in front of SGLang: embedded engines with its dialect, and one that records its requests."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_what_does_not_fit_waits() -> None:
 
 
 async def test_both_kinds_serve_side_by_side() -> None:
-    """Each replica is read as what it is."""
+    """Each replica is read by its kind."""
     async with (
         sglang() as first,
         sglang(EngineServer) as second,
@@ -190,7 +190,7 @@ async def test_an_engine_that_keeps_zombies_is_rid_of_them_within_a_second(strea
     """A closed connection alone would leave the request there for 40 s."""
     async with sglang(timing="demo", keep_zombies=True) as url, running_proxy(url) as proxy:
         body = json.dumps(turn("p", content="word " * 100, stream=stream, **LONG)).encode()
-        async with Wire.open(url) as wire:  # without the proxy: it goes on
+        async with Wire.open(url) as wire:  # without the proxy: it continues
             wire.send("POST", CHAT, [], json.dumps(turn(stream=False, **LONG, rid="zombie")).encode())
             await until_requests(url, 1)
         await asyncio.sleep(0.05)
@@ -264,7 +264,7 @@ async def test_a_turn_that_ends_well_or_never_went_there_is_not_aborted() -> Non
 
 
 async def test_turns_that_a_shutdown_cuts_off_are_ended_in_their_engine() -> None:
-    """Its grace period is over, and so is the proxy, but for the last word to the engine."""
+    """At the end of the grace period the proxy only sends a last message to the engine."""
     async with sglang(timing="demo", keep_zombies=True) as url:
         settings = ServeConfig.load(backends=(url,), port=0, poll_interval_s=0.05, grace_s=0.0)
         runtime, _ = build_runtime(settings)
@@ -345,11 +345,11 @@ async def test_an_engine_without_close_session_is_asked_once_and_a_dead_one_dela
             assert (await post(proxy.url, "/programs/release", {"program_id": "last"})).status == 200
 
 
-# --- what is observed of it
+# --- observation
 
 
 async def test_a_pause_and_new_weights_that_somebody_else_gave_are_observed() -> None:
-    """A trainer talks to the engine alone: no turn is granted while it is paused, and other weights empty its cache."""
+    """A trainer contacts only the engine: no turn is granted while it is paused, and new weights empty its cache."""
     async with sglang() as url, running_proxy(url, observe_interval_s=0.05) as proxy:
         (replica,) = proxy.runtime.scheduler.replicas.values()
         await ask(proxy.url, "a", max_tokens=5)
@@ -377,7 +377,7 @@ async def test_a_pause_and_new_weights_that_somebody_else_gave_are_observed() ->
 
 
 async def test_a_pause_that_went_through_the_proxy_ends_where_the_engine_goes_on() -> None:
-    """Whoever told it to."""
+    """This holds whoever resumed it."""
     async with sglang() as url, running_proxy(url, observe_interval_s=0.05) as proxy:
         (replica,) = proxy.runtime.scheduler.replicas.values()
         assert (await post(proxy.url, "/pause_generation", {"mode": "in_place"})).status == 200

@@ -129,7 +129,7 @@ async def until_held(process: CommandProcess, count: int) -> None:
 
 
 async def test_the_end_of_the_grace_period_cuts() -> None:
-    """A stream that takes longer is cut, visibly; the replica hears of it; the exit status is 0 all the same."""
+    """A longer stream is visibly cut; the replica is told; the exit status is 0 all the same."""
     async with fake_replica(a_stream()) as replica, serve("--backends", replica.url, "--grace-s", "0.3") as process:
         await process.ready()
         async with Wire.open(process.url) as wire:

@@ -50,7 +50,7 @@ CALLING = {**ANSWER, "choices": [{"index": 0, "message": {"role": "assistant", "
 
 @dataclass
 class Collector:
-    """An OTLP collector that keeps what it gets."""
+    """An OTLP collector that keeps its input."""
 
     url: str = ""
     spans: list[Any] = field(default_factory=list)
@@ -203,7 +203,7 @@ async def test_what_is_no_turn_passes_as_it_came(collector: Collector) -> None:
 
 
 async def test_of_traces_that_are_not_sampled_nothing_is_sent(collector: Collector) -> None:
-    """But engines are told so; a client that wants its trace gets it."""
+    """Engines are told so; a client that wants its trace gets it."""
     async with fake_replica() as replica, traced(collector, replica, trace_sample_ratio=0) as url:
         await ask(url, "p")
         assert context_of(replica.calls[0])[2] is False
@@ -220,7 +220,7 @@ async def test_without_the_option_headers_pass_unchanged() -> None:
 
 
 async def test_a_collector_that_is_gone_disturbs_nobody() -> None:
-    """Neither turns nor the end."""
+    """It disturbs neither turns nor the shutdown."""
     async with (
         asyncio.timeout(10),
         fake_replica() as replica,

@@ -101,7 +101,7 @@ async def abort_servers_until_idle(proxy: RunningProxy) -> None:
 
 
 async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
-    """Aborted samples, running and held, go on from what came: the same tokens, the same programs."""
+    """Aborted samples, running and held, continue from their output: the same tokens, the same programs."""
     samples = [Sample(f"6f1c-{number}", [1, 2, 3 + number]) for number in range(4)]
     limits = {"idle_limit_s": 0.2, "forget_limit_s": 0.6}
     async with trained_engines(gate_open=False, listed=False, **cap(2), **limits) as (proxy, engines, replicas):
@@ -123,7 +123,7 @@ async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
             engine.open_gate()
         aborted = [call for engine in engines for call in engine.turns]
         sent = {sample.session_id: sample.body for sample in samples}
-        await asyncio.gather(*(sample.generate(proxy) for sample in samples))  # nobody releases: the idle limit does
+        await asyncio.gather(*(sample.generate(proxy) for sample in samples))  # no client releases: the idle limit does
         for sample in samples:
             assert sample.response == continuation(sample.prompt, 8)
         again = [call for engine in engines for call in engine.turns if call not in aborted]
@@ -155,7 +155,7 @@ async def test_slime_waits_out_what_an_engine_does_wrong() -> None:
 
 @dataclass
 class SkyRL:
-    """What `RemoteInferenceClient` says, and what it reads."""
+    """The requests of `RemoteInferenceClient`, and its reading of answers."""
 
     session: aiohttp.ClientSession
     proxy_url: str
@@ -295,7 +295,7 @@ async def of_verifiers(proxy: RunningProxy, trace_id: str, tokens: list[int], ve
 
 
 async def test_prime_rl_updates_the_policy_in_flight() -> None:
-    """Admin URLs are those of the facade; a failed call is told again; what lay in memory is forgotten."""
+    """Admin URLs are those of the facade; a failed call is repeated; the cached memory is forgotten."""
     async with AsyncExitStack() as stack:
         proxy, engines, replicas = await stack.enter_async_context(trained_engines(gate_open=False))
         admins = [
@@ -425,7 +425,7 @@ class NemoGym:
     tries_count: int = 0
 
     async def request(self, url: str, **body: Any) -> tuple[int, bytes]:
-        """Ask until there is an answer: for ever if nobody answers, three times if the status says try again."""
+        """Ask until there is an answer: without limit if there is none, three times if the status suggests a retry."""
         headers = {"Content-Type": "application/json", "Authorization": "Bearer dummy_key"}
         answers_count = 0
         while True:
@@ -482,7 +482,7 @@ async def test_rollouts_of_nemo_gym_are_held_and_ask_once() -> None:
 
 
 async def test_nemo_gym_waits_for_an_engine_that_is_gone() -> None:
-    """Held while there is none; and what an engine says that tells it to try again is said as it is, three times."""
+    """It is held while there is none; an engine's answer that suggests a retry is passed on unchanged, three times."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy, nemo_gym(proxy.url) as (rollout,):
         await replica.stop()
         await proxy.up(0)
@@ -517,7 +517,7 @@ async def test_nemo_gym_tries_again_until_the_proxy_is_back() -> None:
 
 
 async def test_nemo_gym_reads_that_a_prompt_is_too_long_in_the_engine_s_words() -> None:
-    """It ends the rollout there, with what it has, so it must be a 400, and not be tried again."""
+    """It ends the rollout there with its output so far, so it must be a 400, and not be retried."""
     words = {"object": "error", "message": "This model's maximum context length is 32768 tokens.", "code": 400}
     async with fake_replica(answers(words, status="400 Bad Request")) as replica, running_proxy(replica.url) as proxy:
         async with nemo_gym(proxy.url) as (rollout,):

@@ -25,7 +25,7 @@ DEADLINE_S = 50.0
 
 
 async def typed(script: str, folder: Path, proxy: CommandProcess) -> str:
-    """Return what a script of the page prints, in a shell that finds `thunderagent`, with this proxy's address."""
+    """Return the output of a script of the page, in a shell that finds `thunderagent`, with this proxy's address."""
     script = script.replace("localhost:8300", proxy.url.removeprefix("http://"))
     script = script.replace("thunderagent status", f"thunderagent status --url {proxy.url}")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

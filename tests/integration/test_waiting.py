@@ -101,7 +101,7 @@ async def test_an_openai_client_that_gives_up_and_tries_again_leaves_one_generat
 
 
 async def test_an_openai_client_that_tries_again_while_it_is_held_makes_one_turn() -> None:
-    """Where patience is not read: what it gave up reaches no engine; the last attempt is one turn, one generation."""
+    """Patience is not read: abandoned attempts reach no engine; the last attempt is one turn, one generation."""
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1), client_patience=False) as proxy,
@@ -185,7 +185,7 @@ async def test_a_client_like_codex_is_held_as_long_as_it_takes() -> None:
 
 
 async def test_a_held_attempt_is_superseded_by_the_next() -> None:
-    """The first hears 410, which no client tries again; the second runs, once, and waited since the first came."""
+    """The first gets 410, which no client retries; the second runs once, and its wait counts from the first."""
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1)) as proxy,
@@ -357,7 +357,7 @@ async def test_many_attempts_of_many_programs_leave_nothing() -> None:
 
 
 async def test_a_parent_that_waits_for_five_sub_agents_under_its_own_id_is_no_deadlock(engine_url: str) -> None:
-    """Capacity for one program: the sub-agents' turns run side by side, and the parent goes on after them."""
+    """With capacity for one program the sub-agents' turns run concurrently, and the parent continues after them."""
     async with running_proxy(engine_url, **cap(1)) as proxy:
         async with asyncio.timeout(10):
             assert (await ask(proxy.url, "parent", max_tokens=4)).status == 200

@@ -234,7 +234,7 @@ async def test_a_websocket_that_is_too_old_in_the_midst_of_a_frame_is_no_failure
 
 
 async def test_so_many_websockets_are_open_and_no_more() -> None:
-    """Of all together and of each key; who closes one may open another."""
+    """The limits are for all together and for each key; closing one allows another."""
     async with engine() as behind:
         async with running_proxy(behind.url, max_websockets_count=2) as proxy:
             async with talking(proxy.url), talking(proxy.url):
@@ -255,7 +255,7 @@ async def test_so_many_websockets_are_open_and_no_more() -> None:
 
 
 async def test_an_engine_that_listens_no_more_gives_its_lease_back() -> None:
-    """It may go on speaking: what it is told waits for nobody."""
+    """It may keep sending; messages to it block nothing."""
     async with engine() as behind, running_proxy(behind.url, client_stall_limit_s=0.4) as proxy:
         behind.reads.clear()
         async with talking(proxy.url) as socket:

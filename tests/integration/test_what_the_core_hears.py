@@ -1,4 +1,4 @@
-"""What the scheduler hears of a turn through the real proxy: what prompts share, who belongs together, which tool."""
+"""What the scheduler learns of a turn through the real proxy: shared prompts, groups, and tools."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tools_in(path: Path) -> list[str]:
 
 
 async def test_the_samples_of_a_group_share_their_prompt(engine_url: str, tmp_path: Path) -> None:
-    """One system prompt and task, other answers after it; the log keeps what a replay needs."""
+    """They have one system prompt and task, then different answers; the log has the data for a replay."""
     log = tmp_path / "events"
     async with running_proxy(engine_url, event_log=log) as proxy:
         for program_id in ("a", "b"):
@@ -91,7 +91,7 @@ async def answer_of(replica_answer: Any, log: Path, **fields: Any) -> Answer:
 async def test_a_turn_that_follows_on_its_heels_is_begun_after_the_one_before_has_ended(
     engine_url: str, tmp_path: Path
 ) -> None:
-    """A client has a whole answer before that is booked: what it sends at once, or sent before, waits for that."""
+    """A client gets its whole answer before the end is booked: its next turn, sent then or earlier, waits for that."""
     log = tmp_path / "events"
     body = json.dumps(turn("a", max_tokens=5)).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"

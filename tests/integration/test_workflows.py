@@ -1,4 +1,4 @@
-"""The tutorial of the workflows, file by file as the page has it, against a running proxy; and whose its turns are."""
+"""The workflow tutorial's files, unchanged from the page, against a running proxy; and the programs of its turns."""
 
 from __future__ import annotations
 

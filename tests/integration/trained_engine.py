@@ -1,4 +1,4 @@
-"""An engine as trainers know it: tokens in, tokens out, paused, aborted, and given new weights; scripted."""
+"""A scripted engine as trainers use it: tokens in, tokens out, paused, aborted, and given new weights."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from tests.integration.support import FakeReplica, RunningProxy
 
 PARTIAL_COUNT = 3
-"""So many tokens of an aborted answer were there already."""
+"""Tokens of an aborted answer that were already generated."""
 
 TOKEN_PATHS = {"/generate": "input_ids", "/inference/v1/generate": "token_ids", "/skyrl/v1/generate": "token_ids"}
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
-    """Return what the engine says to a prompt: it counts on, so that parts of an answer fit together or do not."""
+    """Return the engine's answer to a prompt: it continues counting, so tests see whether parts of an answer fit."""
     return list(range(prompt[-1] + 1, prompt[-1] + 1 + count))
 
 
 class TrainedEngine:
-    """Behave: generate while the gate is open; while it is closed, until it opens or everything is aborted."""
+    """Behave: generate while the gate is open; while it is closed, wait until it opens or everything is aborted."""
 
     def __init__(self, *, gate_open: bool = True) -> None:
         self.turns: list[Call] = []
-        """Requests with tokens in."""
+        """Requests with token prompts."""
         self.told: list[tuple[str, Any]] = []
-        """Whatever else it was told, in order: the target and the JSON body."""
+        """All other requests, in order: the target and the JSON body."""
         self.failures_count = 0
-        """So many control calls fail yet."""
+        """The number of control calls that will still fail."""
         self._gate = asyncio.Event()
         self._abort = asyncio.Event()
         self._running_count = 0
@@ -118,9 +118,9 @@ def _answer(path: str, prompt: list[int], tokens: list[int], reason: str) -> dic
 async def trained_engines(
     count: int = 2, *, gate_open: bool = True, listed: bool = True, **config: Any
 ) -> AsyncIterator[tuple[RunningProxy, list[TrainedEngine], list[FakeReplica]]]:
-    """A proxy with so many of these engines behind it; in the end no turn, no socket and no program is left.
+    """Run a proxy with this number of engines; at the end no turn, no socket and no program may be left.
 
-    If they are not `listed`, it starts without them, and is told of them by the trainer.
+    If they are not `listed`, it starts without them, and the trainer adds them.
     """
     async with AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(fake_replica()) for _ in range(count)]

@@ -1,8 +1,7 @@
 """A real Kubernetes of one node: API server, controllers, scheduler, kubelet, containerd and kube-proxy.
 
-It must be started in network, mount and process namespaces of its own, as `lab.py` makes them: it changes routes and
-mounts there, and ends with them. What would outlive them is one folder and some groups of processes, which `stop`
-removes.
+It must be started in separate network, mount and process namespaces, as `lab.py` makes them: it changes routes and
+mounts there, and ends with them. One folder and some groups of processes would outlive them; `stop` removes those.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ USERS = {
     "proxy": ("system:kube-proxy", ""),
 }
 CONTROLLERS_OF_CGROUPS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "systemd")
-# The kubelet would set these for the whole machine: it gets files of its own that say what it wants.
+# The kubelet would set these for the whole machine: it gets private files with the values that it wants.
 KERNEL = {
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
@@ -51,11 +50,11 @@ KERNEL = {
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not come up; the text ends with a log."""
+    """The cluster failed to start; the text ends with a log."""
 
 
 class Cluster:
-    """One cluster in a folder, with what `parts.programs` made."""
+    """One cluster in a folder, with the programs of `parts.programs`."""
 
     def __init__(self, folder: Path, programs: Path, *, cgroup: str) -> None:
         """Start nothing yet; `cgroup` is the name of its group of processes."""
@@ -69,11 +68,11 @@ class Cluster:
 
     @property
     def kubeconfig(self) -> Path:
-        """Return the administrator's."""
+        """Return the administrator's kubeconfig."""
         return self._at / "admin.kubeconfig"
 
     def start(self, archives: Sequence[Path], pause_image: str) -> None:
-        """Start all, and import images. Raises ClusterError."""
+        """Start all parts, and import images. Raises ClusterError."""
         self._set_up_network()
         self._write_accounts()
         self._start("etcd", *self._etcd())
@@ -96,7 +95,7 @@ class Cluster:
         self._until(self._node_is_ready, "kubelet")
 
     def start_api(self) -> None:
-        """Start the API server, and wait until it says that it is ready."""
+        """Start the API server, and wait until it reports ready."""
         self._start(
             "kube-apiserver",
             *("--etcd-servers=http://127.0.0.1:2379", "--bind-address=0.0.0.0", f"--advertise-address={ADDRESS}"),
@@ -110,11 +109,11 @@ class Cluster:
         self._until(lambda: self._asked("/readyz") == "ok", "kube-apiserver")
 
     def end_api(self) -> None:
-        """Kill the API server: nothing is said to anybody."""
+        """Kill the API server without notice."""
         self._end("kube-apiserver", signal.SIGKILL)
 
     def stop(self) -> None:
-        """End all, and remove what would outlive the namespaces."""
+        """Stop all parts, and remove what would outlive the namespaces."""
         for name in reversed(list(self._running)):
             self._end(name, signal.SIGTERM)
         for path in Path("/proc").glob("[0-9]*"):  # the shims of containers, and these
@@ -123,7 +122,7 @@ class Cluster:
                     os.kill(int(path.name), signal.SIGKILL)
         remove_cgroups(self._cgroup)
 
-    # --- what each is told ------------------------------------------------------------------------------------------
+    # --- configuration ----------------------------------------------------------------------------------------------
 
     def _set_up_network(self) -> None:
         self._run("ip", "link", "set", "lo", "up")
@@ -314,7 +313,7 @@ runtime_type = "io.containerd.runc.v2"
 
 
 def remove_cgroups(name: str, within_s: float = 5.0) -> list[str]:
-    """Remove a group of processes and all in it; return those that still hold some."""
+    """Remove a group of processes with its subgroups; return the groups that still have processes."""
     left = []
     for group in Path("/sys/fs/cgroup").glob(f"*/{name}"):
         for folder in (*sorted((each for each in group.rglob("*") if each.is_dir()), reverse=True), group):

@@ -1,4 +1,4 @@
-"""A real cluster for the whole session, and a namespace of it for each test, with an account that has our rights."""
+"""A real cluster for the whole session, and a namespace for each test, with an account that has the proxy's rights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy/kubernetes"
 ACCOUNT = "thunderagent"
 POD_SECURITY_VERSION = (1, 23)
-"""Since then namespaces say by labels what their pods must keep to; before, PodSecurityPolicies do."""
+"""From this version on labels of namespaces restrict their pods; before, PodSecurityPolicies did."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies here; the cluster's start is nobody's time."""
+    """Mark the tests here; no test's time includes the start of the cluster."""
     for item in items:
         if "tests/kubernetes/" in item.path.as_posix():
             item.add_marker(pytest.mark.kubernetes)
@@ -40,16 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Access:
-    """A cluster as its administrator has it."""
+    """A cluster with its administrator's access."""
 
     kubeconfig: Path
     sandbox_image: str
     proxy_images: tuple[str, ...]
     lab: Cluster | None
-    """The tests' own; nothing if it is somebody's."""
+    """The tests' own cluster; None if the cluster is external."""
 
     def kubectl(self, *arguments: str, given: object = None) -> str:
-        """Run kubectl and return what it says; `given` are manifests for its standard input."""
+        """Run kubectl and return its output; `given` are manifests for its standard input."""
         text = None
         if given is not None:
             text = yaml.safe_dump_all(given) if isinstance(given, list) else yaml.safe_dump(given)
@@ -59,12 +59,12 @@ class Access:
         return done.stdout
 
     def read(self, *arguments: str) -> Any:
-        """Return what `kubectl get` says, read."""
+        """Return the parsed output of `kubectl get`."""
         return json.loads(self.kubectl("get", *arguments, "--output=json"))
 
     @property
     def version(self) -> tuple[int, int]:
-        """Return the server's."""
+        """Return the server's version."""
         said = json.loads(self.kubectl("version", "--output=json"))["serverVersion"]
         return int(said["major"]), int(said["minor"].rstrip("+"))
 
@@ -76,23 +76,23 @@ class Namespace:
     name: str
     access: Access
     kubeconfig: Path
-    """Of that account."""
+    """The account's kubeconfig."""
 
     def kubectl(self, *arguments: str, given: object = None) -> str:
-        """Run kubectl here, as the administrator."""
+        """Run kubectl in this namespace, as the administrator."""
         return self.access.kubectl(f"--namespace={self.name}", *arguments, given=given)
 
     def read(self, *arguments: str) -> Any:
-        """Return what `kubectl get` says of something here, read."""
+        """Return the parsed output of `kubectl get` in this namespace."""
         return self.access.read(f"--namespace={self.name}", *arguments)
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of all of a kind."""
+        """Return the names of all objects of a kind."""
         return [each["metadata"]["name"] for each in self.read(kind)["items"]]
 
 
 async def until_it_says(condition: Callable[[], object], *, within_s: float) -> None:
-    """Wait for what the cluster must be asked for: now and then, so that it has the processor that it needs for it.
+    """Poll the cluster for a condition, rarely enough to leave it the processor time to reach it.
 
     Raises TimeoutError.
     """
@@ -103,10 +103,10 @@ async def until_it_says(condition: Callable[[], object], *, within_s: float) -> 
 
 @pytest.fixture(scope="session")
 def access(require_real: Callable[[str], NoReturn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
-    """The cluster that KUBECONFIG names, or else one of the tests' own."""
+    """The cluster that KUBECONFIG names, or else a private one."""
     image = os.environ.get("KUBERNETES_TEST_IMAGE", "busybox:1.36")
     proxy_images = tuple(each for each in os.environ.get("KUBERNETES_TEST_PROXY_IMAGES", "").split(",") if each)
-    if os.environ.get("KUBECONFIG"):  # of several files, or with paths beside it
+    if os.environ.get("KUBECONFIG"):  # KUBECONFIG may name several files, or have relative paths
         whole = tmp_path_factory.mktemp("administrator") / "kubeconfig"
         whole.touch(0o600)
         command = ["kubectl", "config", "view", "--raw", "--minify", "--flatten"]
@@ -142,7 +142,7 @@ def restricted(access: Access, tmp_path: Path) -> Iterator[Namespace]:
 
 
 def namespace_of(access: Access, folder: Path, standard: str, name: str = "") -> Iterator[Namespace]:
-    """Make a namespace and its account; remove it afterwards, with all that is in it."""
+    """Make a namespace and its account; remove it afterwards with all its objects."""
     name = name or f"thunderagent-test-{secrets.token_hex(3)}"
     labels = {f"pod-security.kubernetes.io/{mode}": standard for mode in ("enforce", "warn")}
     access.kubectl(
@@ -168,7 +168,7 @@ def namespace_of(access: Access, folder: Path, standard: str, name: str = "") ->
 
 
 def policies() -> list[Json]:
-    """Return PodSecurityPolicies for both standards: a cluster of the tests' own is from before the labels."""
+    """Return PodSecurityPolicies for both standards: the tests' own cluster is older than the labels."""
     anything = {"rule": "RunAsAny"}
     shared = {"seLinux": anything, "supplementalGroups": anything, "fsGroup": anything}
     privileged = {

@@ -1,7 +1,7 @@
-"""Run tests beside a Kubernetes of their own: `python -m tests.kubernetes.lab PYTEST-ARGUMENTS`.
+"""Run tests with a private Kubernetes: `python -m tests.kubernetes.lab PYTEST-ARGUMENTS`.
 
-Where KUBECONFIG is set, they run against that cluster. Otherwise all of it, pytest too, runs in network, mount and
-process namespaces that end with it: no process, no mount and no route is left, even if this one is killed.
+If KUBECONFIG is set, they run against that cluster. Otherwise everything, including pytest, runs in network, mount and
+process namespaces that end with it: no process, mount or route is left, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.kubernetes.parts import PartsError, kubectl, programs, write_images
 
 FOLDER_VARIABLE = "THUNDERAGENT_TEST_LAB"
 PROGRAMS_VARIABLE = "THUNDERAGENT_TEST_PROGRAMS"
-"""Where a cluster is to be, and what it is made of: set only within the namespaces."""
+"""The cluster's folder, and its programs: set only within the namespaces."""
 
 
 def main(arguments: list[str]) -> int:
@@ -51,16 +51,16 @@ def main(arguments: list[str]) -> int:
 
 
 def with_kubectl() -> dict[str, str]:
-    """Return our environment, where a kubectl that reads our kustomizations comes first."""
+    """Return this environment, with a kubectl first in PATH that reads the project's kustomizations."""
     return {**os.environ, "PATH": f"{kubectl().parent}:{os.environ['PATH']}"}
 
 
 def in_namespaces(command: list[str]) -> list[str]:
-    """Return a command that runs another in namespaces of its own, and ends with us and all that it started."""
+    """Return a command that runs another in new namespaces, and ends with this process and all that it started."""
     return [
         *("setpriv", "--pdeathsig", "KILL"),
         *("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"),
-        *("bash", "-c", '"$@"; exit $?', "lab"),  # the first process there: it gets what loses its parent
+        *("bash", "-c", '"$@"; exit $?', "lab"),  # the first process there: it adopts orphans
         *command,
     ]
 

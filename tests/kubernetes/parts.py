@@ -1,7 +1,7 @@
-"""What a Kubernetes of the tests' own is made of, made once: programs from Debian's packages, and images.
+"""Make the parts of the tests' own Kubernetes, once: programs from Debian's packages, and images.
 
-Nothing of it is installed: packages are unpacked into the cache. containerd, runc and iptables are the machine's own,
-which `ensure_docker` installs.
+None of these is installed: packages are unpacked into the cache. containerd, runc and iptables are the machine's own,
+installed by `ensure_docker`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SANDBOX_IMAGE = "localhost/thunderagent-test-sandbox:1"
 PAUSE_IMAGE = "localhost/thunderagent-test-pause:1"
 PROXY_IMAGES = ("localhost/thunderagent-test-proxy:1", "localhost/thunderagent-test-proxy:2")
-"""One image under two names: the second is what the first is upgraded to."""
+"""One image under two names: the first is upgraded to the second."""
 DISK_BYTES = 2048 * 1024 * 1024
 
 
 class PartsError(RuntimeError):
-    """Something cannot be had here; the text says what."""
+    """A part is not available; the text names it."""
 
 
 def programs() -> Path:
@@ -49,7 +49,7 @@ def programs() -> Path:
 
 
 def kubectl() -> Path:
-    """Return kubectl's path; Debian's own is too old for the kustomizations."""
+    """Return kubectl's path; Debian's package is too old for the kustomizations."""
     return made_once("kubectl", [KUBECTL], fetch) / "kubectl"
 
 
@@ -87,11 +87,11 @@ def _make(folder: Path, build: Path) -> None:
         _run("bash", str(build), str(root), str(source), str(bin_folder))
         (root / "usr/bin/etcd").rename(bin_folder / "etcd")
         (root / "usr/lib/cni").rename(folder / "cni")
-        _run("chmod", "-R", "u+w", str(work))  # Go's cache is not to be written, nor removed
+        _run("chmod", "-R", "u+w", str(work))  # Go's cache must be neither written nor removed
 
 
 def _from_debian(state: Path, into: Path) -> None:
-    """Download packages and the source of one suite, whichever the machine itself runs, by a state of apt's own."""
+    """Download packages and the source of one suite with a separate apt state, whatever suite the machine runs."""
     lines = _run("apt-get", "indextargets", "--format", "$(REPO_URI) $(ORIGIN)", "Created-By: Packages").splitlines()
     uris = [line.removesuffix(" Debian") for line in lines if line.endswith("/debian/ Debian")]
     if not uris:

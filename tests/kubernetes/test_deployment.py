@@ -1,7 +1,7 @@
 """The manifests of `deploy/kubernetes` applied for real, with the image of the Dockerfile, in a restricted namespace.
 
-They are changed as the documentation tells users to: the image, the engines, the keys. Beyond that only the engines'
-pods are changed, which become simulated engines without GPUs, and what a cluster is too old for.
+They are changed as the documentation describes: the image, the engines, the keys. Other changes: the engines' pods
+become simulated engines without GPUs, and parts for which the cluster is too old are adapted.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class Deployment:
         return status, answer
 
     def pods(self) -> list[str]:
-        """Return the names of the proxy's pods, those that end too."""
+        """Return the names of the proxy's pods, including ending ones."""
         found = self.namespace.read("pods", "--selector=app.kubernetes.io/name=thunderagent")
         return [each["metadata"]["name"] for each in found["items"]]
 
 
 @pytest.fixture
 def deployment(restricted: Namespace, tmp_path: Path, require_real: Callable[[str], NoReturn]) -> Deployment:
-    """Do as `docs/how-to/kubernetes.md` says, and wait until it is ready."""
+    """Follow `docs/how-to/kubernetes.md`, and wait until it is ready."""
     if len(restricted.access.proxy_images) < 2:
         require_real("KUBERNETES_TEST_PROXY_IMAGES names no two images of thunderagent")
     keys = {name: key_of(name) for name in ("agents", "operator")}
@@ -131,7 +131,7 @@ def deployment(restricted: Namespace, tmp_path: Path, require_real: Callable[[st
 
 
 def await_rollout(namespace: Namespace, workload: str) -> None:
-    """Wait until all its pods are new and ready; say what happened to them if they do not get so."""
+    """Wait until all its pods are new and ready; report their events otherwise."""
     try:
         namespace.kubectl("rollout", "status", workload, f"--timeout={WITHIN_S:g}s")
     except AssertionError as error:
@@ -175,7 +175,7 @@ def manifests(namespace: Namespace, copy: Path, folder: str) -> list[Json]:
 
 
 def simulate(spec: Json, image: str) -> None:
-    """Put a simulated engine in the place of vLLM, without its GPU, its model and its two minutes to end."""
+    """Replace vLLM with a simulated engine, without its GPU, its model and its two minutes of grace."""
     del spec["volumeClaimTemplates"]
     pod = spec["template"]["spec"]
     pod["volumes"] = []
@@ -188,7 +188,7 @@ def simulate(spec: Json, image: str) -> None:
 
 
 async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deployment: Deployment) -> None:
-    """No turn fails while the image changes; and what a pod that is killed had made goes, too."""
+    """No turn fails while the image changes; the sandboxes of a killed pod are removed too."""
     namespace = deployment.namespace
 
     def up_count() -> int:

@@ -1,4 +1,4 @@
-"""What a lab leaves behind: nothing, however it ends."""
+"""A lab leaves nothing behind, however it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS = Path("/sys/fs/cgroup/pids")
 
 
 def processes_with(word: str) -> list[int]:
-    """Return the processes that have a word among their arguments, but for this one."""
+    """Return the processes with a word among their arguments, except this one."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -38,7 +38,7 @@ def processes_with(word: str) -> list[int]:
 async def test_who_is_killed_leaves_no_process_no_mount_and_no_network(
     tmp_path: Path, require_real: Callable[[str], NoReturn]
 ) -> None:
-    """Not even what had left its session, nor what it had started to outlive it."""
+    """Even processes that left its session, or were started to outlive it, are gone."""
     if os.geteuid() != 0:
         require_real("namespaces need root")
     word = secrets.token_hex(8)
@@ -59,7 +59,7 @@ async def test_who_is_killed_leaves_no_process_no_mount_and_no_network(
 
 
 def test_groups_of_processes_go_or_are_told(require_real: Callable[[str], NoReturn]) -> None:
-    """Those that are empty, however deep; of one that still holds a process it is said."""
+    """Empty groups are removed at any depth; a group that still holds a process is reported."""
     if os.geteuid() != 0 or not GROUPS.is_dir():
         require_real("groups of processes need root and cgroup v1")
     name = f"thunderagent-test-{secrets.token_hex(3)}"
@@ -76,7 +76,7 @@ def test_groups_of_processes_go_or_are_told(require_real: Callable[[str], NoRetu
 
 
 def test_a_command_that_fails_in_namespaces_fails() -> None:
-    """Its status is that of the whole."""
+    """Its status becomes the status of the whole."""
     if os.geteuid() != 0:
         pytest.skip("namespaces need root")
     assert subprocess.run(in_namespaces(["bash", "-c", "exit 7"]), check=False).returncode == 7

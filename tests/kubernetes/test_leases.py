@@ -1,4 +1,4 @@
-"""Schedulers that agree on a real cluster on who leads, with the rights that `leases-rbac.yaml` gives."""
+"""Schedulers agree on a leader on a real cluster, with the rights of `leases-rbac.yaml`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that are pods of a real cluster: found while they come and go, and scaled."""
+"""Pods of a real cluster as replicas: found while they come and go, and scaled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LABELS = {"app": "engine"}
 
 
 class Heard:
-    """What a source tells."""
+    """The reports of a source."""
 
     def __init__(self) -> None:
         self.told: list[list[Wanted]] = []
@@ -40,7 +40,7 @@ class Heard:
 
     @property
     def urls(self) -> set[str]:
-        """Return those that should get turns now."""
+        """Return the URLs that should get turns now."""
         return {each.url for each in self.told[-1] if not each.is_draining} if self.told else set()
 
 
@@ -50,7 +50,7 @@ def selection(namespace: Namespace) -> PodSelection:
 
 @asynccontextmanager
 async def found_in(namespace: Namespace) -> AsyncIterator[Heard]:
-    """Follow the engines there, with the rights that `replicas-rbac.yaml` gives."""
+    """Follow the engines there, with the rights of `replicas-rbac.yaml`."""
     heard = Heard()
     source = KubernetesSource(selection(namespace), ClusterAccess(namespace.kubeconfig), backoff_s=0.2)
     running = asyncio.create_task(source.run(heard))
@@ -85,13 +85,13 @@ def workload(namespace: Namespace, kind: str, replicas_count: int = 1) -> Json:
 
 
 def urls_of_pods(namespace: Namespace) -> dict[str, str]:
-    """Return the names of the pods that stay by their URLs."""
+    """Return the names of the pods that are not ending, by URL."""
     pods = [each for each in namespace.read("pods")["items"] if "deletionTimestamp" not in each["metadata"]]
     return {f"http://{each['status'].get('podIP')}:8000": each["metadata"]["name"] for each in pods}
 
 
 async def test_pods_are_replicas_from_ready_to_gone(namespace: Namespace) -> None:
-    """More are found as they get ready; those that end drain first, and only then are gone."""
+    """New pods are found when they are ready; ending pods drain first, and only then are gone."""
     async with found_in(namespace) as heard:
         await until(lambda: heard.told == [[]], within_s=WITHIN_S)
         namespace.kubectl("create", "--filename=-", given=workload(namespace, "Deployment"))
@@ -109,7 +109,7 @@ async def test_pods_are_replicas_from_ready_to_gone(namespace: Namespace) -> Non
 
 @pytest.fixture
 def scaler(namespace: Namespace) -> Namespace:
-    """The account has the rights that scaling needs besides, as `docs/how-to/autoscale.md` names them."""
+    """The account also has the rights for scaling that `docs/how-to/autoscale.md` names."""
     scales = {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale", "statefulsets/scale"],
@@ -133,7 +133,7 @@ def provisioner(namespace: Namespace, kind: str) -> KubernetesProvisioner:
 
 
 async def test_of_a_stateful_set_the_last_pod_ends(scaler: Namespace) -> None:
-    """It is scaled up and down; another pod than the last is refused."""
+    """It is scaled up and down; a choice of any pod but the last is refused."""
     scaler.kubectl("create", "--filename=-", given=workload(scaler, "StatefulSet"))
     async with found_in(scaler) as heard:
         scales = provisioner(scaler, "statefulset")
@@ -148,7 +148,7 @@ async def test_of_a_stateful_set_the_last_pod_ends(scaler: Namespace) -> None:
 
 
 async def test_of_a_deployment_the_chosen_pod_ends(scaler: Namespace) -> None:
-    """Where the cluster can choose it; an older one is refused at the start, before anything is scaled."""
+    """This needs a cluster that can choose the pod; an older one is refused at the start, before any scaling."""
     scaler.kubectl("create", "--filename=-", given=workload(scaler, "Deployment", replicas_count=3))
     scales = provisioner(scaler, "deployment")
     if scaler.access.version < LEAST_VERSION:

@@ -1,4 +1,4 @@
-"""An API server that is killed in the middle and starts again: what watches it goes on, and nothing is lost."""
+"""An API server is killed at work and restarts: its watchers continue, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHIN_S = 90.0
 
 @pytest.fixture
 def lab(access: Access) -> Cluster:
-    """The tests' own cluster: nobody else's is restarted."""
+    """The tests' own cluster: no other cluster is restarted."""
     if access.lab is None:
         pytest.skip("the API server of a cluster that KUBECONFIG names is not restarted")
     return access.lab
@@ -29,7 +29,7 @@ def lab(access: Access) -> Cluster:
 async def test_replicas_stay_while_the_server_is_away_and_new_ones_are_found_after(
     lab: Cluster, namespace: Namespace
 ) -> None:
-    """No set is ever told that lacks one that is there."""
+    """No reported set ever lacks an existing replica."""
     namespace.kubectl("create", "--filename=-", given=workload(namespace, "Deployment"))
     async with found_in(namespace) as heard:
         await until(lambda: len(heard.urls) == 1, within_s=WITHIN_S)
@@ -45,14 +45,14 @@ async def test_replicas_stay_while_the_server_is_away_and_new_ones_are_found_aft
 
 
 async def test_a_preparation_and_what_ends_meanwhile_outlive_a_restart(lab: Cluster, namespace: Namespace) -> None:
-    """What is being prepared gets ready; what ended while nobody could be asked is told, once, and can be removed."""
+    """A preparation completes; an end during the outage is reported once, and the sandbox can be removed."""
     async with driver_in(namespace) as driver, heard_of(driver) as changes:
         short = await driver.prepare(order(namespace, "short", command=("sleep", "12")))
         slow = {"setup": ("sleep 15",), "kubernetes_kind": "pod"}
         preparing = asyncio.create_task(driver.prepare(order(namespace, "slow", **slow)))
         await until(lambda: len(changes) == 2, within_s=WITHIN_S)
         await asyncio.to_thread(lab.end_api)
-        await asyncio.sleep(12)  # its command ends: the machine knows, and cannot tell
+        await asyncio.sleep(12)  # its command ends: the node knows, and cannot report it
         await asyncio.to_thread(lab.start_api)
         place = await preparing
         await until(lambda: [each for each in changes if each.ended] or None, within_s=WITHIN_S)

@@ -1,4 +1,4 @@
-"""Sandboxes in a real cluster, with the rights that `deploy/kubernetes/sandboxes-rbac.yaml` gives and no others."""
+"""Sandboxes in a real cluster, with only the rights of `deploy/kubernetes/sandboxes-rbac.yaml`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWNER = Owner("proxy at example.org/east", "run-1")
 KINDS = pytest.mark.parametrize("kind", ["job", "pod"])
 WITHIN_S = 60.0
 GONE_S = 150.0
-"""A kubelet of 1.20 on a busy machine takes a minute and more to give up a pod whose container never began."""
+"""A kubelet of 1.20 on a busy machine takes over a minute to give up a pod whose container never started."""
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def driver_in(namespace: Namespace, owner: Owner = OWNER) -> AsyncIterator
 
 
 def order(namespace: Namespace, sandbox_id: str = "a1", ttl_s: float = 600.0, **template: Any) -> Order:
-    """Return an order of a program's own; its image's user would be root."""
+    """Return an order for a program; the default user of its image would be root."""
     settings = {
         "driver": "kubernetes",
         "image": namespace.access.sandbox_image,
@@ -54,7 +54,7 @@ def order(namespace: Namespace, sandbox_id: str = "a1", ttl_s: float = 600.0, **
 
 @asynccontextmanager
 async def heard_of(driver: KubernetesDriver) -> AsyncIterator[list[Change]]:
-    """Yield what a watch tells, as it comes; what is there before it has begun is not told."""
+    """Yield the events of a watch as they come; earlier events are not reported."""
     changes: list[Change] = []
 
     async def listen() -> None:
@@ -75,7 +75,7 @@ async def heard_of(driver: KubernetesDriver) -> AsyncIterator[list[Change]]:
 
 
 async def until_empty(namespace: Namespace, but: Sequence[str] = ()) -> None:
-    """Wait until nothing of ours is left but what is named; if that takes long, say what is and what happened to it."""
+    """Wait until none of our objects is left except the named ones; at the limit report the rest and its events."""
     kinds = "jobs,pods,networkpolicies"
     try:
         await until_it_says(lambda: namespace.names(kinds) == list(but), within_s=GONE_S)
@@ -86,7 +86,7 @@ async def until_empty(namespace: Namespace, but: Sequence[str] = ()) -> None:
 
 
 async def test_from_preparation_to_its_end(namespace: Namespace) -> None:
-    """A Job that is set up and checked, found and told of once; reclaimed, it goes with its pod and its network."""
+    """A Job is set up and checked, found, and reported once; reclaiming removes it with its pod and network."""
     async with driver_in(namespace) as driver, heard_of(driver) as changes:
         template = {"setup": ("echo $GREETING > /tmp/greeting",), "environment": {"GREETING": "it costs $5"}}
         checked = {"ready_command": "grep -q 'costs .5' /tmp/greeting", "network": "own", "ports": (8000,)}
@@ -107,7 +107,7 @@ async def test_from_preparation_to_its_end(namespace: Namespace) -> None:
 
 @KINDS
 async def test_what_fails_says_why_and_leaves_nothing(namespace: Namespace, kind: str) -> None:
-    """A setup that fails, an image that is not there, and one that runs as root where it must not."""
+    """Cases: a failing setup, a missing image, and an image that runs as root where that is forbidden."""
     async with driver_in(namespace) as driver:
         setup = ("echo no such package; exit 3",)
         with pytest.raises(SandboxSetupError, match="exit status 3: no such package"):
@@ -122,19 +122,19 @@ async def test_what_fails_says_why_and_leaves_nothing(namespace: Namespace, kind
 
 @KINDS
 async def test_one_whose_time_is_over_ends_by_itself(namespace: Namespace, kind: str) -> None:
-    """Nobody asks for it: the cluster ends it, and the watch tells that its deadline was over."""
+    """Without a request the cluster ends it, and the watch reports that its deadline passed."""
     async with driver_in(namespace) as driver, heard_of(driver) as changes:
         place = await driver.prepare(order(namespace, kubernetes_kind=kind, ttl_s=8.0))
         await until(lambda: [each.ended for each in changes] == [False, True], within_s=WITHIN_S)
         assert "DeadlineExceeded" in changes[1].why
-        if kind == "job":  # what remains of a pod is removed by who hears of its end
+        if kind == "job":  # the receiver of the end removes the rest of a pod
             await until_empty(namespace)
         await driver.reclaim(place.handle)
         await until_empty(namespace)
 
 
 async def test_the_next_start_sweeps_what_a_killed_proxy_left(namespace: Namespace, tmp_path: Path) -> None:
-    """A Job, a pod and their networks, of a proxy beside the cluster; another proxy's stay."""
+    """A Job, a pod and their networks of a proxy outside the cluster are removed; another proxy's stay."""
     template = {"driver": "kubernetes", "image": namespace.access.sandbox_image, "run_as_user": 1000, "network": "own"}
     async with driver_in(namespace) as other:
         kept = await other.prepare(order(namespace, "kept"))
@@ -167,7 +167,7 @@ async def test_the_next_start_sweeps_what_a_killed_proxy_left(namespace: Namespa
 
 @asynccontextmanager
 async def serving(namespace: Namespace, log_path: Path) -> AsyncIterator[tuple[Server, httpx2.AsyncClient]]:
-    """Run a proxy with a simulated engine, beside the cluster, with its account's rights."""
+    """Run a proxy with a simulated engine, outside the cluster, with the account's rights."""
     whose = ("--kubernetes-namespace", namespace.name, "--kubernetes-config", str(namespace.kubeconfig))
     options = ("--embedded-engines", "1", "--sandboxes", "kubernetes", "--sandbox-owner", "the proxy", *whose)
     async with (
@@ -178,14 +178,14 @@ async def serving(namespace: Namespace, log_path: Path) -> AsyncIterator[tuple[S
 
 
 async def until_told(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for what a proxy says."""
+    """Wait for a report of a proxy."""
     async with asyncio.timeout(WITHIN_S):
         while not await condition():
             await asyncio.sleep(0.1)
 
 
 async def test_a_pod_of_a_users_own_is_found_and_goes_with_its_program(namespace: Namespace) -> None:
-    """It bears the label of a program."""
+    """It has the label of a program."""
     async with driver_in(namespace) as driver:
         main = {"name": "main", "image": namespace.access.sandbox_image, "command": ["sleep", "600"]}
         metadata = {"name": "own", "labels": {PROGRAM_LABEL: "p1"}}
@@ -202,7 +202,7 @@ async def test_a_pod_of_a_users_own_is_found_and_goes_with_its_program(namespace
 
 @KINDS
 async def test_a_restricted_namespace_admits_what_the_default_makes(restricted: Namespace, kind: str) -> None:
-    """Volumes, setup and all; a template that asks for less is refused with the server's own words."""
+    """This includes volumes and setup; a less strict template is refused in the server's own words."""
     if restricted.access.lab is None and restricted.access.version < POD_SECURITY_VERSION:
         pytest.skip("a cluster that KUBECONFIG names, and too old for the labels of Pod Security")
     async with driver_in(restricted) as driver:

@@ -1,4 +1,4 @@
-"""Sources, the admin API, engines and turns do what they like; the replicas end up as they are wanted."""
+"""Sources, the admin API, engines and turns act at random; the replicas end up in the wanted state."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_logged() -> Iterator[None]:
-    """Hypothesis shows what was done; the log of all examples would bury it."""
+    """Hypothesis shows the steps; the log of all examples would bury them."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     yield
     structlog.reset_defaults()
 
 
 class DiscoveryMachine(RuleBasedStateMachine):
-    """Whatever is said in whatever order: all who must know a replica agree; once nothing is in flight, it is so."""
+    """In any order of events all parts that know a replica agree; once nothing is in flight, it is in that state."""
 
     @initialize()
     def begin(self) -> None:
@@ -150,7 +150,7 @@ class DiscoveryMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Let everything in flight end; then what is there is what is wanted."""
+        """End everything in flight; then the state is the wanted state."""
         self.everything_ends()
         wanted = set(self.endpoints(*self.sets.values())) - self.refused
         assert set(self.setup.known) == wanted

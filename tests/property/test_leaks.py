@@ -1,4 +1,4 @@
-"""A core that is never told of the same program twice keeps nothing of those that ended, and no memory."""
+"""A core that never sees a program id twice keeps nothing of ended programs, and no memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Load:
             self._send(ReplicaUp(self.now_s, f"r{number}"))
 
     def run(self, event_count: int) -> None:
-        """Go on until so many events were sent."""
+        """Continue until this number of events was sent."""
         while self.event_count < event_count:
             self.now_s += 0.01
             for event in self._next_events():
@@ -145,14 +145,14 @@ def held_count(root: object) -> int:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("policy", ["breakeven", "thunderagent"])
 def test_nothing_grows_with_the_events(policy: str) -> None:
-    """What a quarter of the events filled is as full at the end, but for what is sampled: names differ in length."""
+    """Containers are as full at the end as after a quarter of the events, except samples: names differ in length."""
     scheduler = Scheduler(load_policy(policy, {}), SchedulerSettings(fair_tenants=True))
     load = Load(scheduler)
     load.run(EVENT_COUNT // 4)
     gc.collect()
     held_before, blocks_before = held_count(scheduler), sys.getallocatedblocks()
     held_counts, blocks_counts = list[int](), list[int]()
-    for part in (0.7, 0.8, 0.9, 1.0):  # the least of them: how many programs wait, and how much is told of them, varies
+    for part in (0.7, 0.8, 0.9, 1.0):  # the least: the number of waiting programs, and of their records, varies
         load.run(int(part * EVENT_COUNT))
         gc.collect()
         held_counts.append(held_count(scheduler))

@@ -1,4 +1,4 @@
-"""What holds of Nova's scheduler whatever comes: stages never overlap wrongly, nobody waits in vain, nobody is lost."""
+"""Invariants of Nova's scheduler: stages never overlap wrongly, no request waits in vain, none is lost."""
 
 from __future__ import annotations
 

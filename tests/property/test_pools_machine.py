@@ -1,4 +1,4 @@
-"""Pools under any order of events: each is a scheduler whose books are right, and no turn is where its model is not."""
+"""Pools under any order of events: each scheduler's books are right, and no turn is in a pool without its model."""
 
 from __future__ import annotations
 

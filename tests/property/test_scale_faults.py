@@ -31,11 +31,11 @@ AHEAD_S = {"clock ahead": 86_400.0, "clock behind": -86_400.0}
 """How far one scheduler's clock is ahead of the other's."""
 
 HEARTBEAT_S = 3.0
-"""A link on which nothing comes for so long is given up."""
+"""A link that is silent for this long is given up."""
 
 
 class Usage(Counter[str]):
-    """What programs used, which knows whose changed: very many are not looked at for that."""
+    """The programs' usage, which tracks changes: very many programs need not be scanned."""
 
     def __init__(self, of: Counter[str]) -> None:
         super().__init__(of)
@@ -67,7 +67,7 @@ class Scheduler(Member):
 
 
 class Gateway(Carrier):
-    """A gateway that can be killed and can hang; its clients ask again for what had no answer."""
+    """A gateway that can be killed and can hang; its clients repeat unanswered requests."""
 
     is_dead = False
     slow_until_s = 0.0
@@ -91,14 +91,14 @@ class Gateway(Carrier):
         self.world.time.after(1.0, back)
 
     def ask(self, turn_id: int) -> None:
-        """Ask, and again if nobody is there."""
+        """Ask, and repeat if the gateway is down."""
         if self.is_dead:
             self.world.time.after(0.25, lambda: self.ask(turn_id))
         else:
             super().ask(turn_id)
 
     def run(self, turn_id: int) -> None:
-        """Run a turn, to whose end this process must live."""
+        """Run a turn; this process must live until its end."""
         self.started[turn_id] += 1
         self.turns.progressed(turn_id)
         turns = self.turns
@@ -106,14 +106,14 @@ class Gateway(Carrier):
         self.world.time.after(later_s, lambda: self.finish(turn_id) if self.turns is turns else None)
 
     def connect(self) -> None:
-        """Look for who leads, while it lives."""
+        """Look for the leader, while the gateway lives."""
         if self.is_dead:
             self.world.time.after(0.2, self.connect)
         else:
             super().connect()
 
     def send(self, link: Link, way: str, data: bytes) -> None:
-        """Send; what comes to one that reads slowly waits behind the last."""
+        """Send; messages to a slow reader queue up."""
         if way == "down" and self.world.time.now_s < self.slow_until_s:
             link.last_s[way] = max(link.last_s.get(way, 0.0), self.world.time.now_s) + 0.2
         super().send(link, way, data)
@@ -132,7 +132,7 @@ class Gateway(Carrier):
 
 
 class FaultyStore(Store):
-    """A store whose answers some do not hear, though it does as told."""
+    """A store that executes commands, but some of its answers are lost."""
 
     def __init__(self, world: Cell) -> None:
         super().__init__(world)
@@ -143,7 +143,7 @@ class FaultyStore(Store):
             raise StoreError("it did as told, and nobody heard so")
 
     def take(self, name: str, owner: str, expected: str, least_epoch: int) -> int:
-        """Take the lock; who does not hear so has it all the same, until it is over."""
+        """Take the lock; a scheduler that misses the answer holds it all the same, until it expires."""
         epoch = super().take(name, owner, expected, least_epoch)
         self._heard(name)
         return epoch
@@ -197,7 +197,7 @@ class FaultyCell(Cell):
 
     @property
     def leader(self) -> int:
-        """The number of who leads; any, if nobody does."""
+        """The number of the leader; any scheduler, if there is none."""
         found = [n for n, each in enumerate(self.members) if each.role == "leader" and not each.is_dead]
         return max(found, key=lambda n: self.members[n].epoch, default=self.random.randrange(2))
 
@@ -219,7 +219,7 @@ class FaultyCell(Cell):
         self.kill(self.leader, 1.0)
 
     def kill_in_resync(self) -> None:
-        """Kill the leader, and who leads next as soon as it does."""
+        """Kill the leader, and the next one as soon as it leads."""
         first = self.leader
         self.kill(first, 2.0)
 
@@ -241,7 +241,7 @@ class FaultyCell(Cell):
         self.time.after(LOCK_S / 4, lambda: self.kill(self.leader, 0.1))
 
     def silence(self, *ways: str, for_s: float) -> None:
-        """Have the leader and its gateways not hear each other, or one side not the other."""
+        """Cut the leader and its gateways off from each other, in one or both directions."""
         for client in self.clients:
             client.silence(ways, for_s)
 
@@ -249,7 +249,7 @@ class FaultyCell(Cell):
         self.random.choice(self.clients).silence(("up", "down"), for_s)
 
     def deafen(self, for_s: float) -> None:
-        """Have the leader not hear the store."""
+        """Make the leader lose the store's answers."""
         name = self.members[self.leader].name
         self.store.deaf.add(name)
         self.time.after(for_s, lambda: self.store.deaf.discard(name))
@@ -260,7 +260,7 @@ class FaultyCell(Cell):
             self.members[1 - self.leader].candidacy.died(self.store.owner)
 
     def hand_to_and_fro(self) -> None:
-        """Have each of the two, whose clocks are far apart, take over from the other."""
+        """Make each of the two schedulers, whose clocks are far apart, take over from the other."""
         self.kill(self.leader, 1.0)
         self.time.after(3 * LOCK_S, lambda: self.kill(self.leader, 1.0))
 
@@ -269,7 +269,7 @@ class FaultyCell(Cell):
         self.kill_both()
 
     def come_back_older(self) -> None:
-        """Have the store lose the last half of what it has, and the lock."""
+        """Make the store lose the last half of its data, and the lock."""
         store = self.store
         store.log = store.log[: len(store.log) // 2]
         store.owner, store.epoch = None, max(0, store.epoch - self.random.randrange(2))
@@ -284,14 +284,14 @@ class FaultyCell(Cell):
         self.time.after(3 * LOCK_S, lambda: self.kill(self.leader, 1.0))
 
     def burst(self) -> None:
-        """Have as many turns come at once as all others together: what comes in 30 s, and takes 15."""
+        """Send as many turns at once as all others together: the arrivals of 30 s, which take 15."""
         for client in self.clients:
             client.turns_count = 2 * TURNS_COUNT
             for turn_id in range(TURNS_COUNT + 1, client.turns_count + 1):
                 client.ask(turn_id)
 
     def slow_reader(self) -> None:
-        """Have one gateway hear slowly, and the leader die meanwhile."""
+        """Make one gateway read slowly, and kill the leader meanwhile."""
         self.random.choice(self.clients).slow_until_s = self.time.now_s + 10.0
         self.time.after(2.0, lambda: self.kill(self.leader, 1.0))
 

@@ -38,7 +38,7 @@ class Store:
         self.log: list[tuple[int, bytes]] = []
         self.numbers = count(1)
         self.away: set[str] = set()
-        """Whom it does not answer."""
+        """The schedulers that it does not answer."""
 
     def _answer(self, name: str) -> None:
         if name in self.away:
@@ -249,7 +249,7 @@ class Carrier(Client):
     turns_count = TURNS_COUNT
 
     def connect(self) -> None:
-        """Follow whoever leads in a higher epoch than was heard of; tell one that is over so. Again and again."""
+        """Follow any leader with a higher epoch than known so far; tell outdated ones that they are over. Repeat."""
         self.world.time.after(0.2, self.connect)
         now_s = self.world.time.now_s
         for member in self.world.members:
@@ -395,7 +395,7 @@ def test_whoever_leads_nothing_is_lost_leaked_or_counted_twice(seed: int) -> Non
 
 
 def check(cell: Cell) -> Ledger:
-    """Let a cell run to its end, and check what must hold there; return the ledger of who leads."""
+    """Run a cell to its end, and check its invariants; return the leader's ledger."""
     for tick in range(int(4 * END_S)):
         cell.time.run(tick / 4)
         for member in cell.members:
@@ -435,7 +435,7 @@ def check_counts(client: Carrier, ledger: Ledger, cell: Cell) -> None:
 
 
 def check_log(cell: Cell, ledger: Ledger) -> None:
-    """Check that whoever reads the log anew knows what the leader does."""
+    """Check that a new reader of the log has the leader's state."""
     kept = Kept()
     for _, data in cell.store.log:
         kept.take(decode(data), 0.0)

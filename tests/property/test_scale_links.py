@@ -57,7 +57,7 @@ class Time:
 
 
 class Ledger:
-    """A scheduler's core: so many turns at once, first come, first served; what ends is counted."""
+    """A scheduler's core: a limit of concurrent turns, first come, first served; ended turns are counted."""
 
     def __init__(self) -> None:
         self.ids = count(1)
@@ -184,7 +184,7 @@ class Client:
         self.abandoned: set[int] = set()
         self.finished: set[int] = set()
         self.untold: set[int] = set()
-        """Turns that began without leave while a link began: their scheduler may hear of their ends alone."""
+        """Turns that began without leave while a link began: their scheduler may learn only of their ends."""
         self.epochs: list[int] = []
         self.asked_ids: set[int] = set()
         world.time.after(0.0, self.connect)
@@ -230,7 +230,7 @@ class Client:
         self.flush()
 
     def fail_open(self) -> None:
-        """Run what is held without any leave; even, as a gateway must not, between the begin of a link and its lead."""
+        """Run held turns without leave; even between the begin of a link and its lead, which a gateway must not do."""
         if self.turns.is_led:
             return
         for turn_id, row in list(self.turns.rows.items()):
@@ -274,7 +274,7 @@ class Client:
     def flush(self) -> None:
         while self.link is not None and self.turns.has_news:
             self.send(self.link, "up", encode(self.turns.frame()))
-            if self.world.random.random() < 0.3:  # others get their turn before all is told
+            if self.world.random.random() < 0.3:  # other tasks run before everything is reported
                 self.world.time.after(self.world.random.expovariate(20.0), self.flush)
                 return
 
@@ -316,7 +316,7 @@ class Client:
         self.flush()
 
     def is_heard(self, ledger: Ledger, link: Link, frame: Frame) -> bool:
-        """Have the scheduler hear a frame; False if it is of a link that is over."""
+        """Pass a frame to the scheduler; return False if its link is over."""
         if link.at_scheduler is None:
             hello = frame.messages[0]
             if link.is_cut or not isinstance(hello, Hello):
@@ -325,13 +325,13 @@ class Client:
         gateway = link.at_scheduler
         is_known = gateway in ledger.gateways.all.values() and gateway.is_linked
         if not is_known or gateway.link_number != link.number:
-            return False  # whoever read it has ended
+            return False  # its reader has ended
         ledger.gateways.take(gateway, frame)
         return True
 
 
 def ask_now_and_then(world: World, gateway: Client, within_s: float) -> None:
-    """Have clients take turns; some of them try again, by another gateway, while the earlier attempt goes on."""
+    """Make clients take turns; some retry through another gateway while the earlier attempt runs."""
     for turn_id in range(1, TURNS_COUNT + 1):
         at_s, attempt_key = world.random.uniform(0, within_s), ""
         if world.random.random() < 0.3:

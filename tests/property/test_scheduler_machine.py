@@ -519,7 +519,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(replica_id=REPLICAS, trips=st.booleans(), program_id=PROGRAMS.filter(bool), branch_id=BRANCHES)
     def replica_is_left(self, replica_id: str, trips: bool, program_id: str, branch_id: str) -> None:
-        """Whatever comes meanwhile, nobody is there once the turns have ended that were in flight there."""
+        """No program is there once the turns in flight there have ended, whatever happens meanwhile."""
         turns = [turn for turn in self.scheduler.turns.values() if turn.account_id == replica_id]
         self.send(ReplicaTripped(self.now_s, replica_id) if trips else ReplicaDraining(self.now_s, replica_id))
         for turn in turns:
@@ -734,7 +734,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", POLICY_SETTINGS)
 def test_random_events_keep_every_invariant(name: str) -> None:
-    """Leases are answered once, sums equal the sum of their parts, and all is zero after everybody left."""
+    """Leases are answered once, sums equal the sum of their parts, and all are zero after all programs left."""
     machine = type(f"{name.title()}Machine", (SchedulerMachine,), {"policy_name": name})
     case = machine.TestCase
     case.settings = settings(

@@ -1,8 +1,8 @@
-"""Make images to build on without a registry: Debian's Python from the machine's own sources, and pip's packages.
+"""Make base images without a registry: Debian's Python from the machine's package sources, and pip's packages.
 
-The first holds what a Dockerfile expects of `python:3.11-slim`: a shell, coreutils, Python and its venv module. The
-second has a C compiler, Python's headers and a folder of wheels besides, and pip is told to look nowhere else, because
-containers here have no network.
+The first has what a Dockerfile expects of `python:3.11-slim`: a shell, coreutils, Python and its venv module. The
+second also has a C compiler, Python's headers and a folder of wheels. pip uses only that folder, because containers
+here have no network.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _BUILD_IMAGE_DOCKERFILE = f"FROM {_TOOLS_IMAGE}\nCOPY wheels /wheels\nCOPY pip.c
 
 
 def make_base_images(engine: DockerEngine, pyproject: Path, extras: Sequence[str] = ()) -> None:
-    """Make both images at an engine, to build one with `extras`. What they need is downloaded once, in half a minute.
+    """Make both images at an engine, for a build with `extras`. The downloads happen once and take half a minute.
 
-    Raises DockerEngineError if something cannot be had.
+    Raises DockerEngineError if something is not available.
     """
     sources = _sources()
     root, tools = _root("base-image", _CONTENT, sources), _root("tools-image", _TOOLS, sources)
@@ -63,7 +63,7 @@ def make_base_images(engine: DockerEngine, pyproject: Path, extras: Sequence[str
 
 
 def make_redis_image(engine: DockerEngine) -> None:
-    """Make an image with Debian's Redis at an engine. Raises DockerEngineError if that cannot be had."""
+    """Make an image with Debian's Redis at an engine. Raises DockerEngineError if it is not available."""
     root = _root("redis-image", _REDIS, _sources())
     repository, _, tag = REDIS_IMAGE.partition(":")
     with contextlib.closing(engine.client()) as client:
@@ -79,14 +79,14 @@ def _root(name: str, content: str, sources: str) -> Path:
 
 
 def _sources() -> str:
-    """Return the distribution's own package sources, and none that somebody added."""
+    """Return the distribution's own package sources, without added ones."""
     line = "deb $(REPO_URI) $(RELEASE) $(COMPONENT) $(ORIGIN)"
     for _ in range(2):
         found = _run("apt-get", "indextargets", "--format", line, "Created-By: Packages").splitlines()
         lines = [line.rpartition(" ")[0] for line in found if line.endswith((" Debian", " Ubuntu"))]
         if lines:
             return "\n".join(lines) + "\n"
-        apt_get("update")  # origins are known only then
+        apt_get("update")  # origins are known only after an update
     raise DockerEngineError("apt knows no packages of Debian or Ubuntu")
 
 
@@ -99,13 +99,13 @@ def _python_version_in(root: Path) -> str:
 
 
 def _wheels(pyproject: Path, python_version: str, extras: Sequence[str]) -> Path:
-    """Return a folder with what an installation needs."""
+    """Return a folder with the wheels that an installation needs."""
     project = tomllib.loads(pyproject.read_text())
     dev = project["project"]["optional-dependencies"]["dev"]
     compiles = [each for each in dev if each.startswith("mypy==")]
     requirements = [*project["build-system"]["requires"], *compiles, *project["project"]["dependencies"]]
     requirements += [each for extra in extras for each in project["project"]["optional-dependencies"][extra]]
-    if "scale" in extras:  # redis wants it of Pythons before 3.11.3; pip asks that of the Python that runs it
+    if "scale" in extras:  # redis needs it on Python before 3.11.3; pip checks this for the Python that runs it
         requirements.append("async-timeout>=4.0.3")
     options = ["--quiet", "--only-binary=:all:", f"--python-version={python_version}"]
 

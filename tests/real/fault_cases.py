@@ -1,4 +1,4 @@
-"""The faults of which a cell has to bear each, and what of them its clients may see."""
+"""The faults that a cell must survive, and which of their effects its clients may see."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 
 
 class Moment(NamedTuple):
-    """What a fault is made of."""
+    """The inputs of a fault."""
 
     rig: Rig
     load: Load
     seconds: float
-    """How long the case lasts."""
+    """Duration of the case."""
 
 
 class Case(NamedTuple):
-    """A fault."""
+    """A fault case."""
 
     kind: str
     name: str
     make: Callable[[Moment], Awaitable[None]]
     before: Callable[[Rig, Callable[[str], NoReturn]], None] = lambda _rig, _give_up: None
-    """Done before any process starts but the store."""
+    """Called when no process but the store has started."""
     may_fail: bool = False
-    """Whether clients may see errors: who carries or answers their turns is killed."""
+    """Whether clients may see errors: a process that carries or answers their turns is killed."""
     may_lose: bool = False
-    """Whether turns may be left uncounted: the store and the leader went together."""
+    """Whether turns may be left uncounted: the store and the leader fail together."""
 
 
 # --- crash
 
 
 async def who(rig: Rig, name: str) -> str:
-    """Return the process that is `leader`, `standby`, or any of a kind; one is drawn."""
+    """Return the process that is `leader` or `standby`, or a random one of a kind."""
     if name == "leader":
         return await rig.leader()
     if name == "standby":
@@ -63,13 +63,13 @@ async def who(rig: Rig, name: str) -> str:
 
 
 async def crash(moment: Moment, *names: str) -> None:
-    """Kill some at once."""
+    """Kill several processes at once."""
     for name in [await who(moment.rig, each) for each in names]:
         moment.rig.kill(name)
 
 
 async def crash_in_resync(moment: Moment) -> None:
-    """Kill the leader, and the next one as soon as it leads: while gateways tell what they have, and it all it has."""
+    """Kill the leader, and the next one as soon as it leads: during the resync of gateways and leader."""
     rig = moment.rig
     first, second = await rig.leader(), await rig.standby()
     rig.kill(first, back_s=2.0)
@@ -78,7 +78,7 @@ async def crash_in_resync(moment: Moment) -> None:
 
 
 async def crash_in_snapshot(moment: Moment) -> None:
-    """Kill the leader when it finds that the store lost its epoch, and tells all again."""
+    """Kill the leader when it finds that the store lost its epoch, and writes everything again."""
     rig = moment.rig
     leader = await rig.leader()
     rig.store("DEL", f"{KEYS}epoch")
@@ -88,7 +88,7 @@ async def crash_in_snapshot(moment: Moment) -> None:
 
 
 async def crash_twice(moment: Moment) -> None:
-    """Kill the leader, and who leads then, within the time that a lock lasts."""
+    """Kill the leader, and the next leader, within the lifetime of a lock."""
     rig = moment.rig
     for _ in range(2):
         rig.kill(await rig.leader(), back_s=0.1)
@@ -99,7 +99,7 @@ async def crash_twice(moment: Moment) -> None:
 
 
 async def pause(moment: Moment, name: str, for_s: float) -> None:
-    """Stop one, and have it go on."""
+    """Stop a process, and resume it."""
     await moment.rig.pause(await who(moment.rig, name), for_s)
 
 
@@ -107,7 +107,7 @@ async def pause(moment: Moment, name: str, for_s: float) -> None:
 
 
 async def partition(moment: Moment, between: str, ways: tuple[Way, ...], heal_s: float) -> None:
-    """Have links drop what is sent, and say so to nobody; then heal them."""
+    """Make links drop data silently; then heal them."""
     rig = moment.rig
     leader = await rig.leader()
     links = {
@@ -122,13 +122,13 @@ async def partition(moment: Moment, between: str, ways: tuple[Way, ...], heal_s:
 
 
 def has_faketime(give_up: Callable[[str], NoReturn]) -> None:
-    """Install it if it is not there."""
+    """Install libfaketime if it is missing; give up if that fails."""
     if not FAKETIME.exists() and (why_not := install("faketime")):
         give_up(why_not)
 
 
 def steps(name: str, rig: Rig, give_up: Callable[[str], NoReturn]) -> None:
-    """Have a process ask a wall clock that can be set."""
+    """Give a process an adjustable wall clock."""
     has_faketime(give_up)
     file = rig.redis.folder / "wall_clock"
     file.write_text("+0\n")
@@ -153,7 +153,7 @@ async def step(moment: Moment, name: str) -> None:
 
 
 def apart(rig: Rig, give_up: Callable[[str], NoReturn]) -> None:
-    """Have one scheduler's monotonic clock be a day ahead of the other's."""
+    """Set one scheduler's monotonic clock a day ahead of the other's."""
     if shutil.which("unshare") is None or os.geteuid() != 0:
         give_up("a time namespace needs root and unshare")
     day = ("--monotonic", "86400", "--boottime", "86400")
@@ -161,7 +161,7 @@ def apart(rig: Rig, give_up: Callable[[str], NoReturn]) -> None:
 
 
 async def hand_to_and_fro(moment: Moment) -> None:
-    """Have each of the two take over from the other."""
+    """Make each of the two schedulers take over from the other."""
     for _ in range(2):
         await moment.rig.until_followed()
         moment.rig.kill(await moment.rig.leader())
@@ -172,19 +172,19 @@ async def hand_to_and_fro(moment: Moment) -> None:
 
 
 async def flush(moment: Moment) -> None:
-    """Have the store lose all."""
+    """Make the store lose all data."""
     moment.rig.store("FLUSHALL")
 
 
 async def flush_and_crash(moment: Moment) -> None:
-    """Have it lose all, and kill both schedulers: gateways are what is left."""
+    """Make the store lose all data, and kill both schedulers: only the gateways have state left."""
     moment.rig.store("FLUSHALL")
     for name in moment.rig.watches:
         moment.rig.kill(name)
 
 
 async def truncate(moment: Moment) -> None:
-    """Kill the store, cut half of what it kept off, and start it."""
+    """Kill the store, cut off half of its data, and start it."""
     rig = moment.rig
     rig.kill("redis", back_s=None)
     (kept,) = rig.redis.folder.glob("appendonlydir/*.incr.aof")
@@ -193,12 +193,12 @@ async def truncate(moment: Moment) -> None:
 
 
 async def lose_epoch(moment: Moment) -> None:
-    """Take the epoch out of the store."""
+    """Delete the epoch in the store."""
     moment.rig.store("DEL", f"{KEYS}epoch")
 
 
 async def trim(moment: Moment) -> None:
-    """Stop the standby; have the leader tell all again and cut the log off behind that; kill the leader."""
+    """Stop the standby; make the leader write everything again and trim the log before that; kill the leader."""
     rig = moment.rig
     standby = await rig.standby()
     async with asyncio.TaskGroup() as group:
@@ -216,12 +216,12 @@ async def trim(moment: Moment) -> None:
 
 
 async def burst(moment: Moment) -> None:
-    """Have ten times as many turns come at once as run."""
+    """Send ten times as many turns at once as run."""
     moment.load.burst(10 * moment.rig.active_count)
 
 
 async def slow_reader(moment: Moment) -> None:
-    """Have one gateway read what schedulers say slowly."""
+    """Make one gateway read the schedulers' messages slowly."""
     rig = moment.rig
     links = [link for (name, _), link in rig.leases.items() if name == "gateway0"]
     for link in links:
@@ -232,7 +232,7 @@ async def slow_reader(moment: Moment) -> None:
 
 
 def keep_many(rig: Rig, _give_up: Callable[[str], NoReturn]) -> None:
-    """Have the store know very many programs."""
+    """Fill the store with very many programs."""
     records = [encode_record(At("", ProgramRecord(f"kept.{n}", turn_count=1))) for n in range(KEPT_PROGRAMS_COUNT)]
     for first in range(0, KEPT_PROGRAMS_COUNT, 2000):
         parts = records[first : first + 2000]
@@ -243,7 +243,7 @@ def keep_many(rig: Rig, _give_up: Callable[[str], NoReturn]) -> None:
 
 
 async def crash_with_many(moment: Moment) -> None:
-    """Kill the leader; the other one takes all of them over."""
+    """Kill the leader; the other scheduler takes over all programs."""
     rig = moment.rig
     await rig.until_followed()
     rig.kill(await rig.leader())

@@ -1,7 +1,7 @@
-"""Programs that take turns through a cell of real processes and try again, and what must hold at the end of a fault.
+"""Programs that take turns through a cell of real processes and retry, and the checks after a fault.
 
-What happened is told by three that know nothing of each other: clients note every try of every turn, engines what they
-began and ended, and schedulers and gateways say what they counted.
+The record comes from three independent sources: clients note every try of every turn, engines note what they began and
+ended, and schedulers and gateways report their counts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 TRY_AGAIN_S = 0.25
 TRIES_COUNT = 40
 SILENT_S = 100.0
-"""A try that has no answer by then has none."""
+"""Time limit of a try."""
 
 UNTOLD_S = 5.0
-"""What a gateway carried so shortly before it was killed may not have been counted."""
+"""Turns that a gateway carried this shortly before it was killed may be uncounted."""
 
 QUIET_S = 30.0
-"""Leases are waited for so long at most, until all are given back."""
+"""Limit of the wait until all leases are returned."""
 
 SETTLED_S = 0.5
-"""An engine that goes on after a pause hears within that time what was closed meanwhile."""
+"""A resumed engine learns within this time which connections were closed during its pause."""
 
 WHOLE = "whole"
 _KEPT = ("turn_count", "prompt_tokens_total", "output_tokens_total", "cached_tokens_total", "context_tokens")
@@ -50,7 +50,7 @@ class Try(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """What an engine did for a turn."""
+    """An engine's record of a turn."""
 
     engine: str
     began_s: float
@@ -59,28 +59,28 @@ class Generation(NamedTuple):
 
 
 class Load:
-    """Programs, each with a turn now and then: all together about so many a second."""
+    """Programs that take a turn now and then: `turns_per_s` in total, about."""
 
     def __init__(self, rig: Rig, prefix: str, *, programs_count: int, turns_per_s: float) -> None:
-        """Take no turn yet. Names of programs begin with `prefix`, of which each load of a rig has its own."""
+        """Take no turn yet. Names of programs begin with `prefix`, which is unique to each load of a rig."""
         self.rig = rig
         self.prefix = prefix
         self.tries: list[Try] = []
         self.turns: dict[str, int] = {}
-        """How many tokens each asks for."""
+        """Number of tokens that each turn asks for."""
         self.stop = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._programs_count = programs_count
         self._tool_s = programs_count / turns_per_s
 
     async def run(self) -> None:
-        """Take turns until `stop` is set, and all that began have ended."""
+        """Take turns until `stop` is set and all begun turns have ended."""
         async with asyncio.TaskGroup() as self._group:
             for number in range(self._programs_count):
                 self._group.create_task(self._program(f"{self.prefix}-{number}", number))
 
     def burst(self, count: int) -> None:
-        """Have so many more programs take a turn at once. They are the youngest: some wait until others are done."""
+        """Make more programs take a turn at once. They are the youngest: some wait until others end."""
         assert self._group is not None, "it runs"
         for number in range(count):
             self._group.create_task(self._turn(f"{self.prefix}-more{number}", number, 0))
@@ -98,7 +98,7 @@ class Load:
             wait_s = draw.expovariate(1 / self._tool_s)
 
     async def _turn(self, name: str, number: int, turn_number: int) -> None:
-        """Try until there is a whole answer, by one gateway after another."""
+        """Try one gateway after another until an answer is complete."""
         draw = self.rig.random
         tokens = draw.randrange(20, 60) if draw.random() < 0.1 else draw.randrange(2, 8)
         turn_name = f"{name}.{turn_number}"
@@ -132,7 +132,7 @@ class Load:
         return WHOLE if answer.endswith(b"\r\n0\r\n\r\n") and b"data: [DONE]" in answer else "cut"
 
     def generations(self) -> dict[str, list[Generation]]:
-        """Return what engines noted, by turn, in the order in which they began."""
+        """Return the engines' records by turn, in the order of their begins."""
         found: dict[str, list[Generation]] = defaultdict(list)
         for name, engine in self.rig.engines.items():
             began: dict[str, float] = {}
@@ -140,7 +140,7 @@ class Load:
             notes = (line.split() for line in engine.notes.read_text().splitlines())
             for what, turn_name, moment in (each for each in notes if each[1] in self.turns):
                 if what == "BEGAN":
-                    if turn_name in began:  # it was killed in between
+                    if turn_name in began:  # the engine was killed in between
                         _end_killed(found, name, turn_name, began.pop(turn_name), kills_s)
                     began[turn_name] = float(moment)
                 else:
@@ -151,14 +151,14 @@ class Load:
         return {turn_name: sorted(each, key=lambda one: one.began_s) for turn_name, each in found.items()}
 
     def _unpaused(self, name: str, moment_s: float) -> float:
-        """Return when something was over that an engine heard of at a moment: a stopped one generates nothing."""
+        """Return the true moment of an end that an engine noted: if noted just after a pause, the pause's begin."""
         for began_s, ended_s in self.rig.pauses_s.get(name, []):
             if ended_s <= moment_s <= ended_s + SETTLED_S:
                 return began_s
         return moment_s
 
     def open_count(self) -> int:
-        """Return how many generations have not ended."""
+        """Return the number of unfinished generations."""
         return sum(one.ended_s == float("inf") for each in self.generations().values() for one in each)
 
 
@@ -170,7 +170,7 @@ def _end_killed(
 
 
 async def _all_of(reader: asyncio.StreamReader) -> bytes:
-    """Return what comes until the end, also if that is a reset."""
+    """Return all data up to the end, which may be a reset."""
     parts: list[bytes] = []
     with suppress(OSError):
         while part := await reader.read(65_536):
@@ -182,7 +182,7 @@ async def _all_of(reader: asyncio.StreamReader) -> bytes:
 
 
 async def until_quiet(load: Load) -> float:
-    """Wait until nobody holds a lease or is held, anywhere; return how long that took since the last client."""
+    """Wait until no turn holds a lease or is held anywhere; return the time since the last client."""
     began_s = time.monotonic()
     async with asyncio.timeout(QUIET_S):
         while left := await _left(load):
@@ -202,7 +202,7 @@ async def _left(load: Load) -> dict[str, float]:
 
 
 def check_answers(load: Load, *, may_fail: bool) -> Counter[str]:
-    """Check that every turn got one answer, after errors that its client saw where `may_fail`; count what was seen."""
+    """Check that every turn got one answer, with client errors before it only if `may_fail`; count the outcomes."""
     seen = Counter(each.outcome for each in load.tries)
     whole = Counter(each.turn for each in load.tries if each.outcome == WHOLE)
     assert not seen["silent"], f"{seen['silent']} tries had no answer at all"
@@ -215,7 +215,7 @@ def check_answers(load: Load, *, may_fail: bool) -> Counter[str]:
 
 
 def check_generations(load: Load, *, may_fail: bool) -> None:
-    """Check that no turn was generated twice at a time, and none twice at all if nothing its client saw failed."""
+    """Check that no turn was generated twice at a time, or twice at all if its client saw no failure."""
     generations = load.generations()
     assert generations.keys() == load.turns.keys(), "what engines generated is not what clients asked for"
     for turn_name, each in generations.items():
@@ -225,7 +225,7 @@ def check_generations(load: Load, *, may_fail: bool) -> None:
 
 
 async def check_counts(load: Load, leader: str, *, may_lose: bool) -> dict[str, tuple[int, ...]]:
-    """Check that each turn was counted once, for its program and in the sums; return how programs are."""
+    """Check that each turn was counted once, for its program and in the sums; return the programs."""
     rig = load.rig
     generated, answered = defaultdict[str, list[str]](list), Counter[str]()
     for turn_name, each in load.generations().items():
@@ -238,7 +238,7 @@ async def check_counts(load: Load, leader: str, *, may_lose: bool) -> dict[str, 
     programs = {name: tuple(int(each[key]) for key in _KEPT) for name, each in found.items() if name in generated}
     for name, of_program in generated.items():
         tried_count, prompt_tokens, output_tokens, *_ = programs.get(name, (0, 0, 0))
-        count = prompt_tokens // PROMPT_TOKENS  # it had more turns than that, if some had no answer
+        count = prompt_tokens // PROMPT_TOKENS  # it had more turns, if some had no answer
         least_count = 0 if may_lose else answered[name]
         assert least_count <= count <= len(of_program), f"{name}: {count} counted, {answered[name]} whole, {of_program}"
         assert tried_count >= count
@@ -250,7 +250,7 @@ async def check_counts(load: Load, leader: str, *, may_lose: bool) -> dict[str, 
 
 
 async def _check_sums(rig: Rig, leader: str) -> None:
-    """Check that the sums are those of all programs: of all loads."""
+    """Check that the sums are those of all programs of all loads."""
     everybody = await rig.programs(leader, "-")
     programs = [tuple(int(each[key]) for key in _KEPT) for each in everybody.values()]
     metrics = await rig.metrics(leader)
@@ -269,7 +269,7 @@ def _program(turn_name: str) -> str:
 
 
 async def check_epochs(rig: Rig, leader: str) -> int:
-    """Check that the epochs that a gateway heard of never fell, and end with the leader's; return that."""
+    """Check that the epochs seen by a gateway never fell, and end with the leader's; return that."""
     epoch = int((await rig.said(leader))["epoch"])
     for name, process in rig.logs:
         log = process.log
@@ -283,10 +283,10 @@ async def check_epochs(rig: Rig, leader: str) -> int:
 
 
 async def check_what_is_kept(load: Load, leader: str, programs: dict[str, tuple[int, ...]]) -> None:
-    """Check that who takes over from the store alone knows what the leader knew."""
+    """Check that a scheduler that takes over from the store alone knows what the leader knew."""
     rig = load.rig
     before = await rig.metrics(leader)
-    await asyncio.sleep(0.1)  # what changed last is written within some milliseconds
+    await asyncio.sleep(0.1)  # the last changes are written within some milliseconds
     rig.kill(leader)
     other = next(name for name in rig.watches if name != leader)
     assert await rig.leader() == other

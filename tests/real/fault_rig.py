@@ -1,7 +1,7 @@
-"""A cell of real processes in which faults are made: two schedulers, four gateways, a Redis, two engines that count.
+"""A cell of real processes for fault injection: two schedulers, four gateways, a Redis, two engines that count.
 
-Whoever is killed is started again a second later, as by a supervisor. Between gateways, schedulers and the store are
-links that can go silent. The programs that take turns are `fault_load.py`'s.
+A killed process is restarted a second later, as by a supervisor. Between gateways, schedulers and the store are links
+that can go silent. The programs that take turns are in `fault_load.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ it: so some hundred programs are always held, and go on within seconds of the la
 in first that were opened first, so with much less room the youngest would wait for as long as there is load."""
 
 BACK_S = 1.0
-"""So long after a process was killed its supervisor starts it again."""
+"""Time after which the supervisor restarts a killed process."""
 
 BACK_LIMIT_S = 120.0
 """A scheduler leads, or stands by, within that time. To start one takes a second of a core, and a quarter of a minute
@@ -51,17 +51,17 @@ ROOT = Path(__file__).parents[2]
 
 
 class Engine:
-    """A `counting_engine`, which is started again on the same port and notes in the same file."""
+    """A `counting_engine`, which restarts on the same port and records in the same file."""
 
     def __init__(self, port: int, notes: Path) -> None:
-        """Begin not running."""
+        """Begin stopped."""
         self.url = f"http://127.0.0.1:{port}"
         self.notes = notes
         self.process: asyncio.subprocess.Process | None = None
         self._port = port
 
     async def start(self) -> None:
-        """Run it, and wait until it listens."""
+        """Start the engine, and wait until it listens."""
         arguments = ("-m", "tests.real.counting_engine", str(self._port), str(self.notes))
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT
@@ -71,10 +71,10 @@ class Engine:
 
 
 class Rig:
-    """All processes by their names: `scheduler0`, `gateway3`, `engine1`, `redis`; and the links between them."""
+    """All processes by name: `scheduler0`, `gateway3`, `engine1`, `redis`; and the links between them."""
 
     def __init__(self, redis: RedisServer, folder: Path, seed: int, *, turns_per_s: float) -> None:
-        """Begin with none running but the store; `seed` is of what is drawn, `turns_per_s` what clients will want."""
+        """Begin with only the store running; `seed` is for random draws, `turns_per_s` is the clients' rate."""
         self.active_count = round(SLOTS_S * turns_per_s)
         self.redis = redis
         self.random = random.Random(seed)
@@ -82,13 +82,13 @@ class Rig:
         self.kills_s: dict[str, list[float]] = {}
         """When processes were killed."""
         self.pauses_s: dict[str, list[tuple[float, float]]] = {}
-        """From when until when they were stopped."""
+        """Begin and end of pauses."""
         self.processes: dict[str, CommandProcess] = {}
         self.logs: list[tuple[str, CommandProcess]] = []
         self.scheduler_within: dict[str, tuple[str, ...]] = {}
-        """The command that runs one of them."""
+        """The command that wraps a process."""
         self.settings: dict[str, Mapping[str, str]] = {}
-        """More of a process's environment."""
+        """Extra environment variables of a process."""
         ports = iter(free_ports(2 + GATEWAYS_COUNT + ENGINES_COUNT + 2 + 2 + 2 * GATEWAYS_COUNT))
         self.ports = {f"scheduler{n}": next(ports) for n in range(2)}
         self.ports |= {f"gateway{n}": next(ports) for n in range(GATEWAYS_COUNT)}
@@ -97,7 +97,7 @@ class Rig:
         self.to_store = {f"scheduler{n}": SilentLink(socket, next(ports)) for n in range(2)}
         at = {f"scheduler{n}": f"127.0.0.1:{self.ports[f'scheduler{n}']}" for n in range(2)}
         self.watches = {name: SilentLink(at[name], next(ports)) for name in at}
-        """How the other scheduler watches one."""
+        """The link through which the other scheduler watches one."""
         pairs = product([f"gateway{n}" for n in range(GATEWAYS_COUNT)], at)
         self.leases = {(gateway, name): SilentLink(at[name], next(ports)) for gateway, name in pairs}
         self._stack = AsyncExitStack()
@@ -110,13 +110,13 @@ class Rig:
         return [f"gateway{n}" for n in range(GATEWAYS_COUNT)]
 
     def url(self, name: str) -> str:
-        """Return where a gateway or a scheduler listens itself."""
+        """Return the URL at which a gateway or a scheduler itself listens."""
         return f"http://127.0.0.1:{self.ports[name]}"
 
-    # --- its life
+    # --- start and end
 
     async def __aenter__(self) -> Self:
-        """Start all, and wait until turns would be served and one stands by."""
+        """Start all processes, and wait until turns would be served and there is a standby."""
         links = (*self.to_store.values(), *self.watches.values(), *self.leases.values())
         for link in links:
             await link.open()
@@ -162,7 +162,7 @@ class Rig:
             urls = ",".join(self.leases[name, each].url for each in self.watches)
             options: Sequence[str] = ("--port", str(self.ports[name]), "--schedulers", urls)
             return command("gateway", *options, settings=self.settings.get(name))
-        # Held turns, and few claims between turns: whoever gives room up is held with its next turn.
+        # Held turns, and few claims between turns: a program that gives up room is held with its next turn.
         policy = ("--policy", "cap", "--policy-arg", f"n={self.active_count}", "--idle-limit-s", "0.1")
         policy += ("--tick-s", "0.1")
         store = f"redis://127.0.0.1:{self.to_store[name].port}"
@@ -176,10 +176,10 @@ class Rig:
         within = self.scheduler_within.get(name, ())
         return command("scheduler", *options, *policy, settings=environment, within=within)
 
-    # --- what fails
+    # --- faults
 
     def kill(self, name: str, *, back_s: float | None = BACK_S) -> None:
-        """Kill a process with -9; start it again `back_s` later, or not at all if that is None."""
+        """Kill a process with -9; restart it `back_s` later, or not at all if that is None."""
         self.kills_s.setdefault(name, []).append(time.monotonic())
         if name == "redis":
             self.redis.kill()
@@ -197,11 +197,11 @@ class Rig:
             await self.start(name)
 
     async def until_back(self) -> None:
-        """Wait until all that were killed run again."""
+        """Wait until all killed processes run again."""
         await asyncio.gather(*self._returning)
 
     async def pause(self, name: str, for_s: float) -> None:
-        """Stop a process, and have it go on later."""
+        """Stop a process, and resume it later."""
         began_s = time.monotonic()
         self._signal(name, signal.SIGSTOP)
         try:
@@ -221,13 +221,13 @@ class Rig:
             os.kill(self._pid(process.pid, name), number)
 
     def _pid(self, process_id: int, name: str) -> int:
-        """Return which process is meant: where a command runs another one, that, which hears no signal of it."""
+        """Return the id of the actual process: a wrapping command does not pass signals on to it."""
         if name not in self.scheduler_within:
             return process_id
         return int(Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()[0])
 
     async def silence(self, links: Sequence[SilentLink], ways: Sequence[Way], for_s: float) -> None:
-        """Have links go silent for a while."""
+        """Make links go silent for a while."""
         for link in links:
             link.silence(*ways)
         try:
@@ -237,16 +237,16 @@ class Rig:
                 link.heal()
 
     def store(self, *words: str, given: bytes | None = None) -> str:
-        """Have the store do something; `given` is the last word, if there is one."""
+        """Run a command of the store; `given` is the last argument, if there is one."""
         client = ["redis-cli", "-s", str(self.redis.folder / "redis.sock"), *(("-x",) if given is not None else ())]
         return subprocess.run([*client, *words], input=given, check=True, capture_output=True).stdout.decode(
             errors="replace"
         )
 
-    # --- what is asked
+    # --- queries
 
     async def said(self, name: str) -> dict[str, Any]:
-        """Return what a scheduler says of itself; nothing if it does not answer."""
+        """Return a scheduler's status; empty if it does not answer."""
         try:
             async with asyncio.timeout(1.0):
                 answer = await get(self.url(name), "/internal/leader")
@@ -255,7 +255,7 @@ class Rig:
         return dict(json.loads(answer.body)) if answer.status == 200 else {}
 
     async def leader(self) -> str:
-        """Wait until a scheduler leads, and has taken over what there was; return the one of the highest epoch."""
+        """Wait until a scheduler leads and has taken over all state; return the one with the highest epoch."""
         async with asyncio.timeout(BACK_LIMIT_S):
             while True:
                 said = {name: await self.said(name) for name in self.watches}
@@ -271,7 +271,7 @@ class Rig:
         return next(name for name in self.watches if name != leader)
 
     async def until_followed(self) -> None:
-        """Wait until one leads, the other one stands by, and the leader knows."""
+        """Wait until one scheduler leads, the other is a standby, and the leader knows."""
         async with asyncio.timeout(BACK_LIMIT_S):
             while True:
                 leader = await self.leader()
@@ -286,7 +286,7 @@ class Rig:
         return await metrics_of(self.url(name))
 
     async def programs(self, name: str, prefix: str) -> dict[str, dict[str, Any]]:
-        """Return the programs that a scheduler knows, whose names contain `prefix`."""
+        """Return the programs known to a scheduler whose names contain `prefix`."""
         found: dict[str, dict[str, Any]] = {}
         offset: int | None = 0
         while offset is not None:

@@ -1,7 +1,7 @@
 """mini-swe-agent in an environment of its own, an image for its container, and a replica that follows a script.
 
-mini-swe-agent and litellm bring many packages that the proxy must not have, so they live in a virtual environment
-outside the checkout (about 0.7 GB, made once).
+mini-swe-agent and litellm need many packages that the proxy must not have, so they are in a virtual environment outside
+the checkout (about 0.7 GB, made once).
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "mini_swe_agent.py"
 MODEL_NAME = "scripted"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else litellm fetches prices as it is imported
+_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise litellm fetches prices on import
 
 
 def requirements() -> list[str]:
-    """Return what the example says that it needs: versions that are known to work together."""
+    """Return the example's requirements: versions that are known to work together."""
     found = re.search(r"^ *pip install (.+)$", EXAMPLE.read_text(), re.MULTILINE)
     assert found is not None, EXAMPLE
     return found[1].split()
 
 
 def ensure_mini_swe_agent() -> Path:
-    """Return the Python interpreter of an environment that has mini-swe-agent; make it at the first call.
+    """Return the Python interpreter of an environment with mini-swe-agent; make it at the first call.
 
     Takes about a minute once. Raises RealEngineError if the installation fails.
     """
     wanted = requirements()
-    # litellm 1.106 lacks what its tool calls need, and says so only at the first of them.
+    # litellm 1.106 lacks a dependency of its tool calls, and reports that only at the first one.
     modules = "httpx2, minisweagent.models.litellm_model, litellm.responses.mcp.chat_completions_handler"
     imports = ["-c", f"import {modules}"]
     return ensure_environment("mini-swe-agent", wanted, "about 0.7 GB, a minute", imports, **_OFFLINE)
 
 
 def agent_environment(docker_url: str, folder: Path) -> dict[str, str]:
-    """Return the environment of an agent that asks nobody but this machine, and keeps its files in `folder`."""
+    """Return the environment of an agent that contacts only this machine, and keeps its files in `folder`."""
     return {
         **os.environ,
         "DOCKER_HOST": docker_url,
         "DOCKER_CONFIG": str(folder),
         **_OFFLINE,
         "MSWEA_GLOBAL_CONFIG_DIR": str(folder),
-        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # a test shall see the first failure
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # a test must see the first failure
         "MSWEA_SILENT_STARTUP": "1",
         "NO_PROXY": "127.0.0.1",
     }
@@ -76,9 +76,9 @@ def root_with_bash() -> bytes:
 
 @dataclass
 class ScriptedReplica:
-    """A replica as vLLM is one, whose model calls the tool `bash` with one command after the other.
+    """A replica like vLLM, whose model calls the tool `bash` with one command after another.
 
-    Which one comes next is told by the history that it is sent, so that it plays for any number of programs at a time.
+    The history of a request selects the next command, so it serves any number of programs at a time.
     """
 
     commands: Sequence[str]
@@ -87,7 +87,7 @@ class ScriptedReplica:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Serve on a loopback port for the length of the block."""
+        """Serve on a loopback port during the block."""
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -97,7 +97,7 @@ class ScriptedReplica:
             yield self
 
     def turns_of(self, program_id: str) -> list[dict[str, Any]]:
-        """Return the bodies of the turns that one program sent, in order."""
+        """Return the bodies of one program's turns, in order."""
         return [body for headers, body in self.asked if headers.get("X-Program-ID") == program_id]
 
     async def _health(self, request: web.Request) -> web.Response:

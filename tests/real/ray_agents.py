@@ -1,4 +1,4 @@
-"""Agents of the tests on Ray: each says where it runs, and one waits until a test lets it go."""
+"""Agents for the tests on Ray: each reports its node, and one waits until a test releases it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Worker:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def gate(self, fifo: str) -> str:
-        return Path(fifo).read_text()  # until somebody writes
+        return Path(fifo).read_text()  # until a writer opens it
 
     def fail(self, text: str) -> None:
         raise KeyError(text)
@@ -24,7 +24,7 @@ class Worker:
 
 class Asker:
     async def ask(self, text: str) -> Any:
-        """Ask another agent, and let what comes of it pass."""
+        """Call another agent, and return its result or raise its error."""
         return await stubs.call("worker", "fail", (text,))
 
 

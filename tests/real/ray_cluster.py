@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes, which is on this machine."""
+"""A Ray cluster of two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 MEMORY_BYTES = 1 << 30
-"""Of a node, as Ray counts it."""
+"""Memory of a node, as Ray counts it."""
 NODE = {"num_cpus": 2, "memory": MEMORY_BYTES, "object_store_memory": 80 << 20, "include_dashboard": False}
 SOON_DEAD = {
     "health_check_initial_delay_ms": 2000,
@@ -30,7 +30,7 @@ SOON_DEAD = {
 
 
 class TwoNodes:
-    """A cluster whose second node can be taken away and given back."""
+    """A cluster whose second node can be removed and added again."""
 
     def __init__(self, folder: Path) -> None:
         from ray.cluster_utils import Cluster  # noqa: PLC0415 - where Ray is
@@ -49,22 +49,22 @@ class TwoNodes:
         self.second = self.cluster.add_node(**NODE, node_ip_address="127.0.0.1")
 
     def remove(self) -> None:
-        """Kill all that is of the second node, without a word to anybody."""
+        """Kill all processes of the second node without notice."""
         self.cluster.remove_node(self.second, allow_graceful=False)
         self.second = None
 
 
 @contextmanager
 def two_nodes(*paths: str) -> Iterator[TwoNodes]:
-    """Run a cluster whose processes find modules in `paths` and here; none of them may outlive it."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a longer path has no room for Ray's sockets
+    """Run a cluster whose processes find modules in `paths` and here; no process may outlive it."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a longer path leaves no room for Ray's sockets
     (folder / "ray").mkdir()
     nodes = None
     changes = pytest.MonkeyPatch()
     changes.setenv("PYTHONPATH", os.pathsep.join([*paths, str(ROOT), os.environ.get("PYTHONPATH", "")]))
     changes.setenv("RAY_TMPDIR", str(folder))
     for name in ("ray._private.services.get_node_ip_address", "ray.util.get_node_ip_address"):
-        changes.setattr(name, lambda *_: "127.0.0.1")  # Ray takes a loopback address for the machine's outward one
+        changes.setattr(name, lambda *_: "127.0.0.1")  # Ray replaces a loopback address with the machine's external one
     try:
         nodes = TwoNodes(folder)
         yield nodes
@@ -81,7 +81,7 @@ def two_nodes(*paths: str) -> Iterator[TwoNodes]:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Return what still runs of a cluster, when it has had some time to end."""
+    """Return the processes of a cluster that still run after some time to end."""
     for _ in range(100):
         left = []
         for entry in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""A real redis-server, and where its client is installed."""
+"""A real redis-server, and the folder of its client."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class RedisServer:
-    """A server that listens on a socket in a folder, and keeps an append-only file there if it is to."""
+    """A server that listens on a socket in a folder, with an optional append-only file there."""
 
     folder: Path
     packages: str
-    """Where the client is installed: for PYTHONPATH."""
+    """The client's folder, for PYTHONPATH."""
     keeps: bool
     process: subprocess.Popen[str] | None = None
 
@@ -32,7 +32,7 @@ class RedisServer:
         return f"unix://{self.folder / 'redis.sock'}"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         options = ("--appendonly", "yes", "--appendfsync", "always") if self.keeps else ("--appendonly", "no")
         command = ["redis-server", "--port", "0", "--unixsocket", str(self.folder / "redis.sock"), "--save", ""]
         self.process = subprocess.Popen(
@@ -44,7 +44,7 @@ class RedisServer:
                 break
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
@@ -55,7 +55,7 @@ class RedisServer:
 def redis_server(
     require_real: Callable[[str], NoReturn], folder: Path, *, keeps: bool = False
 ) -> Iterator[RedisServer]:
-    """Run one for the length of the block."""
+    """Run a server during the block."""
     if shutil.which("redis-server") is None and (why_not := install("redis-server")):
         require_real(why_not)
     try:

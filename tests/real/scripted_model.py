@@ -1,7 +1,7 @@
-"""A replica whose model uses a tool that it is given, once, and then says what the tool said.
+"""A replica whose model calls a given tool once, and then repeats the tool's result.
 
-It speaks the three APIs that agent frameworks speak - chat completions, responses, messages - whole and streamed, and
-keeps no state: what comes next is told by the history that it is sent, so that it plays for any number of programs.
+It supports the three APIs of agent frameworks (chat completions, responses, messages), whole and streamed. It keeps no
+state: the history of a request selects the next step, so it serves any number of programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXAMPLES: Json = {"string": "Paris", "integer": 1, "number": 1.0, "boolean": Tr
 
 @dataclass(frozen=True)
 class Step:
-    """What the model does next: call a tool, or say something."""
+    """The model's next step: a tool call, or text."""
 
     tool: str = ""
     arguments: Json = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Step:
 
     @property
     def arguments_json(self) -> str:
-        """Return the arguments as models write them."""
+        """Return the arguments in the form that models write."""
         return json.dumps(self.arguments)
 
 
 def _text(content: object) -> str:
-    """Return the text of a content that is one, or a list of parts."""
+    """Return the text of a content, which is a text or a list of parts."""
     if isinstance(content, list):
         return " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return str(content)
@@ -50,8 +50,8 @@ def _text(content: object) -> str:
 class ScriptedModel:
     """Serve it with `async with ScriptedModel().running() as model`.
 
-    It calls the tool `tool` with `arguments`; without that, the first one, with arguments that fit its schema. Requests
-    with the header `leaf_header`, as those of sub-agents, get an answer without a call.
+    It calls the tool `tool` with `arguments`; without `tool`, the first one, with arguments that fit its schema.
+    Requests with the header `leaf_header`, as those of sub-agents, get an answer without a call.
     """
 
     tool: str = ""
@@ -63,7 +63,7 @@ class ScriptedModel:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Serve on a loopback port for the length of the block."""
+        """Serve on a loopback port during the block."""
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -76,7 +76,7 @@ class ScriptedModel:
             yield self
 
     def _step(self, request: web.Request, tools: Iterable[tuple[str, Json]], results: list[str]) -> Step:
-        """Call a tool unless there is a result already."""
+        """Call a tool unless the history has a result."""
         if results:
             return Step(text=f"The tool says: {results[-1]}")
         for name, schema in tools if self.leaf_header not in request.headers else ():

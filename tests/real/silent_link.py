@@ -1,7 +1,7 @@
-"""A connection between two processes that can go silent in one direction, or in both, as a network that drops packets.
+"""A connection between two processes that can go silent in one direction or both, like a network that drops packets.
 
-What was sent meanwhile arrives when it is heard again, and so do ends of connections: nobody is told of anything. It
-needs no root, no network namespace and no packet filter.
+Data sent meanwhile arrives after healing, and so do ends of connections: neither side gets a notice. It needs no root,
+no network namespace and no packet filter.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from contextlib import suppress
 from typing import Literal
 
 Way = Literal["up", "down"]
-"""Up is towards whom was connected to."""
+"""Up is the direction towards the target."""
 
 PIECE_BYTES = 16_384
 
 
 class SilentLink:
-    """Listens on a port and connects each that comes to a target: `host:port`, or the path of a Unix socket."""
+    """Listens on a port and connects each client to a target: `host:port`, or the path of a Unix socket."""
 
     def __init__(self, target: str, port: int) -> None:
         """Begin closed."""
         self.port = port
         self.bytes_per_s: float | None = None
-        """How fast it is downwards; None: as fast as it can be."""
+        """Rate downwards; None: unlimited."""
         self._target = target
         self._heard: dict[Way, asyncio.Event] = {"up": asyncio.Event(), "down": asyncio.Event()}
         for each in self._heard.values():
@@ -33,7 +33,7 @@ class SilentLink:
 
     @property
     def url(self) -> str:
-        """Where it listens, for HTTP."""
+        """Its URL, for HTTP."""
         return f"http://127.0.0.1:{self.port}"
 
     async def open(self) -> None:
@@ -42,25 +42,25 @@ class SilentLink:
             self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=1024)
 
     def close(self) -> None:
-        """Refuse connections, as the port of a process that has ended; those that are there go on."""
+        """Refuse new connections, like the port of an ended process; open ones continue."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     async def end(self) -> None:
-        """Close it with all its connections."""
+        """Close the link with all its connections."""
         self.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def silence(self, *ways: Way) -> None:
-        """Let nothing through in these directions."""
+        """Block all data in these directions."""
         for way in ways:
             self._heard[way].clear()
 
     def heal(self) -> None:
-        """Let all through again."""
+        """Pass all data again."""
         for each in self._heard.values():
             each.set()
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests on real engines."""
+"""Helpers for tests on real engines."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ Json = dict[str, Any]
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
 MOMENTS = re.compile(rb'"(\w+_(?:ts|time|wait|latency|throughput))":[\d.e+-]+')
-"""What SGLang's /generate says of its times."""
+"""Fields with times in the answers of SGLang's /generate."""
 TEXT = re.compile(rb'("(?:content|text)":)"((?:[^"\\]|\\.)*)"')
 OF_THE_PROXY = {"x-replica-id", "x-program-id", "x-program-id-source", "x-hold-ms", "x-request-id"}
 
 
 def words(count: int, seed: int) -> str:
-    """Return text of so many tokens."""
+    """Return text with this number of tokens."""
     rng = random.Random(seed)
     return " ".join(f"w{rng.randrange(2000)}" for _ in range(count))
 
 
 def chat(prompt: str, output_tokens: int, **fields: object) -> Json:
-    """Return the body of a chat whose answer has exactly so many tokens."""
+    """Return the body of a chat whose answer has exactly this number of tokens."""
     return conversation([{"role": "user", "content": prompt}], output_tokens, **fields)
 
 
@@ -57,7 +57,7 @@ def conversation(messages: list[dict[str, str]], output_tokens: int, **fields: o
 
 
 def completion(prompt: object, output_tokens: int, **fields: object) -> Json:
-    """Return the body of a text completion whose answer has exactly so many tokens."""
+    """Return the body of a text completion whose answer has exactly this number of tokens."""
     return {"prompt": prompt, **_exactly(output_tokens), **fields}
 
 
@@ -81,13 +81,13 @@ async def metrics(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
 
 
 async def replicas(client: httpx2.AsyncClient, url: str) -> list[Json]:
-    """Return what the proxy says of its replicas."""
+    """Return the proxy's report of its replicas."""
     found: list[Json] = (await client.get(f"{url}/replicas")).json()["replicas"]
     return found
 
 
 async def until_all_up(client: httpx2.AsyncClient, url: str) -> None:
-    """Wait until the proxy has seen all its replicas up."""
+    """Wait until all replicas of the proxy are up."""
 
     async def all_up() -> bool:
         return all(replica["up"] for replica in await replicas(client, url))
@@ -103,7 +103,7 @@ async def until(condition: Callable[[], Awaitable[bool]], *, within_s: float = 3
 
 
 def events(body: bytes) -> list[Json]:
-    """Return the events of a whole stream, having checked that it is one."""
+    """Check that a stream is complete, and return its events."""
     *found, done, rest = body.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in found]
@@ -111,7 +111,7 @@ def events(body: bytes) -> list[Json]:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer without what differs from one moment to the next."""
+    """An answer without the parts that change with time."""
 
     status: int
     reason: str
@@ -120,7 +120,7 @@ class Answer:
 
 
 async def ask(engine: RealEngine, url: str, path: str, body: dict[str, Any] | bytes | None) -> Answer:
-    """Ask with an empty prefix cache and a pinned request id; with no body, by GET."""
+    """Send a request with an empty prefix cache and a fixed request id; without a body by GET."""
     await engine.reset_prefix_cache()
     request: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
     headers = {"X-Request-Id": "pinned", "X-Program-ID": "exact", "Content-Type": "application/json"}
@@ -136,10 +136,10 @@ async def ask(engine: RealEngine, url: str, path: str, body: dict[str, Any] | by
 
 
 async def assert_same(engine: RealEngine, proxy: Server, path: str, body: dict[str, Any] | bytes | None) -> Answer:
-    """Compare the engine's own answer with that through the proxy, and return it.
+    """Check that the engine's own answer equals the one through the proxy, and return it.
 
-    An engine whose server is late puts several tokens into one event of a stream, so one difference proves nothing: in
-    the end only that and no other byte may differ.
+    A late engine server puts several tokens into one stream event, so a single difference proves nothing: in the end
+    only this may differ, and no other byte.
     """
     for tries_left in range(7, -1, -1):
         direct = await ask(engine, engine.url, path, body)
@@ -154,7 +154,7 @@ async def assert_same(engine: RealEngine, proxy: Server, path: str, body: dict[s
 
 
 def without_cuts(stream: bytes) -> tuple[bytes, list[bytes]]:
-    """Return the text of a stream, and its events without it, each once for all that follow each other alike."""
+    """Return the text of a stream, and its events without text, with equal neighbours merged."""
     texts, events = [], [b""]
     for event in stream.split(b"\n\n"):
         if (rest := TEXT.sub(rb"\1", event)) != events[-1]:
@@ -164,7 +164,7 @@ def without_cuts(stream: bytes) -> tuple[bytes, list[bytes]]:
 
 
 class Programs:
-    """Agents behind one proxy, each with a history that grows; `salt` makes their words new to the engine."""
+    """Agents behind one proxy, each with a growing history; `salt` makes their words new to the engine."""
 
     def __init__(self, client: httpx2.AsyncClient, salt: str) -> None:
         self.client = client
@@ -203,7 +203,7 @@ def assert_tests_pass_in(
     timeout_s: float,
     **variables: str,
 ) -> None:
-    """Run tests with what an environment of their own holds beside ours; none may fail or be skipped."""
+    """Run tests with the packages of a separate environment added to ours; none may fail or be skipped."""
     try:
         with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             python = ensure_environment(name, requirements, size)

@@ -1,4 +1,4 @@
-"""Prometheus' own tool on the alerts and the dashboard: they can be read, and each alert fires when it should."""
+"""Check alerts and dashboard with Prometheus' own tool: they can be parsed, and each alert fires when it should."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
 DASHBOARD = ROOT / "deploy/grafana/thunderagent.json"
 SAMPLES_COUNT = 120
-"""30 minutes of a sample every 15 s."""
+"""30 minutes with a sample every 15 s."""
 
 
 @pytest.fixture(scope="module")
 def promtool(require_real: Callable[[str], NoReturn], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Have promtool; if it is not there, out of Debian's package, which is not installed: it would start a server."""
+    """Provide promtool; if missing, unpack it from Debian's package without installing, which would start a server."""
     found = shutil.which("promtool")
     if found is not None:
         return Path(found)
@@ -56,7 +56,7 @@ def series(name: str, **labels: str) -> str:
 
 
 def holds(name: str, *, within_1_s: float, within_60_s: float, within_300_s: float) -> dict[str, str]:
-    """Return a histogram that grows by so much in each bucket."""
+    """Return a histogram that grows by the given amount in each bucket."""
     buckets = {"1": within_1_s, "60": within_60_s, "300": within_300_s, "+Inf": within_300_s}
     found = {series(f"{name}_bucket", le=le): rising(step) for le, step in buckets.items()}
     return {**found, series(f"{name}_count"): rising(within_300_s)}
@@ -181,13 +181,13 @@ def test_exactly_the_right_alerts_fire(name: str, promtool: Path, tmp_path: Path
 
 
 def test_every_alert_has_a_situation() -> None:
-    """None is left that was never seen to fire."""
+    """Every alert fires in some situation."""
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     assert {rule["alert"] for rule in group["rules"]} == set().union(*(fired for _, fired in CASES.values()))
 
 
 def test_every_expression_of_the_dashboard_can_be_read(promtool: Path, tmp_path: Path) -> None:
-    """Grafana's variables but for that of time stand inside strings."""
+    """Grafana's variables are inside strings, except the time variable."""
     targets = [each for panel in json.loads(DASHBOARD.read_text())["panels"] for each in panel.get("targets", ())]
     rules = [
         {"record": f"dashboard:{number}", "expr": target["expr"].replace("$__rate_interval", "1m")}

@@ -1,4 +1,4 @@
-"""The APIs besides the completions, on real engines: the engine's own bytes, and the usage that it says."""
+"""The APIs besides completions, on real engines: the engine's own bytes, and the usage that it reports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REFUSALS = {
 async def test_an_answer_is_the_engines_own(
     engine: RealEngine, proxy_of_one: Server, path: str, body: dict[str, Any]
 ) -> None:
-    """Every byte but ids and time stamps, though the proxy asks for usage on its own behalf."""
+    """All bytes except ids and time stamps are equal, although the proxy asks for usage on its own behalf."""
     answer = await assert_same(engine, proxy_of_one, path, body)
     assert answer.status == 200
 
@@ -78,7 +78,7 @@ async def test_a_refusal_is_the_engines_own(
 async def test_the_program_has_the_usage_that_the_engine_said(
     engine: RealEngine, proxy_of_one: Server, name: str, stream: bool
 ) -> None:
-    """Prompt, output and hits of two turns, of which the second finds the first one's blocks."""
+    """Prompt, output and hits of two turns are counted; the second hits the first one's blocks."""
     path, body = BODIES[name]
     program_id = f"usage-{name}-{stream}"
     said = []
@@ -102,7 +102,7 @@ async def test_the_program_has_the_usage_that_the_engine_said(
 
 
 def usage_in(text: str, *, stream: bool) -> tuple[int, int, int]:
-    """Return prompt, output and cached tokens of an answer in whatever API."""
+    """Return prompt, output and cached tokens of an answer of any API."""
     parts = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
     answers = [json.loads(part) for part in parts] if stream else [json.loads(text)]
     usage = next(
@@ -119,7 +119,7 @@ def usage_in(text: str, *, stream: bool) -> tuple[int, int, int]:
 
 
 async def test_the_sdks_of_both_makers(proxy: Server) -> None:
-    """openai's responses, one in the background, found on either engine; anthropic's messages, streamed."""
+    """Covers openai's responses, one in the background, found on either engine; anthropic's messages, streamed."""
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/p/sdk/v1", api_key="none", max_retries=0) as client:
         first = await client.responses.create(model=MODEL_NAME, input=PROMPT, max_output_tokens=6)
         assert (await client.responses.retrieve(first.id)).output_text == first.output_text
@@ -134,7 +134,7 @@ async def test_the_sdks_of_both_makers(proxy: Server) -> None:
                 input=PROMPT,
                 max_output_tokens=3000,
                 background=True,
-                extra_body={"ignore_eos": True},  # so that none is through before it is cancelled
+                extra_body={"ignore_eos": True},  # so that none ends before it is cancelled
             )
             for _ in range(4)
         ]
@@ -151,7 +151,7 @@ async def test_the_sdks_of_both_makers(proxy: Server) -> None:
 
 
 async def test_a_client_that_leaves_a_message_ends_it_in_the_engine(engine: RealEngine, proxy_of_one: Server) -> None:
-    """As with a chat: the engine runs nothing for nobody."""
+    """As with a chat, the engine runs nothing for a client that left."""
     async with httpx2.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
         body = {"model": MODEL_NAME, "messages": USER, "max_tokens": 3000, "stream": True, "ignore_eos": True}
         async with client.stream("POST", "/v1/messages", json=body) as response:

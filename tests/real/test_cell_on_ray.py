@@ -1,4 +1,4 @@
-"""A cell on a Ray cluster of two nodes: what is killed comes back where it was, and clients that wait see no error."""
+"""A cell on a Ray cluster of two nodes: killed parts restart at their place, and waiting clients see no error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Clients:
 
 
 def pids_of(cell: Any) -> dict[str, int]:
-    """Return the process of each actor, by its name."""
+    """Return the process id of each actor, by name."""
     import ray  # noqa: PLC0415
 
     from thunderagent.ray import _actors  # noqa: PLC0415
@@ -103,7 +103,7 @@ async def ready(url: str) -> None:
 
 
 async def restarted(name: str, pid: int) -> int:
-    """Wait until an actor's process is another one."""
+    """Wait until an actor has a new process."""
     import ray  # noqa: PLC0415
 
     async with asyncio.timeout(60):
@@ -118,7 +118,7 @@ async def restarted(name: str, pid: int) -> int:
 
 
 async def test_what_is_killed_comes_back_where_it_was(nodes: TwoNodes) -> None:
-    """A gateway and the scheduler, by their actors and by themselves."""
+    """Kills a gateway and the scheduler, through their actors and directly."""
     import ray  # noqa: PLC0415
 
     from thunderagent import ray as on_ray  # noqa: PLC0415
@@ -166,11 +166,11 @@ async def test_what_is_killed_comes_back_where_it_was(nodes: TwoNodes) -> None:
         await asyncio.to_thread(cell.stop, grace_s=5)
         await gone(again, last, *pids.values())
         assert on_ray._actors(cell.name) == {}
-        on_ray.stop(cell.name)  # of what is not there
+        on_ray.stop(cell.name)  # of a missing actor
 
 
 async def test_two_schedulers_share_a_store(nodes: TwoNodes, redis: RedisServer) -> None:
-    """They are on different nodes; one stands in for the other at once."""
+    """They are on different nodes; one replaces the other at once."""
     import ray  # noqa: PLC0415
     from ray._private.state import actors  # noqa: PLC0415
 
@@ -203,7 +203,7 @@ async def test_two_schedulers_share_a_store(nodes: TwoNodes, redis: RedisServer)
 
 
 async def test_gateways_that_are_stopped_serve_for_their_delay(nodes: TwoNodes) -> None:
-    """Longer than a process is waited for after its grace."""
+    """The delay is longer than the wait for a process after its grace period."""
     from thunderagent import ray as on_ray  # noqa: PLC0415
 
     delay_s = 2 * on_ray.CLOSE_S + 1
@@ -225,7 +225,7 @@ async def test_gateways_that_are_stopped_serve_for_their_delay(nodes: TwoNodes) 
 
 
 def test_what_cannot_be_is_said(nodes: TwoNodes) -> None:
-    """Before anything runs, or with nothing left of it."""
+    """Errors come before anything runs, or leave nothing behind."""
     from thunderagent import ray as on_ray  # noqa: PLC0415
 
     with pytest.raises(ConfigurationError, match=r"scheduler .* does not start; Ray's logs"):

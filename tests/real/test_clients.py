@@ -23,7 +23,7 @@ EXACTLY: dict[str, Any] = {"min_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture
 async def client(proxy: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Give the client of one agent program, known by the path of its base URL; release the program afterwards."""
+    """Yield the client of one agent program, named in the path of its base URL; release the program afterwards."""
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/p/agent-7/v1", api_key="none", max_retries=0) as client:
         yield client
     async with httpx2.AsyncClient(base_url=proxy.url) as admin:
@@ -31,7 +31,7 @@ async def client(proxy: Server) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_an_agent_loop_with_the_openai_client(proxy: Server, client: openai.AsyncOpenAI) -> None:
-    """Turns of one program, whole and streamed, each behind the history of those before."""
+    """Turns of one program, whole and streamed, each with the history of those before."""
     messages: list[Any] = [{"role": "system", "content": words(64, seed=1)}]
     for turn in range(4):
         messages.append({"role": "user", "content": words(100, seed=turn)})
@@ -74,7 +74,7 @@ async def _streamed(client: openai.AsyncOpenAI, messages: list[Any]) -> tuple[st
 
 
 async def test_the_openai_client_sees_the_engines_errors(client: openai.AsyncOpenAI) -> None:
-    """What is refused is raised as the type that the client has for it, with the engine's words where it was asked."""
+    """A refusal raises the client's type for it, with the engine's words if the engine was asked."""
     with pytest.raises(openai.NotFoundError, match="'gone' is not served here; there are: "):
         await client.chat.completions.create(model="gone", messages=[{"role": "user", "content": "w1"}])
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
@@ -82,5 +82,5 @@ async def test_the_openai_client_sees_the_engines_errors(client: openai.AsyncOpe
 
 
 async def test_the_openai_client_lists_the_models(client: openai.AsyncOpenAI) -> None:
-    """The list is paged through as the client does."""
+    """The client's paging works."""
     assert [model.id async for model in client.models.list()] == [MODEL_NAME]

@@ -1,4 +1,4 @@
-"""Claude Code and Codex as they are installed from npm: what docs/integrations says is what a user types."""
+"""Claude Code and Codex as installed from npm, used with the commands of docs/integrations."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def packages() -> list[str]:
-    """Return what the pages say to install."""
+    """Return the packages that the pages name."""
     found = [re.search(r"npm install --global (\S+)", blocks(name, "sh")[0]) for name in ("claude-code", "codex")]
     return [each[1] for each in found if each is not None]
 
 
 @pytest.fixture(scope="module")
 def programs_folder(require_real: Callable[[str], NoReturn]) -> Path:
-    """Install both with npm, at the first time in some seconds; return where the commands lie."""
+    """Install both with npm, the first time in some seconds; return the folder of their commands."""
     wanted = packages()
     assert len(wanted) == 2
 
@@ -65,7 +65,7 @@ def programs_folder(require_real: Callable[[str], NoReturn]) -> Path:
 
 
 async def type_in(script: str, proxy: RunningProxy, commands: Path, home: Path) -> str:
-    """Run what a user types, with this proxy, and return what it printed."""
+    """Run a user's command line with this proxy, and return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ANTHROPIC_", "OPENAI_"))}
     environment |= {"HOME": str(home), "CODEX_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     environment["PATH"] = f"{commands}:{environment['PATH']}"
@@ -109,7 +109,7 @@ async def test_claude_code_with_a_sub_agent_is_one_program(programs_folder: Path
 
 
 async def test_claude_code_says_which_sub_agent_called_which(programs_folder: Path, tmp_path: Path) -> None:
-    """One that a sub-agent called is a branch below it, and forgotten when it goes on."""
+    """A sub-agent of a sub-agent is a branch below it, which is forgotten when the caller continues."""
     asked = {"description": "ask", "prompt": "What is the weather?", "run_in_background": False}
     script = ScriptedModel(tool="Agent", arguments=asked, leaf_header="X-Claude-Code-Parent-Agent-Id")
     async with script.running() as model, running_proxy(model.url) as proxy:
@@ -134,7 +134,7 @@ async def test_claude_code_says_which_sub_agent_called_which(programs_folder: Pa
 
 
 async def test_claude_code_names_its_session_itself(programs_folder: Path, tmp_path: Path) -> None:
-    """With nothing but the base URL each session is a program."""
+    """With only the base URL set each session is a program."""
     async with ScriptedModel(tool="none").running() as model, running_proxy(model.url) as proxy:
         seen = Seen()
         proxy.runtime.observe(seen)
@@ -147,7 +147,7 @@ async def test_claude_code_names_its_session_itself(programs_folder: Path, tmp_p
 
 @pytest.mark.parametrize("named", [True, False], ids=["by the URL", "by itself"])
 async def test_codex_runs_a_command_as_one_program(programs_folder: Path, tmp_path: Path, *, named: bool) -> None:
-    """Its tool call is read from the stream of a response, and what it says of itself names the program."""
+    """The tool call is read from the stream of a response, and Codex's own headers name the program."""
     script = ScriptedModel(tool="exec_command", arguments={"cmd": "echo sunny"})
     async with script.running() as model, running_proxy(model.url) as proxy:
         seen = Seen()

@@ -35,7 +35,7 @@ def text_of(stream: bytes) -> str:
 
 
 async def test_a_keep_mode_pause_in_mid_generation_costs_nothing(engine: RealEngine, proxy_of_one: Server) -> None:
-    """The stream stands still, goes on, and says what the engine says without a proxy and without a pause."""
+    """The stream stops, continues, and equals the engine's stream without a proxy and without a pause."""
     body = completion(tokens_in(1), 600, stream=True)
     async with httpx2.AsyncClient(timeout=60) as client:
         expected = (await client.post(f"{engine.url}{COMPLETIONS}", json=body)).content
@@ -82,7 +82,7 @@ async def test_a_cache_that_is_reset_through_the_proxy_is_empty_in_the_engine_an
 
 
 async def test_an_abort_ends_what_runs_and_what_is_held(engine: RealEngine, run_proxy: Any) -> None:
-    """Both with a finish reason of abort, in answers of the same shape."""
+    """Both end with the finish reason abort, in answers of the same shape."""
     body = completion(tokens_in(3), 3000)
     async with (
         run_proxy((engine,), "--policy", "cap", "--policy-arg", "n=1") as proxy,
@@ -110,7 +110,7 @@ async def test_an_abort_ends_what_runs_and_what_is_held(engine: RealEngine, run_
             if ran["choices"][0]["finish_reason"] == "abort":
                 assert ran["usage"]["completion_tokens"] < 3000
                 return
-            # While tokens come faster than its server passes them on, that hears of nothing else: here, of the abort.
+            # While tokens come faster than its server passes them on, it handles nothing else, such as the abort.
             assert said["aborted"] == 0
         pytest.fail("the engine heard of no abort in time")
 
@@ -131,7 +131,7 @@ async def test_sleep_lasts_until_the_engine_is_awake(proxy_of_one: Server) -> No
 
 
 async def test_what_a_real_engine_cannot_do_is_said(proxy: Server) -> None:
-    """New weights that nobody configured: no 200, what each said, and turns go on."""
+    """New weights without configuration: no 200, the answer of each engine, and turns continue."""
     async with httpx2.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{proxy.url}/update_weights", json={"update_info": {}})
         assert answer.status_code == 500

@@ -1,4 +1,4 @@
-"""The Dockerfile and the compose file as users have them: built, started, used, stopped and removed, for real."""
+"""The Dockerfile and the compose file as users have them: really built, started, used, stopped and removed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PROJECT = "thunderagent-test"
 MB = 1024 * 1024
 DISK_BYTES = 2048 * MB
 STREAMED_TOKENS = 600
-"""A few seconds of the simulated engine."""
+"""A few seconds on the simulated engine."""
 
 
 @pytest.fixture(scope="module")
 def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
-    """Run a Docker engine that has images to build on."""
+    """Run a Docker engine with base images."""
     try:
         ensure_docker({"docker-compose": "docker-compose", **base_image.PACKAGES})
         with DockerEngine(disk_bytes=DISK_BYTES) as engine:
@@ -48,7 +48,7 @@ def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
 
 @pytest.fixture(scope="module")
 def client(engine: DockerEngine) -> Iterator[Any]:
-    """The library's own client."""
+    """A client of the Docker library."""
     with contextlib.closing(engine.client()) as client:
         yield client
 
@@ -74,7 +74,7 @@ class Compose:
         }
 
     def __call__(self, *arguments: str) -> str:
-        """Run a command; return what it says."""
+        """Run a command; return its output."""
         done = subprocess.run(
             ("docker-compose", "--file", self._file, *arguments),
             cwd=ROOT,
@@ -108,7 +108,7 @@ async def stack(compose: Compose, client: Any) -> AsyncIterator[httpx2.AsyncClie
 
 @contextlib.asynccontextmanager
 async def up(compose: Compose, client: Any) -> AsyncIterator[None]:
-    """Run a stack for the length of the block. Taking it down must leave nothing behind."""
+    """Run a stack during the block. Its removal must leave nothing behind."""
     try:
         await asyncio.to_thread(compose, "up", "--detach")
         yield
@@ -123,13 +123,13 @@ async def up(compose: Compose, client: Any) -> AsyncIterator[None]:
 
 
 def told_by(client: Any, found: Json) -> str:
-    """Return what is to be known of a container where something failed."""
+    """Return a container's details for a failure report."""
     state = client.inspect_container(found["Id"])["State"]
     return f"{found['Names'][0]} {json.dumps(state)}\n{client.logs(found['Id'], tail=40).decode()}"
 
 
 def run_in_image(client: Any, *command: str, **settings: Any) -> str:
-    """Run a command in a fresh container of the image; return what it writes."""
+    """Run a command in a fresh container of the image; return its output."""
     host = client.create_host_config(network_mode="none", read_only=True, cap_drop=["ALL"])
     made = client.create_container(IMAGE, list(command), entrypoint=[], host_config=host, **settings)
     try:
@@ -143,7 +143,7 @@ def run_in_image(client: Any, *command: str, **settings: Any) -> str:
 
 
 def test_the_image_is_small_and_holds_no_tools_to_build_with(compose: Compose, client: Any) -> None:
-    """What was needed to build it is not in it, and it runs as nobody, on a file system that it cannot write."""
+    """It has no build tools, and runs as an unprivileged user on a read-only file system."""
     image = client.inspect_image(IMAGE)
     assert image["Config"]["User"] == "65532:65532"
     assert image["Config"]["Entrypoint"] == ["thunderagent"]
@@ -159,9 +159,9 @@ def test_the_image_is_small_and_holds_no_tools_to_build_with(compose: Compose, c
     ]
 
 
-@pytest.mark.nightly  # a minute of a compiler
+@pytest.mark.nightly  # a minute of compiling
 def test_the_image_that_anybody_builds_is_compiled(engine: DockerEngine, client: Any) -> None:
-    """Its core is, and the compiler is not in it."""
+    """Its core is compiled, and it has no compiler."""
     arguments = {"BASE_IMAGE": BASE_IMAGE, "BUILD_IMAGE": BUILD_IMAGE}
     log = list(client.build(path=str(ROOT), tag=IMAGE, buildargs=arguments, rm=True, forcerm=True, decode=True))
     assert "error" not in log[-1], log[-1]
@@ -170,7 +170,7 @@ def test_the_image_that_anybody_builds_is_compiled(engine: DockerEngine, client:
 
 
 def test_an_extra_that_is_none_fails_the_build(compose: Compose, client: Any) -> None:
-    """A slip in EXTRAS is found by who builds, not by who runs it."""
+    """A typing error in EXTRAS shows when the image is built, not when it runs."""
     arguments = {"BASE_IMAGE": BASE_IMAGE, "BUILD_IMAGE": BUILD_IMAGE, "EXTRAS": "kubernets"}
     log = list(client.build(path=str(ROOT), buildargs=arguments, rm=True, forcerm=True, decode=True))
     assert "error" in log[-1]
@@ -178,7 +178,7 @@ def test_an_extra_that_is_none_fails_the_build(compose: Compose, client: Any) ->
 
 
 def test_the_profile_for_gpus_is_a_stack_of_its_own(compose: Compose) -> None:
-    """Where compose reads it as meant: vLLM with the flags that help, a GPU each, and a proxy in front of both."""
+    """Compose reads it as intended: vLLM with helpful flags, one GPU each, and a proxy in front of both."""
     services = yaml.safe_load(compose("--profile", "gpu", "config"))["services"]
     of_gpus = {name for name, service in services.items() if service.get("profiles") == ["gpu"]}
     assert of_gpus == {"thunderagent-gpu", "vllm-1", "vllm-2"}
@@ -195,11 +195,11 @@ def test_the_profile_for_gpus_is_a_stack_of_its_own(compose: Compose) -> None:
 async def test_the_stack_gets_ready_serves_drains_and_goes(
     compose: Compose, client: Any, stack: httpx2.AsyncClient
 ) -> None:
-    """From `up` on: healthy, two replicas, a turn of a program; SIGTERM lets a stream end and refuses new turns."""
+    """After `up`: healthy, two replicas, a turn of a program; SIGTERM lets a stream end and refuses new turns."""
     proxy = container(client, "thunderagent")
     await until(lambda: are_healthy(client))
 
-    await until_all_up(stack, "")  # it is healthy before it has asked both
+    await until_all_up(stack, "")  # it is healthy before it has polled both
     assert {each["replica_id"] for each in await replicas(stack, "")} == {"engine-1:8100", "engine-2:8100"}
 
     answer = await stack.post("/p/task-1/v1/chat/completions", json=chat(8))
@@ -211,7 +211,7 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
         chunks = stream.aiter_bytes()
         body = await anext(chunks)
         began_s = time.monotonic()
-        stopped = asyncio.create_task(asyncio.to_thread(client.stop, proxy))  # gives it what the compose file says
+        stopped = asyncio.create_task(asyncio.to_thread(client.stop, proxy))  # passes the values of the compose file
         await until(lambda: answers_503(stack, "/ready"))
         refused = await stack.post("/p/task-2/v1/chat/completions", json=chat(8))
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
@@ -219,7 +219,7 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
             body += chunk
     assert len([event for event in events(body) if event["choices"][0]["delta"].get("content")]) == STREAMED_TOKENS
     await stopped
-    assert time.monotonic() - began_s < 20  # it ended when the stream had, not when its grace period was over
+    assert time.monotonic() - began_s < 20  # it ended with the stream, not at the end of its grace period
     inspected = client.inspect_container(proxy)
     assert (inspected["State"]["ExitCode"], inspected["Config"]["StopTimeout"]) == (0, 40)
     replayed = compose("run", "--rm", "--no-deps", "-T", "thunderagent", "replay", "events.jsonl")
@@ -229,7 +229,7 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
 async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
     engine: DockerEngine, client: Any
 ) -> None:
-    """The leader's container is killed under a stream and turns by both gateways: not one error; the other leads."""
+    """The leader's container is killed during streams and turns through both gateways: no error; the other leads."""
     scaled = Compose(engine, "deploy/compose/scaled.yml")
     await asyncio.to_thread(scaled, "build")
     urls = [f"http://127.0.0.1:{port}" for port in (scaled.port, scaled.second_port)]
@@ -261,12 +261,12 @@ async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
 
 
 async def say_so(value: bool) -> bool:
-    """Return a condition as `until` waits for it."""
+    """Return a condition in the form that `until` takes."""
     return value
 
 
 def leader_of(client: Any) -> str:
-    """Return the service of the scheduler that leads, as each says in its own container."""
+    """Return the service of the leading scheduler, as reported in its own container."""
     asked = "import json, urllib.request as u; print(json.load(u.urlopen('http://127.0.0.1:8300/health'))['role'])"
     for service in ("scheduler-1", "scheduler-2"):
         made = client.exec_create(container(client, service), ["python3", "-c", asked])
@@ -289,12 +289,12 @@ def container(client: Any, service: str) -> str:
 
 
 async def are_healthy(client: Any, services_count: int = 3) -> bool:
-    """Say whether the health check of each of so many services has succeeded."""
+    """Return whether the health check of each of a number of services has succeeded."""
     found = [client.inspect_container(each["Id"])["State"]["Health"] for each in client.containers()]
     assert "unhealthy" not in [each["Status"] for each in found], json.dumps(found)
     return [each["Status"] for each in found] == ["healthy"] * services_count
 
 
 async def answers_503(http: httpx2.AsyncClient, path: str) -> bool:
-    """Say whether a path is refused."""
+    """Return whether a path answers 503."""
     return (await http.get(path)).status_code == 503

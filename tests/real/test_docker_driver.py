@@ -1,4 +1,4 @@
-"""The Docker driver on a real engine: everything that it makes works, ends, and is gone."""
+"""The Docker driver on a real engine: everything that it makes works, ends, and is removed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def client(docker_engine: DockerEngine) -> Iterator[Any]:
-    """The library's own client, to look past the driver. Afterwards nothing may be left at the engine."""
+    """A client of the Docker library, independent of the driver. At the end nothing may be left at the engine."""
     with contextlib.closing(docker_engine.client()) as client:
         yield client
         try:
@@ -81,14 +81,14 @@ def client(docker_engine: DockerEngine) -> Iterator[Any]:
 
 @pytest.fixture
 async def driver(docker_engine: DockerEngine, client: Any) -> AsyncIterator[DockerDriver]:
-    """A driver at that engine."""
+    """A driver for that engine."""
     driver = DockerDriver(OWNER, url=docker_engine.url, concurrency_count=16)
     yield driver
     await driver.close()
 
 
 def remains(client: Any) -> tuple[list[str], list[str], list[str]]:
-    """Return what is at the engine: names of containers, of networks, of volumes."""
+    """Return the names of containers, networks and volumes at the engine."""
     containers = [each["Names"][0] for each in client.containers(all=True)]
     networks = [each["Name"] for each in client.networks() if each["Name"] not in ("bridge", "host", "none")]
     return containers, networks, [each["Name"] for each in client.volumes()["Volumes"] or ()]
@@ -110,7 +110,7 @@ async def until(condition: Callable[[], object], within_s: float = DEADLINE_S) -
 async def watching(
     driver: DockerDriver, commands: list[Command] | None = None
 ) -> AsyncIterator[asyncio.Queue[Change | Exception]]:
-    """Give what the driver tells from now on, commands apart; an error that ends it comes last."""
+    """Yield the driver's reports from now on, commands separately; an error that ends them comes last."""
     changes: asyncio.Queue[Change | Exception] = asyncio.Queue()
 
     told = driver.watch()
@@ -145,7 +145,7 @@ async def the_next(changes: asyncio.Queue[Change | Exception]) -> Change | Excep
 
 
 async def test_a_sandbox_is_usable_when_it_is_prepared(driver: DockerDriver, client: Any) -> None:
-    """Set up, limited, reached at its port on loopback alone, and gone with its volume when it is reclaimed."""
+    """It is set up, limited, reachable at its port on loopback alone; reclaiming removes it with its volume."""
     wanted = order(
         command=("sh", "-c", "sleep 0.5; exec nc -ll -p 8000 -e cat"),
         environment={"COLOUR": "green"},
@@ -179,11 +179,11 @@ async def test_a_sandbox_is_usable_when_it_is_prepared(driver: DockerDriver, cli
 
     await driver.reclaim(place.handle)
     assert remains(client) == ([], [], [])
-    await driver.reclaim(place.handle)  # twice is once
+    await driver.reclaim(place.handle)  # a second reclaim is harmless
 
 
 async def test_a_port_is_ready_when_somebody_listens_inside(driver: DockerDriver) -> None:
-    """The engine's own proxy accepts at once; the sandbox does a second later, and not on loopback alone."""
+    """The engine's own proxy accepts at once; the sandbox a second later, and not only on loopback."""
     late = "nc -l -s 127.0.0.1 -p 8000 & sleep 1; kill $!; exec nc -ll -p 8000 -e cat"
     started_s = time.monotonic()
     place = await driver.prepare(order(command=("sh", "-c", late), ports=(8000,), ready_port=8000))
@@ -193,16 +193,16 @@ async def test_a_port_is_ready_when_somebody_listens_inside(driver: DockerDriver
 
 
 async def test_orphans_inside_are_reaped(driver: DockerDriver, client: Any) -> None:
-    """What loses its parent, and ends, leaves nothing in the table of processes."""
+    """An orphan that ends leaves nothing in the process table."""
     place = await driver.prepare(order())
     inside(client, place.handle, "for n in 1 2 3; do (sleep 0.2 &) ; done")
-    await until(lambda: inside(client, place.handle, "ps -o comm,stat").count("sleep") == 2)  # its two own
+    await until(lambda: inside(client, place.handle, "ps -o comm,stat").count("sleep") == 2)  # its own two
     assert " Z" not in inside(client, place.handle, "ps -o comm,stat")
     await driver.reclaim(place.handle)
 
 
 async def test_an_image_without_a_shell_is_refused(driver: DockerDriver, client: Any) -> None:
-    """There is nothing in it that could end it in time."""
+    """Nothing in it could end it in time."""
     empty = io.BytesIO()
     with tarfile.open(fileobj=empty, mode="w") as tar:
         tar.addfile(tarfile.TarInfo("file"))
@@ -212,7 +212,7 @@ async def test_an_image_without_a_shell_is_refused(driver: DockerDriver, client:
 
 
 async def test_an_image_keeps_its_entrypoint(driver: DockerDriver, docker_engine: DockerEngine, client: Any) -> None:
-    """A command goes to the image's own entrypoint, as `docker run` does; without one nothing of the image runs."""
+    """A command goes to the image's entrypoint, as with `docker run`; without one nothing of the image runs."""
     image = import_busybox_image(docker_engine, "with-entrypoint:1", ('ENTRYPOINT ["env", "A=1"]', "USER user"))
     place = await driver.prepare(order(image=image, command=("sh", "-c", "echo $A >/tmp/a; sleep 100")))
     await until(lambda: inside(client, place.handle, "cat /tmp/a") == "1\n")
@@ -235,7 +235,7 @@ async def test_an_image_keeps_its_entrypoint(driver: DockerDriver, docker_engine
 async def test_a_sandbox_that_cannot_be_set_up_is_told_of(
     driver: DockerDriver, template: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    """A failed command, a command that there is not, and an early end each say so in the sandbox's own words."""
+    """A failed command, a missing command, and an early end are each reported in the sandbox's own words."""
     with pytest.raises(SandboxSetupError) as raised:
         await driver.prepare(order(**template))
     for word in words:
@@ -243,7 +243,7 @@ async def test_a_sandbox_that_cannot_be_set_up_is_told_of(
 
 
 async def test_what_a_setup_command_leaves_running_delays_nothing_for_long(driver: DockerDriver) -> None:
-    """It holds the command's output; the command is over all the same."""
+    """It keeps the command's output open; the command has ended all the same."""
     async with asyncio.timeout(10):
         place = await driver.prepare(order(setup=("sleep 1000 & echo started",)))
     await driver.reclaim(place.handle)
@@ -258,13 +258,13 @@ async def test_what_a_setup_command_leaves_running_delays_nothing_for_long(drive
     ],
 )
 async def test_what_the_engine_will_not_make_is_refused(driver: DockerDriver, template: dict[str, Any]) -> None:
-    """Trying again would not help, and the error says so."""
+    """A retry would not help, and the error says so."""
     with pytest.raises(SandboxRefusedError):
         await driver.prepare(order(**template))
 
 
 async def test_a_name_that_is_taken_is_a_conflict(driver: DockerDriver, client: Any) -> None:
-    """What bears our name, but is not ours, stays."""
+    """A container with our name that is not ours stays."""
     taken = client.create_container(IMAGE, ["sleep", "100"], name="thunderagent-s-1")
     with pytest.raises(SandboxConflictError):
         await driver.prepare(order())
@@ -276,7 +276,7 @@ async def test_a_name_that_is_taken_is_a_conflict(driver: DockerDriver, client: 
 
 
 async def test_an_image_is_pulled_once_and_reclaimed(docker_engine: DockerEngine, client: Any) -> None:
-    """Ten orders, one pull; the image goes with the last sandbox unless it is to be kept. What is missing is told."""
+    """Ten orders cause one pull; the image goes with the last sandbox unless kept. A missing image is reported."""
     async with registry() as (name, manifests_served):
         driver = DockerDriver(OWNER, url=docker_engine.url, concurrency_count=16, reclaim_images=True)
         places = await asyncio.gather(*(driver.prepare(order(f"s-{n}", image=name)) for n in range(10)))
@@ -285,7 +285,7 @@ async def test_an_image_is_pulled_once_and_reclaimed(docker_engine: DockerEngine
         assert client.images(name)
         await driver.reclaim(places[0].handle)
         assert not client.images(name)
-        assert client.images(IMAGE)  # nobody pulled that
+        assert client.images(IMAGE)  # that one was not pulled
         missing = name.replace("tools", "nonesuch")
         with pytest.raises(SandboxImageError):
             await driver.prepare(order(image=missing))
@@ -308,7 +308,7 @@ async def test_an_image_is_pulled_once_and_reclaimed(docker_engine: DockerEngine
 async def test_a_sandbox_ends_when_its_time_is_over(
     docker_engine: DockerEngine, client: Any, command: tuple[str, ...]
 ) -> None:
-    """Nobody helps: the driver is closed. Its volume goes with it."""
+    """It ends without help: the driver is closed. Its volume goes with it."""
     driver = DockerDriver(OWNER, url=docker_engine.url, concurrency_count=4)
     await driver.prepare(order(command=command, mounts=(Mount(target="/data"),), ttl_s=2.0))
     await driver.close()
@@ -318,7 +318,7 @@ async def test_a_sandbox_ends_when_its_time_is_over(
 
 
 async def test_a_sandbox_has_time_to_end_by_itself(driver: DockerDriver) -> None:
-    """It gets TERM; one that ignores it goes when its time to stop is over."""
+    """It gets TERM; a sandbox that ignores it is killed after its stop time."""
     polite = ("sh", "-c", "trap 'exit 9' TERM; while :; do sleep 0.1; done")
     async with watching(driver) as changes:
         place = await driver.prepare(order(command=polite, stop_grace_s=50.0))
@@ -337,7 +337,7 @@ async def test_a_sandbox_has_time_to_end_by_itself(driver: DockerDriver) -> None
 
 
 async def test_commands_inside_are_told_of(driver: DockerDriver, client: Any) -> None:
-    """When each begins and ends, in what was made and in what was given; no probes of the engine's own."""
+    """Begin and end of each, in made and in given containers; no probes of the engine itself."""
     commands: list[Command] = []
     probed = {"test": ["CMD-SHELL", "true"], "interval": 200_000_000}
     made = client.create_container(IMAGE, ["sleep", "60"], labels={PROGRAM_LABEL: "p-2"}, healthcheck=probed)
@@ -364,7 +364,7 @@ async def test_commands_inside_are_told_of(driver: DockerDriver, client: Any) ->
 
 
 async def test_a_sandbox_that_ends_by_itself_is_told_of(driver: DockerDriver, client: Any) -> None:
-    """With its exit code, or that its memory was over; the network of its program goes too."""
+    """The report has its exit code, or that it ran out of memory; the network of its program goes too."""
     async with watching(driver) as changes:
         await driver.prepare(order(command=("sh", "-c", "sleep 0.5; exit 7"), network="own"))
         change = await the_next(changes)
@@ -384,7 +384,7 @@ async def test_a_sandbox_that_ends_by_itself_is_told_of(driver: DockerDriver, cl
 
 
 async def test_the_sandboxes_of_a_program_share_a_network(driver: DockerDriver, client: Any) -> None:
-    """They reach each other by name, others do not, and it goes with the last; made at once, there is one."""
+    """They reach each other by name, others do not; the network goes with the last; made concurrently, there is one."""
     mine = [order(f"s-{n}", command=ECHO, network="own") for n in range(4)]
     other = order("s-9", "p-2", network="own")
     *places, stranger = await asyncio.gather(*(driver.prepare(each) for each in (*mine, other)))
@@ -399,7 +399,7 @@ async def test_the_sandboxes_of_a_program_share_a_network(driver: DockerDriver, 
 
 
 async def test_a_warm_sandbox_has_a_network_of_its_own(driver: DockerDriver, client: Any) -> None:
-    """It belongs to no program yet."""
+    """It has no program yet."""
     places = [await driver.prepare(order(name, "", network="own")) for name in ("s-1", "s-2")]
     assert len(remains(client)[1]) == 2
     for place in places:
@@ -407,7 +407,7 @@ async def test_a_warm_sandbox_has_a_network_of_its_own(driver: DockerDriver, cli
 
 
 async def test_a_sandbox_may_have_no_network(driver: DockerDriver, client: Any) -> None:
-    """It sees loopback alone."""
+    """It has only loopback."""
     place = await driver.prepare(order(network="none"))
     assert place.address == ""
     assert "eth0" not in inside(client, place.handle, "cat /proc/net/dev")
@@ -418,7 +418,7 @@ async def test_a_sandbox_may_have_no_network(driver: DockerDriver, client: Any) 
 
 
 async def test_a_labelled_container_is_given_to_us(driver: DockerDriver, client: Any) -> None:
-    """It is told of when it appears, found, and removed. What has no label, or is another proxy's, is none of ours."""
+    """It is reported when it appears, found, and removed. One without label, or another proxy's, is not ours."""
     others = {PROGRAM_LABEL: "p-5", OWNER_LABEL: "proxy-2", SANDBOX_LABEL: "s-5", RUN_LABEL: "run-9"}
     async with watching(driver) as changes:
         strangers = [run(client, {}), run(client, {"some": "label"}), run(client, others)]
@@ -446,7 +446,7 @@ async def test_a_labelled_container_is_given_to_us(driver: DockerDriver, client:
 
 
 async def test_a_container_is_adopted_by_name(driver: DockerDriver, client: Any) -> None:
-    """It needs no label; it is found, told of and removed as others are. Sandboxes cannot be adopted."""
+    """It needs no label; it is found, reported and removed like others. Sandboxes cannot be adopted."""
     handle = run(client, {}, name="mine")
     with pytest.raises(NotFoundError):
         await driver.adopt("nonesuch", "")
@@ -468,7 +468,7 @@ async def test_a_container_is_adopted_by_name(driver: DockerDriver, client: Any)
 
 
 async def test_a_preparation_that_is_cancelled_leaves_nothing(driver: DockerDriver, client: Any) -> None:
-    """At forty moments of its course; each returns once what it began is gone."""
+    """Cancelled at forty moments; each returns once everything that it began is gone."""
     rng = random.Random(7)
     wanted = {"network": "own", "mounts": (Mount(target="/data"),), "setup": ("sleep 0.2",), "ready_command": "false"}
 
@@ -484,13 +484,13 @@ async def test_a_preparation_that_is_cancelled_leaves_nothing(driver: DockerDriv
 
 
 async def test_a_cancellation_at_each_early_moment_leaves_nothing(driver: DockerDriver, client: Any) -> None:
-    """One at a time, after 0, 20, 40 ... ms: the calls to create and to start are cut short at each point."""
+    """One at a time, after 0, 20, 40 ... ms: the calls to create and to start are interrupted at each point."""
     for number in range(15):
         task = asyncio.create_task(driver.prepare(order("s-1", network="own")))
         await asyncio.sleep(number * 0.02)
         task.cancel()
         await asyncio.wait([task])
-        if not task.cancelled():  # it was faster
+        if not task.cancelled():  # it completed first
             await driver.reclaim(task.result().handle)
         assert remains(client) == ([], [], [])
         if not task.cancelled():
@@ -500,7 +500,7 @@ async def test_a_cancellation_at_each_early_moment_leaves_nothing(driver: Docker
 async def test_what_an_earlier_run_left_is_swept(
     docker_engine: DockerEngine, driver: DockerDriver, client: Any
 ) -> None:
-    """Its networks and its stopped containers; running ones are found as orphans, and what is in use stays."""
+    """Its networks and stopped containers go; running ones are found as orphans, and networks in use stay."""
     earlier = DockerDriver(Owner("proxy-1", "run-0"), url=docker_engine.url, concurrency_count=4)
     place = await earlier.prepare(order("s-0", network="own"))
     await earlier.close()
@@ -522,7 +522,7 @@ async def test_what_an_earlier_run_left_is_swept(
 
 
 async def test_what_sandboxes_take_is_measured(driver: DockerDriver) -> None:
-    """On disk what it wrote, in its volume too; in memory what its processes hold."""
+    """Disk: what it wrote, including its volume; memory: what its processes hold."""
     hold = "dd if=/dev/zero of=/big bs=1M count=3; dd if=/dev/zero of=/data/big bs=1M count=2; touch /ready; sleep 100"
     wanted = order(command=("sh", "-c", hold), ready_command="test -f /ready", mounts=(Mount(target="/data"),))
     place = await driver.prepare(wanted)
@@ -537,7 +537,7 @@ async def test_what_sandboxes_take_is_measured(driver: DockerDriver) -> None:
 
 
 async def test_a_full_disk_is_told_of(driver: DockerDriver, docker_engine: DockerEngine) -> None:
-    """Trying again later makes sense, and works."""
+    """The error suggests a later retry, which works."""
     with docker_engine.full_disk(), pytest.raises(SandboxSpaceError):
         await driver.prepare(order(network="own"))
     place = await driver.prepare(order(network="own"))
@@ -545,7 +545,7 @@ async def test_a_full_disk_is_told_of(driver: DockerDriver, docker_engine: Docke
 
 
 async def test_an_engine_that_is_not_there_is_told_of() -> None:
-    """Making a driver for it is no error, asking it is."""
+    """Making a driver for it is no error; using the driver is."""
     driver = DockerDriver(OWNER, url="unix:///nonesuch/docker.sock", concurrency_count=2)
     for what in (driver.prepare(order()), driver.find(), driver.sweep(), driver.reclaim("x"), driver.measure(["x"])):
         with pytest.raises(SandboxEngineError):
@@ -556,7 +556,7 @@ async def test_an_engine_that_is_not_there_is_told_of() -> None:
 
 
 async def test_an_engine_that_is_restarted_is_used_again(driver: DockerDriver, docker_engine: DockerEngine) -> None:
-    """While it is gone all calls say so, one that waits is cut off, and the watch ends; afterwards all works."""
+    """While it is gone all calls report that, a waiting one is cut off, and the watch ends; afterwards all works."""
     async with watching(driver) as changes:
         preparing = asyncio.create_task(driver.prepare(order("s-8", setup=("sleep 50",))))
         place = await driver.prepare(order())
@@ -579,7 +579,7 @@ async def test_an_engine_that_is_restarted_is_used_again(driver: DockerDriver, d
 
 
 async def test_the_reaper_removes_what_a_killed_proxy_leaves(docker_engine: DockerEngine, client: Any) -> None:
-    """Killed with 20 sandboxes, and the engine restarted too: containers, networks and the reaper itself go."""
+    """After a kill with 20 sandboxes and an engine restart, containers, networks and the reaper itself go."""
     run_id = f"killed-{os.getpid()}"
     script = textwrap.dedent(f"""
         import asyncio, time
@@ -602,7 +602,7 @@ async def test_the_reaper_removes_what_a_killed_proxy_leaves(docker_engine: Dock
     assert proxy.stdout is not None
     assert await proxy.stdout.readline() == b"ready\n"
     (reaper,) = reapers(run_id)
-    # What did not end by itself, and what is another run's.
+    # Those that did not end by themselves, and those of another run.
     late = {OWNER_LABEL: "proxy-1", RUN_LABEL: run_id, SANDBOX_LABEL: "s-99", EXPIRES_LABEL: str(int(time.time()))}
     run(client, late)
     stranger = run(client, {**late, RUN_LABEL: "another"})
@@ -618,7 +618,7 @@ async def test_the_reaper_removes_what_a_killed_proxy_leaves(docker_engine: Dock
 
 
 async def test_the_reaper_ends_with_a_proxy_that_leaves_nothing(docker_engine: DockerEngine, client: Any) -> None:
-    """It has nothing to do, and says so by ending at once."""
+    """It has nothing to do, and ends at once."""
     run_id = f"orderly-{os.getpid()}"
     driver = DockerDriver(Owner("proxy-1", run_id), url=docker_engine.url, concurrency_count=2)
     try:
@@ -634,7 +634,7 @@ async def test_the_reaper_ends_with_a_proxy_that_leaves_nothing(docker_engine: D
 
 
 async def test_a_driver_that_is_closed_leaves_no_thread_and_no_socket(docker_engine: DockerEngine, client: Any) -> None:
-    """Whatever it was asked for: to watch, to prepare, to give up, to measure."""
+    """This holds after every kind of call: watch, prepare, give up, measure."""
     client.ping()
     gc.collect()
     before = (threading.active_count(), sockets_count())
@@ -646,15 +646,15 @@ async def test_a_driver_that_is_closed_leaves_no_thread_and_no_socket(docker_eng
             await driver.prepare(order("s-9", setup=("false",)))
         await asyncio.gather(*(driver.reclaim(place.handle) for place in places))
     await driver.close()
-    await until(lambda: threading.active_count() <= before[0] + 1)  # the one that asks
+    await until(lambda: threading.active_count() <= before[0] + 1)  # the current thread
     assert sockets_count() <= before[1] + 2  # what `to_thread` and the library's pool may hold
 
 
 async def test_the_event_loop_is_never_kept(driver: DockerDriver, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fifty sandboxes are prepared and reclaimed while the loop looks at the clock each millisecond.
+    """Fifty sandboxes are prepared and reclaimed while the loop reads the clock each millisecond.
 
-    What counts is what the loop's own thread computes from one look to the next: for a processor, or for its turn among
-    threads, it waits as long as the machine has others.
+    Only the processor time of the loop's own thread between two reads counts: it may wait for a processor or for its
+    turn among threads as long as the machine has other work.
     """
     late_ms: list[float] = []
     kept_ms: list[float] = []
@@ -696,7 +696,7 @@ async def test_the_event_loop_is_never_kept(driver: DockerDriver, capsys: pytest
 
 
 async def echoed(host: str, port: int) -> bytes:
-    """Return what an echo server makes of a line."""
+    """Return an echo server's answer to a line."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(b"hello\n")
@@ -708,20 +708,20 @@ async def echoed(host: str, port: int) -> bytes:
 
 
 def inside(client: Any, handle: str, command: str) -> str:
-    """Run a shell command in a container; return what it said."""
+    """Run a shell command in a container; return its output."""
     made = client.exec_create(handle, ["sh", "-c", command])
     return cast("bytes", client.exec_start(made["Id"])).decode()
 
 
 def run(client: Any, labels: dict[str, str], name: str | None = None) -> str:
-    """Run a container that the driver knows nothing of; return its id."""
+    """Run a container unknown to the driver; return its id."""
     made = client.create_container(IMAGE, ["sleep", "1000"], labels=labels, name=name)
     client.start(made["Id"])
     return str(made["Id"])
 
 
 def sockets_count() -> int:
-    """Return how many sockets this process has open."""
+    """Return the number of open sockets of this process."""
     count = 0
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         with contextlib.suppress(OSError):
@@ -730,7 +730,7 @@ def sockets_count() -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether a process runs; one that ended and was not waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
         return file.read().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -738,7 +738,7 @@ def is_alive(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def registry() -> AsyncIterator[tuple[str, list[str]]]:
-    """Serve one image, `tools:1`; give its name and a list that grows with each request for its manifest."""
+    """Serve one image, `tools:1`; yield its name and a list that grows with each request for its manifest."""
     root = busybox_root()
     layer = gzip.compress(root, 1)
     config = json.dumps(

@@ -1,4 +1,4 @@
-"""`thunderagent doctor` on real vLLM engines: no fault in two sound ones, and those of another."""
+"""`thunderagent doctor` on real vLLM engines: no fault in two sound ones, and the faults of a third."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 2048
 
 
 async def found(*argv: str) -> dict[str, Finding]:
-    """Return what is not as it should be, by what was examined."""
+    """Return the faults, by examined item."""
     findings = await examine(build_parser().parse_args(["doctor", *argv]))
     assert {"engine_reachable", "second_turn_hit", "identity"} <= {finding.check for finding in findings}
     return {finding.check: finding for finding in findings if finding.level is not Level.OK}
@@ -27,7 +27,7 @@ async def found(*argv: str) -> dict[str, Finding]:
 
 @pytest.fixture
 async def unsound(vllm: None) -> AsyncIterator[RealEngine]:
-    """Run an engine without prefix caching, which tells nothing of cached tokens."""
+    """Run an engine without prefix caching, which does not report cached tokens."""
     (port,) = free_ports(1)
     config = RealEngineConfig(
         hidden_size=HIDDEN_SIZE,
@@ -44,13 +44,13 @@ async def unsound(vllm: None) -> AsyncIterator[RealEngine]:
 
 
 async def test_two_sound_engines_have_no_fault(engines: tuple[RealEngine, RealEngine]) -> None:
-    """By what they say of themselves, and by what three prompts and two turns show."""
+    """Checked by their own reports, and by three prompts and two turns."""
     assert await found("--backends", ",".join(engine.url for engine in engines)) == {}
 
 
 @pytest.mark.timeout(300)
 async def test_what_is_wrong_with_an_engine_is_found(unsound: RealEngine) -> None:
-    """As vLLM itself says it."""
+    """Found by vLLM's own reports."""
     findings = await found("--backends", unsound.url)
     assert findings["prefix_caching"].level is Level.FAULT
     assert "--enable-prefix-caching" in findings["prefix_caching"].remedy

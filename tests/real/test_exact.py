@@ -1,4 +1,4 @@
-"""Through the proxy comes what the engine itself would have answered: status, headers and bytes."""
+"""The proxy passes on exactly the engine's own answer: status, headers and bytes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_refusal_is_the_engines_own(
 async def test_a_model_that_no_engine_lists_is_refused_as_the_engine_would(
     engine: RealEngine, proxy_of_one: Server, path: str
 ) -> None:
-    """The words are the proxy's, which asks no engine; status and fields are what clients know."""
+    """The words are the proxy's, which asks no engine; status and fields are those that clients know."""
     body = chat(PROMPT, 10, model="gone") if path == CHAT else completion(PROMPT, 10, model="gone", **STREAM)
     direct = await ask(engine, engine.url, path, body)
     through = await ask(engine, proxy_of_one.url, path, body)
@@ -105,12 +105,12 @@ async def test_a_model_that_no_engine_lists_is_refused_as_the_engine_would(
 async def test_a_side_call_is_the_engines_own(
     engine: RealEngine, proxy_of_one: Server, path: str, body: dict[str, Any] | None
 ) -> None:
-    """Requests that are not turns pass as well."""
+    """Requests that are not turns pass too."""
     await assert_same(engine, proxy_of_one, path, body)
 
 
 async def test_the_models_are_the_engines_own(engine: RealEngine, proxy: Server) -> None:
-    """The union of what two engines serve is, as both serve the same, what each says."""
+    """Both engines serve the same models, so their union is each one's own list."""
     direct = await ask(engine, engine.url, "/v1/models", None)
     through = await ask(engine, proxy.url, "/v1/models", None)
     assert (through.status, through.body) == (direct.status, direct.body)
@@ -118,7 +118,7 @@ async def test_the_models_are_the_engines_own(engine: RealEngine, proxy: Server)
 
 
 async def test_what_the_proxy_adds_is_named(engine: RealEngine, proxy_of_one: Server) -> None:
-    """The only new headers say which replica served whose turn, and how long it was held."""
+    """The only new headers give replica, program and hold time of the turn."""
     async with httpx2.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
         response = await client.post(CHAT, json=chat(PROMPT, 2, program_id="named"))
     assert response.status_code == 200

@@ -1,8 +1,8 @@
-"""Every fault that a cell of several processes has to bear, made in real ones while programs take turns.
+"""Every fault that a cell of several processes must survive, made in real processes while programs take turns.
 
 A case runs for FAULT_SECONDS (60) with FAULT_PROGRAMS (2,000) programs that take FAULT_TURNS_PER_S (60); its seed is
-printed, and FAULT_SEED makes the same draws again. `scripts/nightly faults` runs all of them, `scripts/test --real` one
-of each kind for some seconds; FAULT_CASES names others for that, with commas between.
+printed, and FAULT_SEED repeats its random draws. `scripts/nightly faults` runs all of them, `scripts/test --real` one
+of each kind for some seconds; FAULT_CASES names others for that, separated by commas.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 300, func_only=True)
 
 
 async def run(case: Case, rig: Rig, load: Load, seconds: float) -> str:
-    """Make a fault while programs take turns; check what must hold; return what was seen."""
+    """Make a fault while programs take turns; check the invariants; return the observations."""
     async with asyncio.TaskGroup() as group:
         running = group.create_task(load.run())
         began_s = time.monotonic()
@@ -91,7 +91,7 @@ async def a_rig(
 
 
 def tell(rig: Rig) -> None:
-    """Print what processes said lately, for whoever looks why it failed."""
+    """Print recent logs of the processes, to explain a failure."""
     for name, process in rig.logs:
         often = ('"event":"turn"', '"event":"pause"', '"event":"restore"', '"event":"release"')
         lines = [line for line in process.log.splitlines() if not any(each in line for each in often)]
@@ -119,7 +119,7 @@ async def test_one_fault_of_each_kind(require_real: Callable[[str], NoReturn], t
 
 
 async def test_a_client_goes_on_whoever_is_killed(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """The openai client streams by one gateway; leader, standby, Redis and another gateway go. It never tries again."""
+    """The openai client streams through one gateway, without retries, while leader, standby, Redis, a gateway die."""
     answered = 0
     stop = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The engine model beside the engine: the same requests, and the same blocks found in the cache."""
+"""The engine model compared with the engine: for the same requests the same blocks are found in the cache."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ROUNDS_COUNT = 7
 OUTPUT_TOKENS = 40
 FORECASTS_COUNT = 3
 Found = tuple[int, int, int]
-"""A program, the tokens of its prompt, and how many of them were cached."""
+"""A program, the tokens of its prompt, and the number of cached ones."""
 
 
 class Load:
-    """Nine programs that are too large for the pool together: their turns come in groups, in an order of their own."""
+    """Nine programs that together exceed the pool: their turns come in groups, in a fixed order."""
 
     def __init__(self, group_size: int) -> None:
         self._random = Random(group_size)
@@ -79,7 +79,7 @@ async def on_the_engine(engine: RealEngine, load: Load) -> list[Found]:
 
 
 def on_the_model(engine: RealEngine, load: Load) -> list[Found]:
-    """Submit the turns of each group at once, in its order; answers are words that nobody else has."""
+    """Submit the turns of each group at once, in order; answers are unique words."""
     config = engine.config
     model = Engine(
         EngineConfig(
@@ -113,8 +113,8 @@ def on_the_model(engine: RealEngine, load: Load) -> list[Found]:
 async def test_the_model_finds_the_very_blocks_that_the_engine_finds(engine: RealEngine, group_size: int) -> None:
     """63 turns on a pool for about half of the programs: the cached tokens of each are the same, block by block.
 
-    Where turns are sent at once, the order in which the engine takes them up differs now and then, the more the busier
-    the machine is, and what it evicts for the first one the others miss: a fifth of the turns may differ so.
+    If turns are sent at once, the engine's order of admission sometimes differs, more so on a busy machine, and the
+    others miss what it evicts for the first one: up to a fifth of the turns may differ for this reason.
     """
     await engine.reset_prefix_cache()
     real = await on_the_engine(engine, Load(group_size))
@@ -128,16 +128,16 @@ async def test_the_model_finds_the_very_blocks_that_the_engine_finds(engine: Rea
 @pytest.mark.nightly
 @pytest.mark.timeout(3600, func_only=True)
 async def test_the_simulator_forecasts_the_engine(engines: tuple[RealEngine, RealEngine]) -> None:
-    """At 4, 8 and 16 programs, passed through and scheduled: hits within 5 points, turns a minute within 10 %.
+    """At 4, 8 and 16 programs, unscheduled and scheduled: hits within 5 points, turns a minute within 10 %.
 
-    By the median of three rounds, each with constants fitted anew, all of which are printed.
+    The median of three rounds counts, each with newly fitted constants; all are printed.
 
-    That is asked of the forecast, which is a range: what engines do that take up to 15 % more or less time than the
-    constants say. Those are fitted first, to the engine of `benchmarks.fidelity` on a core of its own, but a machine
-    is not as fast in one minute as in the next. Mostly the range is narrow; where eight programs only just fit, half
-    of it is thrashing.
+    The forecast is a range: the results of engines that take up to 15 % more or less time than the constants say.
+    The constants are fitted first, to the engine of `benchmarks.fidelity` on a separate core, but a machine's speed
+    varies from minute to minute. Mostly the range is narrow; where eight programs only just fit, half of it is
+    thrashing.
     """
-    assert all(engine.is_running for engine in engines)  # idle: they do not start, or stop, meanwhile
+    assert all(engine.is_running for engine in engines)  # idle: none starts or stops meanwhile
     console = Console(width=110)
     comparison = Comparison(
         programs=(4, 8, 16),
@@ -149,7 +149,7 @@ async def test_the_simulator_forecasts_the_engine(engines: tuple[RealEngine, Rea
     config = RealEngineConfig(port=free_ports(1)[0], core=cores[1] if len(cores) > 1 else None)
     rounds: list[list[Pair]] = []
     for _ in range(FORECASTS_COUNT):
-        os.sched_setaffinity(0, cores[:1])  # the proxy inherits it; the engine has the other core to itself
+        os.sched_setaffinity(0, cores[:1])  # the proxy inherits this core; the engine has the other one to itself
         try:
             rounds.append((await measure_all(comparison, config, 60.0, console))[1])
         finally:

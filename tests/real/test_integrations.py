@@ -1,7 +1,6 @@
-"""Each page of docs/integrations as it stands, in an environment with what it says to install: it is one program.
+"""Run the unchanged code of each page of docs/integrations, in an environment with its packages: it is one program.
 
-And the clients that these pages are about with the embedded engine behind, which generates and caches, but calls no
-tool.
+The clients of these pages also run with the embedded engine, which generates and caches, but calls no tool.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
 PAGES = Path(__file__).parents[2] / "docs" / "integrations"
 PYTHON_PAGES = {"openai": 2, "anthropic": 2, "litellm": 1, "langchain": 2, "openai-agents": 2}
-"""Pages whose code runs as it stands, and how many turns it makes."""
+"""Pages whose code runs unchanged, and its number of turns."""
 DEADLINE_S = 60.0
 
 
 def requirements(name: str) -> list[str]:
-    """Return what a page says to install: versions that are known to work."""
+    """Return the packages that a page names, in versions that are known to work."""
     found = re.search(r"^pip install (.+)$", (PAGES / f"{name}.md").read_text(), re.MULTILINE)
     assert found is not None, name
     return found[1].split()
@@ -52,7 +51,7 @@ def code(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
-    """Make one environment with what all pages need, at the first time in a minute, saying so."""
+    """Make one environment with the packages of all pages; the first time takes a minute and is announced."""
     wanted = sorted({package for name in PYTHON_PAGES for package in requirements(name)})
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
@@ -63,7 +62,7 @@ def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config)
 
 
 class Seen:
-    """What the scheduler was told."""
+    """The events that the scheduler received."""
 
     def __init__(self, output_tokens: int | None = 20) -> None:
         self.output_tokens = output_tokens
@@ -88,7 +87,7 @@ class Seen:
 
 
 async def run_script(python: Path, script: str) -> str:
-    """Return what a script prints."""
+    """Run a script and return its output."""
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
     process = await asyncio.create_subprocess_exec(str(python), "-c", script, stdout=PIPE, stderr=PIPE, env=environment)
     try:
@@ -104,7 +103,7 @@ async def run_script(python: Path, script: str) -> str:
 
 @pytest.mark.parametrize(("name", "turns_count"), PYTHON_PAGES.items(), ids=list(PYTHON_PAGES))
 async def test_the_page_s_code_is_one_program(python: Path, name: str, turns_count: int) -> None:
-    """Its turns are of one program, their usage and their tool are read, its answer arrives, and it is released."""
+    """Its turns belong to one program, their usage and tool are read, its answer arrives, and it is released."""
     async with ScriptedModel().running() as model, running_proxy(model.url) as proxy:
         seen = Seen()
         proxy.runtime.observe(seen)
@@ -228,7 +227,7 @@ print(len(messages) == 4 and not calls)
 
 @pytest.mark.parametrize("name", VARIANTS)
 async def test_a_client_s_other_ways_to_ask(python: Path, name: str) -> None:
-    """Responses, messages and streams through real clients: each request is a turn whose usage was read."""
+    """Responses, messages and streams through real clients: each request is a turn whose usage is read."""
     async with ScriptedModel().running() as model, running_proxy(model.url) as proxy:
         seen = Seen()
         proxy.runtime.observe(seen)
@@ -385,7 +384,7 @@ CONVERSATION_TURNS = 4
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 async def test_a_conversation_with_an_engine_is_one_program(python: Path, name: str) -> None:
-    """Whole and streamed, named by a header or in the body: each request is one turn and one generation, no more."""
+    """Whole and streamed, named by a header or in the body: each request is exactly one turn and one generation."""
     config = ServerConfig(EngineConfig(kv_tokens=64_000, timing=profile("instant")), port=0, grace_s=0)
     async with running(config) as engine_url, running_proxy(engine_url) as proxy:
         seen = Seen(output_tokens=None)
@@ -396,7 +395,7 @@ async def test_a_conversation_with_an_engine_is_one_program(python: Path, name: 
         assert seen.arrived == ["task-1"] * CONVERSATION_TURNS
         assert seen.finished_count == CONVERSATION_TURNS
         assert 0 < program["output_tokens_total"] <= 12 * CONVERSATION_TURNS
-        assert program["cached_tokens_total"] > program["prompt_tokens_total"] / 2  # each turn goes on from the last
+        assert program["cached_tokens_total"] > program["prompt_tokens_total"] / 2  # each turn continues the last one
         assert released["released"] is True
         assert seen.released == ["task-1"]
         assert len(proxy.runtime.scheduler.programs) == 0

@@ -1,4 +1,4 @@
-"""A judge that answers late, never or rubbish delays no turn on a real engine that has priorities."""
+"""A judge that answers late, never or with rubbish delays no turn on a real engine with priorities."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERDICT = {"choices": [{"message": {"content": '{"prediction": "failure", "confi
 
 
 async def late(call: Call) -> None:
-    """Answer well, when it is too late to be of use."""
+    """Give a valid answer, too late to be useful."""
     await asyncio.sleep(LATE_S)
     await answers(VERDICT)(call)
 
@@ -50,7 +50,7 @@ JUDGES: dict[str, Callable[[Call], Awaitable[None]]] = {
 
 @dataclass
 class Relay:
-    """Passes on what goes to an engine and comes from it; notes by a request's id when it was there, and answered."""
+    """Passes on an engine's requests and answers; notes their times by request id."""
 
     engine_url: str
     url: str = ""
@@ -95,7 +95,7 @@ class Relay:
 
 
 class Client:
-    """Makes turns one after the other, and notes of each how long the proxy had it."""
+    """Makes turns one after another, and notes how long each was in the proxy."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
@@ -103,7 +103,7 @@ class Client:
         self.hold_ms: list[float] = []
 
     async def turn(self, url: str, program_id: str, seed: int) -> float:
-        """Return the milliseconds until the engine had the turn, and from its whole answer to the client's."""
+        """Return the milliseconds until the engine had the turn, and from its complete answer to the client's."""
         self._count += 1
         request_id = f"turn-{self._count}"
         headers = [("Content-Type", "application/json"), ("X-Program-ID", program_id), ("X-Request-Id", request_id)]
@@ -119,7 +119,7 @@ class Client:
         return 1000 * (before_s + whole_s - self._relay.answered_s[request_id])
 
     async def round(self, urls: dict[str, str]) -> dict[str, list[float]]:
-        """Return what turns took at each proxy: some back to back at one, then at the next."""
+        """Return the turns' times at each proxy: some back to back at one, then at the next."""
         took_ms: dict[str, list[float]] = {name: [] for name in urls}
         for name, url in urls.items():
             for number in range(BLOCK_TURNS_COUNT):
@@ -134,13 +134,13 @@ async def counted(url: str, name: str) -> float:
 
 @pytest.mark.nightly
 async def test_no_turn_is_delayed_by_a_judge(engine: RealEngine, run_proxy: RunProxy) -> None:
-    """Beside a proxy without a judge, until the late one has answered: neither median nor slowest is 5 ms longer.
+    """Neither median nor slowest is 5 ms longer than at a proxy without a judge, until the late one has answered.
 
-    A busy machine makes single turns slow at any proxy, so the best round of each counts: what a judge costs turns, it
-    costs them in every round, for it is asked after every turn, as far as its rate goes.
+    A busy machine slows single turns at any proxy, so the best round of each counts: a judge's cost shows in every
+    round, because it is asked after every turn, as far as its rate allows.
     """
     polls = ("--poll-interval-s", "2")
-    exact = ("--policy-arg", "reserve_tokens=0", "--policy-arg", "growth_quantile=0")  # so that none is ever held
+    exact = ("--policy-arg", "reserve_tokens=0", "--policy-arg", "growth_quantile=0")  # so that no turn is held
     parts = ("--order", "orbit-judge", "--priority", "orbit-judge")
     asking = ("--judge-model", "j", "--judge-every-turns", "1", "--judge-rate-per-s", "20", "--judge-timeout-s", "60")
     async with AsyncExitStack() as stack:
@@ -154,7 +154,7 @@ async def test_no_turn_is_delayed_by_a_judge(engine: RealEngine, run_proxy: RunP
         )
         urls = {name: proxy.url for name, proxy in zip(options, proxies, strict=True)}
         client = Client(relay)
-        await client.round(urls)  # what is done once, as to open a connection, counts for nobody
+        await client.round(urls)  # one-time work, such as opening a connection, is not counted
         client.hold_ms.clear()
         rounds: list[dict[str, list[float]]] = []
         began_s = perf_counter()

@@ -1,4 +1,4 @@
-"""What a real engine's KV events say of programs, against what the usage of their turns says."""
+"""Compare the figures from a real engine's KV events with the usage of the programs' turns."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Residency:
         self.figures.update(resident_tokens)
 
     async def settled(self) -> dict[str, int]:
-        """Wait for as long as a report may take, and return the figures."""
+        """Wait for the longest delay of a report, and return the figures."""
         await asyncio.sleep(1.0)
         return dict(self.figures)
 
 
 @dataclass
 class Program:
-    """A conversation under a program's id; `total_tokens` is what the usage of its last turn says."""
+    """A conversation under a program's id; `total_tokens` is from the usage of its last turn."""
 
     program_id: str
     engine: RealEngine
@@ -67,7 +67,7 @@ class Program:
 
 
 def hash_free_seed(program_id: str, turn: int) -> int:
-    """Return a seed that is the same in every run."""
+    """Return a seed for hashes that is the same in every run."""
     return int.from_bytes(program_id.encode(), "big") * 100 + turn
 
 
@@ -75,7 +75,7 @@ def hash_free_seed(program_id: str, turn: int) -> int:
 async def publishing(vllm: None) -> AsyncIterator[tuple[RealEngine, KvEventsEndpoint]]:
     """Run an engine that publishes its KV events."""
     port, events_port, replay_port = free_ports(3)
-    # To vLLM an address without a * is one to connect to, not to listen on.
+    # vLLM connects to an address without a * instead of listening on it.
     kv_events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -111,7 +111,7 @@ async def following(endpoint: KvEventsEndpoint) -> AsyncIterator[Residency]:
 async def test_what_lies_there_is_what_usage_says_through_pressure_and_a_restart(
     publishing: tuple[RealEngine, KvEventsEndpoint],
 ) -> None:
-    """Two programs grow; one is pushed out, tail first; a subscriber that comes late agrees; a new engine is empty."""
+    """Two programs grow; one is evicted, tail first; a late subscriber agrees; a new engine is empty."""
     engine, endpoint = publishing
     async with httpx2.AsyncClient(timeout=60) as client, following(endpoint) as residency:
         await asyncio.sleep(0.5)
@@ -121,7 +121,7 @@ async def test_what_lies_there_is_what_usage_says_through_pressure_and_a_restart
             await second.turn(250, 60)
             assert_agrees(await residency.settled(), first, second)
 
-        # The crowd needs more than is free: the tail of `first` goes, whose turn is longest ago.
+        # The crowd needs more than is free: the tail of `first` is evicted, whose last turn is the oldest.
         await second.turn(20, 40)
         await crowd.turn(3600, 60)
         figures = await residency.settled()
@@ -147,7 +147,7 @@ async def test_what_lies_there_is_what_usage_says_through_pressure_and_a_restart
 
 
 def assert_agrees(figures: dict[str, int], *programs: Program) -> None:
-    """Check that of each program all lies there but what no event can say."""
+    """Check that each program is fully in memory, except the part that events cannot report."""
     for program in programs:
         tokens = figures.get(program.program_id, 0)
         print(f"{program.program_id}: {tokens} of {program.total_tokens} tokens lie there")

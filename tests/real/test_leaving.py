@@ -1,4 +1,4 @@
-"""A client that goes away stops its request in the engine, by the engine's own counters."""
+"""A client that leaves stops its request in the engine, according to the engine's own counters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 OUTPUT_TOKENS = 3500  # some 12 s
 LONG = chat(words(50, seed=9), OUTPUT_TOKENS, program_id="leaver")
-# Part of what was asked for that may still be generated: mostly it is next to nothing, but on a busy machine with two
-# cores the engine's own server now and then hears of a closed connection seconds later.
+# Part of the requested tokens that may still be generated: mostly almost nothing, but on a busy machine with two cores
+# the engine's own server sometimes notices a closed connection seconds later.
 SOON_RATIO = 0.75
 
 
@@ -30,7 +30,7 @@ async def generated_tokens(client: httpx2.AsyncClient, engine: RealEngine) -> fl
 async def assert_it_ended(
     client: httpx2.AsyncClient, engine: RealEngine, proxy: Server, began_tokens: float, *, leavers: int = 1
 ) -> None:
-    """Check that the engine stopped soon, freed its memory and generates no more, and that the lease came back."""
+    """Check that the engine stopped soon, freed its memory and generates no more, and that the lease was returned."""
 
     async def engine_is_idle() -> bool:
         values = await metrics(client, engine.url)
@@ -39,7 +39,7 @@ async def assert_it_ended(
     async def proxy_is_idle() -> bool:
         return all(replica["turns_in_flight_count"] == 0 for replica in await replicas(client, proxy.url))
 
-    # Told by tokens rather than by the clock: on a busy machine the engine's metrics themselves may come late.
+    # Measured in tokens, not in time: on a busy machine the engine's metrics themselves may be late.
     await until(engine_is_idle, within_s=30)
     await until(proxy_is_idle, within_s=2)
     ended_tokens = await generated_tokens(client, engine)
@@ -64,7 +64,7 @@ async def test_leaving_a_stream_stops_the_engine(engine: RealEngine, proxy_of_on
 
 
 async def test_leaving_before_a_whole_answer_stops_the_engine(engine: RealEngine, proxy_of_one: Server) -> None:
-    """Closed while no byte of the answer has come."""
+    """Closed before any byte of the answer."""
     async with httpx2.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{proxy_of_one.url}{CHAT}", json=LONG))
         await until(lambda: is_running(client, engine))
@@ -76,7 +76,7 @@ async def test_leaving_before_a_whole_answer_stops_the_engine(engine: RealEngine
 
 
 async def test_many_that_leave_at_once_leave_nothing(engine: RealEngine, proxy_of_one: Server) -> None:
-    """More clients than the engine has places: those that run and those that wait inside it all go."""
+    """More clients than the engine has places: running and waiting requests all end."""
     async with httpx2.AsyncClient(timeout=60) as client:
         bodies = [{**LONG, "program_id": f"leaver-{number}", "stream": number % 2 == 0} for number in range(12)]
         asking = [asyncio.create_task(client.post(f"{proxy_of_one.url}{CHAT}", json=body)) for body in bodies]

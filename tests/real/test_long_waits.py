@@ -1,7 +1,7 @@
-"""Waits of minutes, in real time and all at once: a turn that is held, and a generation that stands still.
+"""Waits of minutes, in real time and concurrently: a held turn, and a paused generation.
 
-A turn of Codex waits for 400 s with `THUNDERAGENT_LONG_HOLD_S=400`; without it for more than 120 s, the longest time
-that the proxy itself ever asks a client to wait.
+A turn of Codex waits for 400 s with `THUNDERAGENT_LONG_HOLD_S=400`; without it for more than 120 s, the longest wait
+that the proxy itself asks of a client.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ GENERATE = "/inference/v1/generate"
 
 
 def without_moment(answer: bytes) -> bytes:
-    """Return an answer without the time at which it was made."""
+    """Return an answer without its creation time."""
     return re.sub(rb'"created":\d+', b'"created":0', answer)
 
 
 async def hold_codex(folder: Path) -> str:
-    """Hold a streamed turn of Codex, and let it go; say how long it had to wait for the head of its answer."""
+    """Hold a streamed turn of Codex, then grant it; return its wait for the head of its answer."""
     one_at_a_time = ("--policy", "cap", "--policy-arg", "n=1", "--idle-limit-s", "1000")
     options = ("--embedded-engines", "1", "--port", "0", *one_at_a_time)
     async with (

@@ -42,13 +42,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning
 
 IMAGE = "thunderagent-test-bash"
 POEM = "a turn waits its turn"
-# Less than the agent itself takes, whose `docker stop` lets 10 s pass before it kills the container's `sleep`.
+# Less than the agent itself needs: its `docker stop` waits 10 s before it kills the container's `sleep`.
 GONE_WITHIN_S = 6.0
 
 
 @pytest.fixture(scope="module")
 def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
-    """Make mini-swe-agent's environment, at the first time in a minute, saying so."""
+    """Make mini-swe-agent's environment; the first time takes a minute and is announced."""
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
         with capture.global_and_fixture_disabled():
@@ -59,7 +59,7 @@ def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config)
 
 @pytest.fixture(scope="module")
 def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
-    """Run a Docker engine with an image in which mini-swe-agent finds what it needs."""
+    """Run a Docker engine with an image that has mini-swe-agent's requirements."""
     try:
         ensure_docker()
         with DockerEngine() as engine:
@@ -72,7 +72,7 @@ def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
 
 @pytest.fixture
 async def replica() -> AsyncIterator[ScriptedReplica]:
-    """Run a model that writes a file, looks at it, and submits it."""
+    """Run a model that writes a file, reads it, and submits it."""
     commands = [f"echo '{POEM}' > /poem.txt", "cat /poem.txt", f"{SUBMIT} && cat /poem.txt"]
     async with ScriptedReplica(commands).running() as replica:
         yield replica
@@ -84,14 +84,14 @@ async def proxy(
     replica: ScriptedReplica,
     run_proxy: Callable[..., AbstractAsyncContextManager[Server]],
 ) -> AsyncIterator[Server]:
-    """Run a proxy in front of that model, that reclaims what programs leave in Docker."""
+    """Run a proxy in front of that model, which reclaims what programs leave in Docker."""
     async with run_proxy((replica,), "--sandboxes", "docker", "--docker-url", engine.url) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def run_example(python: Path, engine: DockerEngine, tmp_path: Path) -> RunExample:
-    """Run the documentation's example as a process; end it, with all that it started, at the end of the block."""
+    """Run the documentation's example as a process; kill it and its children at the end of the block."""
 
     @asynccontextmanager
     async def run(proxy: Server, program_id: str) -> AsyncIterator[Process]:
@@ -114,13 +114,13 @@ def run_example(python: Path, engine: DockerEngine, tmp_path: Path) -> RunExampl
 
 
 def kill(process: Process) -> None:
-    """End a process and all that it started, as if its machine had gone."""
+    """Kill a process and its children, as if its machine had failed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def containers_of(engine: DockerEngine, program_id: str) -> list[dict[str, Any]]:
-    """Return the containers that bear a program's label, running or not."""
+    """Return the containers with a program's label, running or not."""
     with contextlib.closing(engine.client()) as client:
         found: list[dict[str, Any]] = client.containers(
             all=True, filters={"label": f"thunderagent.program-id={program_id}"}
@@ -140,7 +140,7 @@ async def until_gone(engine: DockerEngine, program_id: str, *, within_s: float =
 async def test_a_program_from_its_first_turn_to_its_release(
     engine: DockerEngine, replica: ScriptedReplica, proxy: Server, run_example: RunExample
 ) -> None:
-    """The task is done in the container, all turns are the program's, and the release takes the container with it."""
+    """The task is done in the container, all turns belong to the program, and the release removes the container."""
     start_s = time.time()
     async with run_example(proxy, "poet-1") as process:
         output = (await process.communicate())[0].decode()
@@ -150,7 +150,7 @@ async def test_a_program_from_its_first_turn_to_its_release(
         await until_gone(engine, "poet-1")
     turns = replica.turns_of("poet-1")
     assert len(turns) == len(replica.asked) == len(replica.commands)
-    assert POEM in turns[2]["messages"][-1]["content"]  # what its second command found in the container
+    assert POEM in turns[2]["messages"][-1]["content"]  # what its second command read in the container
     with contextlib.closing(engine.client()) as client:
         span: Any = {"since": int(start_s), "until": int(time.time()) + 1}
         happened = client.events(**span, filters={"type": "container"}, decode=True)
@@ -164,7 +164,7 @@ async def test_a_program_from_its_first_turn_to_its_release(
 async def test_an_agent_that_was_killed(
     engine: DockerEngine, replica: ScriptedReplica, proxy: Server, run_example: RunExample
 ) -> None:
-    """Whoever sends its release ends its container; that of another one, killed too, stays until its own."""
+    """A release from any sender ends its container; that of another killed agent stays until its own release."""
     replica.commands = ["sleep 25", SUBMIT]
     async with run_example(proxy, "poet-2") as first, run_example(proxy, "poet-3") as second:
 

@@ -1,4 +1,4 @@
-"""Nova with a real model, small and random, behind the proxy: a process each, on real sockets."""
+"""Nova with a real model, small and random, behind the proxy: separate processes on real sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World(NamedTuple):
-    """What runs, by its URLs."""
+    """The running servers' URLs."""
 
     client: httpx2.AsyncClient
     model: str
@@ -45,7 +45,7 @@ class World(NamedTuple):
 
 @asynccontextmanager
 async def world_of(model: Path, logs: Path, *options: str) -> AsyncIterator[World]:
-    """Run Nova, a text engine, and the proxy before both; the turns of each model go to its own."""
+    """Run Nova, a text engine, and the proxy in front; turns of each model go to its engine."""
     async with AsyncExitStack() as stack:
         nova_options = ("--port", "0", "--slot-tokens", "2048", "--slots", "4", *options)
         run = stack.enter_async_context
@@ -66,7 +66,7 @@ def picture(number: int, side: int = 64) -> dict[str, Any]:
 
 
 async def vision_agent(world: World, url: str, name: str) -> list[dict[str, Any]]:
-    """Show one more screenshot each turn, with all that was before; return the answers."""
+    """Add a screenshot each turn to the full history; return the answers."""
     messages: list[dict[str, Any]] = []
     answers = []
     for turn in range(TURNS):
@@ -89,13 +89,13 @@ async def text_agent(client: httpx2.AsyncClient, url: str, name: str, turns: int
 
 
 async def is_idle(world: World) -> bool:
-    """Say whether no request is left in Nova."""
+    """Return whether no request is left in Nova."""
     health = (await world.client.get(f"{world.nova}/health")).json()
     return not any(health[name] for name in ("running", "waiting", "pending_encode", "decoding", "slots_used"))
 
 
 async def test_a_vision_agent_beside_text_agents(model: Path, tmp_path: Path) -> None:
-    """Twenty turns, each with one screenshot more; each is encoded once, and the answers are those without a cache."""
+    """Twenty turns add a screenshot each; each one is encoded once, and the answers are those without a cache."""
     async with world_of(model, tmp_path, "--keep-slots", "2", "--cached-images", "32") as world:
         client = world.client
         async with asyncio.TaskGroup() as group:
@@ -122,14 +122,14 @@ async def test_a_vision_agent_beside_text_agents(model: Path, tmp_path: Path) ->
             return (await metrics(client, world.nova))["nova:slots_kept"] == 0
 
         await until(is_released, within_s=2)
-        again = await vision_agent(world, world.nova, "nobody")  # without the proxy no program is named
+        again = await vision_agent(world, world.nova, "nobody")  # without the proxy there is no program name
         assert texts(again) == texts(answers)
         assert len(set(texts(answers))) > TURNS / 2, "answers all alike would prove little"
         assert await is_idle(world)
 
 
 async def passes(client: httpx2.AsyncClient, url: str) -> float:
-    """Return how many passes the encoder made."""
+    """Return the number of the encoder's passes."""
     lines = (await client.get(f"{url}/metrics")).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith('nova:stage_passes_total{stage="encode"}'))
 
@@ -139,7 +139,7 @@ def texts(answers: list[dict[str, Any]]) -> list[str]:
 
 
 async def test_a_client_that_leaves_in_any_stage_gives_everything_back(model: Path, tmp_path: Path) -> None:
-    """Through the proxy and without it: slots, memory and queues are as before within a second."""
+    """With and without the proxy, slots, memory and queues are as before within a second."""
     bodies = {
         "pending_encode": [picture(7, 256), {"type": "text", "text": "look"}],
         "pending_prefill": [{"type": "text", "text": "read " * 300}],
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_in_any_stage_gives_everything_back(model: Pa
 
 
 async def leave_in(world: World, url: str, stage: str, content: list[dict[str, Any]]) -> None:
-    """Let eight clients come, and leave when a request is in that stage."""
+    """Start eight clients, and disconnect them when a request is in that stage."""
     messages = [{"role": "user", "content": content}]
     body = {"model": world.model, "messages": messages, "max_tokens": 500, "stream": True}
     async with httpx2.AsyncClient(timeout=60, trust_env=False) as leavers:

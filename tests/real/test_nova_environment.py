@@ -1,4 +1,4 @@
-"""Nova's tests that need PyTorch, with an environment of their own: it is heavy, and the proxy needs none of it."""
+"""Nova's tests that need PyTorch, in a separate environment: it is large, and the proxy does not need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that die in the middle of work, and a proxy that is told to end."""
+"""Engines that die at work, and a proxy that gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOAD = LoadSpec(
 )
 PROGRAMS = 20
 KILLED_AFTER_TURNS = 10
-STREAMED_TOKENS = 1800  # some seconds: a stream that is over when the proxy hears of its end keeps it no longer
+STREAMED_TOKENS = 1800  # some seconds: a stream that ended before the proxy got the signal would not keep it alive
 
 
 async def test_an_engine_that_dies_and_comes_back_costs_no_program(

@@ -1,4 +1,4 @@
-"""What `scripts/build` makes: whole metadata, all files, and in an empty environment the README's example runs."""
+"""The packages of `scripts/build`: complete metadata, all files, and the README's example in an empty environment."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def interpreters(minor: int) -> Iterator[str]:
-    """Yield what may be a Python of this version: on the path, or in pyenv's folder."""
+    """Yield candidates for a Python of this version: in PATH, or in pyenv's folder."""
     yield from filter(None, (shutil.which(f"python3.{minor}"),))
     folder = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     yield from (str(path) for path in sorted(folder.glob(f"3.{minor}.*/bin/python")))
 
 
 def python_of(minor: int) -> str:
-    """Return an interpreter of this version that runs. Skips the test where there is none."""
+    """Return a working interpreter of this version. Skips the test if there is none."""
     says = f"import sys; sys.exit(sys.version_info[:2] != (3, {minor}))"
     for found in interpreters(minor):
         if subprocess.run([found, "-c", says], capture_output=True, check=False).returncode == 0:
@@ -51,7 +51,7 @@ def python_of(minor: int) -> str:
 
 @pytest.fixture(scope="module")
 def built(require_real: Callable[[str], NoReturn]) -> Path:
-    """Build everything."""
+    """Build all packages."""
     done = subprocess.run([str(ROOT / "scripts/build")], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         require_real(f"scripts/build fails: {(done.stdout + done.stderr)[-1500:]}")
@@ -64,7 +64,7 @@ def wheel(built: Path, name: str) -> Path:
 
 
 def metadata(path: Path) -> Metadata:
-    """Return a wheel's metadata. Raises what is wrong with it."""
+    """Return a wheel's metadata. Raises an error if it is invalid."""
     with zipfile.ZipFile(path) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         return Metadata.from_email(archive.read(name), validate=True)
@@ -72,7 +72,7 @@ def metadata(path: Path) -> Metadata:
 
 @pytest.fixture(scope="module")
 def compiled(built: Path) -> Path:
-    """The wheel for this machine and Python: what `scripts/test --compiled` made of these sources, or a new one."""
+    """The wheel for this machine and Python: the one of `scripts/test --compiled` from these sources, or a new one."""
     digest = sources_digest(ROOT / "thunderagent")
     for path in (ROOT / "out/compiled/wheel").glob("*.whl"):
         with zipfile.ZipFile(path) as archive:
@@ -92,7 +92,7 @@ def names(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", ["thunderagent", "thunderagent-client"])
 def test_the_metadata_is_whole(built: Path, name: str) -> None:
-    """What an index shows: one version, a page, a licence, who may use it; and there is a source archive."""
+    """It has what an index shows: one version, a page, a licence, supported Pythons; there is a source archive."""
     said = metadata(wheel(built, name))
     assert str(said.version) == thunderagent.__version__
     assert said.summary
@@ -108,7 +108,7 @@ def test_the_metadata_is_whole(built: Path, name: str) -> None:
 
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Path) -> None:
-    """Modules, and what they read: profiles, the dashboard, the judge's prompt."""
+    """Modules, and the files that they read: profiles, the dashboard, the judge's prompt."""
     here = ROOT / "thunderagent"
     unshipped = {".pyc", ".md"}
     own = {str(path.relative_to(ROOT)) for path in here.rglob("*") if path.is_file() and path.suffix not in unshipped}
@@ -116,7 +116,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Path) -> No
 
 
 def test_the_clients_wheel_is_the_client_alone(built: Path) -> None:
-    """It needs nothing, and claims no name of the proxy's."""
+    """It has no dependencies, and installs no name of the proxy's."""
     path = wheel(built, "thunderagent-client")
     modules = {f"thunderagent/client/{each.name}" for each in (ROOT / "thunderagent/client").glob("*.py")}
     assert names(path) == {*modules, "thunderagent/client/py.typed"}
@@ -124,7 +124,7 @@ def test_the_clients_wheel_is_the_client_alone(built: Path) -> None:
 
 
 def environment(folder: Path, python: str, *packages: str) -> Path:
-    """Make an empty environment with these packages, and return its folder of commands."""
+    """Make a new environment with only these packages, and return its folder of commands."""
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
@@ -146,7 +146,7 @@ def serving(commands: Path, folder: Path) -> Iterator[str]:
 
 
 def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_path: Path) -> str:
-    """Install the proxy and, on the agent's side, the client from its own wheel; return what version the former is."""
+    """Install the proxy, and for the agent the client from its own wheel; return the proxy's version."""
     proxy = environment(tmp_path / "proxy", python, str(proxy_wheel))
     agent = environment(tmp_path / "agent", python, str(wheel(built, "thunderagent-client")), "openai>=1.66")
     (example,) = re.findall(
@@ -159,7 +159,7 @@ def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_pat
         done = subprocess.run([agent / "python", script], cwd=tmp_path, env=env, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
         with urllib.request.urlopen(f"{url}/programs", timeout=10) as answer:
-            assert json.load(answer)["total"] == 0  # it was released
+            assert json.load(answer)["total"] == 0  # the program was released
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             assert b'thunderagent_turns_total{outcome="finished"} 1.0' in answer.read()
         looked = [str(proxy / "thunderagent"), "doctor", "--url", url, "--json"]
@@ -170,13 +170,13 @@ def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_pat
 
 @pytest.mark.parametrize("minor", MINORS)
 def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
-    """On every Python that is there."""
+    """It runs on every available Python."""
     said = run_the_readmes_example(built, wheel(built, "thunderagent"), python_of(minor), tmp_path)
     assert said == f"thunderagent {thunderagent.__version__} (interpreted)\n"
 
 
 def test_the_readmes_example_runs_on_the_compiled_wheel(built: Path, compiled: Path, tmp_path: Path) -> None:
-    """It is for this Python and machine alone, has every module as source too, and says that it is compiled."""
+    """It is for this Python and machine alone, also has every module as source, and reports that it is compiled."""
     (tag,) = parse_wheel_filename(compiled.name)[3]
     assert tag.interpreter == f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert names(wheel(built, "thunderagent")) <= names(compiled)

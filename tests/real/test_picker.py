@@ -53,7 +53,7 @@ WITHIN_S = 3.0
 
 
 class Front:
-    """An Envoy and its picker, in front of some engines."""
+    """An Envoy and its picker, in front of engines."""
 
     def __init__(self, url: str, picker: CommandProcess) -> None:
         self.url = url
@@ -63,7 +63,7 @@ class Front:
         return (await metrics_of(self.picker.url))[f"thunderagent_{name}"].get(labels, 0.0)
 
     async def until(self, name: str, value: float, *labels: str, within_s: float = 20.0) -> float:
-        """Wait until a metric has a value; return how long that took, in seconds."""
+        """Wait until a metric has a value; return the wait in seconds."""
         began_s = time.monotonic()
         async with asyncio.timeout(within_s):
             while await self.metric(name, *labels) != value:
@@ -81,7 +81,7 @@ async def front(
     subset: Sequence[str] | None = None,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[Front]:
-    """Run both; the picker calls engines by `host`, and is to pick among a `subset`."""
+    """Run both; the picker calls engines by `host`, and picks among a `subset`."""
     found = packages(require_real)
     port, picker_port = free_ports(2)
     quick = ("--port", "0", "--picker-port", str(picker_port), "--poll-interval-s", "0.2", "--tick-s", "0.05")
@@ -101,7 +101,7 @@ async def front(
 
 @asynccontextmanager
 async def begun(front: Front, program_id: str, **fields: Any) -> AsyncIterator[Wire]:
-    """Send a turn, whose client may leave."""
+    """Send a turn whose client may leave."""
     async with Wire.open(front.url) as wire:
         body = json.dumps(turn(program_id, **fields)).encode()
         wire.send("POST", CHAT, [("Content-Type", "application/json")], body)
@@ -109,7 +109,7 @@ async def begun(front: Front, program_id: str, **fields: Any) -> AsyncIterator[W
 
 
 async def test_turns_are_counted_to_the_token(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """Streams and whole answers, large prompts, and what is no turn; under leases, on both engines."""
+    """Covers streams and whole answers, large prompts, and requests besides turns; under leases, on both engines."""
     async with (
         engine(kv_tokens=400_000) as one,
         engine(kv_tokens=400_000) as two,
@@ -145,7 +145,7 @@ async def test_turns_are_counted_to_the_token(require_real: Callable[[str], NoRe
 
 
 async def test_a_client_leaves_in_four_moments(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """Held, before the first byte, in a stream, in a whole answer: its lease comes back, and its engine hears of it."""
+    """Held, before the first byte, in a stream, in a whole answer: the lease is returned and the engine stops."""
     behaviours = iter([Gate(), Gate([stream_head(), chunk(word("one"))]), Gate([HALF_ANSWER])])
 
     async def behave(call: Any) -> None:
@@ -172,7 +172,7 @@ async def test_a_client_leaves_in_four_moments(require_real: Callable[[str], NoR
             took_s["in a stream"] = await running.until("leases_active", 0, within_s=WITHIN_S)
         async with begun(running, "first") as wire:
             await until(lambda: len(replica.calls) == 3)
-            await asyncio.sleep(0.1)  # so that the half of the answer is on its way
+            await asyncio.sleep(0.1)  # so that half of the answer has been sent
             await wire.leave()
             took_s["in an answer"] = await running.until("leases_active", 0, within_s=WITHIN_S)
         assert await running.metric("turns_total", "abandoned") == 4
@@ -182,7 +182,7 @@ async def test_a_client_leaves_in_four_moments(require_real: Callable[[str], NoR
 
 
 async def test_a_turn_is_held_past_the_message_timeout(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """Which is 0.2 s: Envoy waits for as long as its lease takes, and the turn then runs."""
+    """The timeout is 0.2 s: Envoy waits as long as the lease takes, and the turn then runs."""
     async with (
         fake_replica(
             gate := Gate([stream_head(), chunk(word("one"))], [chunk(USAGE_EVENT), chunk(DONE), LAST_CHUNK])
@@ -202,7 +202,7 @@ async def test_a_turn_is_held_past_the_message_timeout(require_real: Callable[[s
 
 
 async def test_refusals_come_as_they_are(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """503 where no replica is, 429 or 503 for too many, with JSON and Retry-After; 413 for too large a body."""
+    """503 without replicas, 429 or 503 for too many turns, with JSON and Retry-After; 413 for too large a body."""
     limits = ("--max-held-turns-count", "1", "--no-replica-limit-s", "0.5", "--max-body-bytes", "100000")
     async with (
         fake_replica(Gate()) as replica,
@@ -228,7 +228,7 @@ async def test_refusals_come_as_they_are(require_real: Callable[[str], NoReturn]
 async def test_what_is_no_turn_and_does_more_than_read_is_a_403(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """What controls an engine, or generates on an API that is not known; no engine sees any of it."""
+    """Requests that control an engine, or generate on an unknown API; no engine receives them."""
     async with fake_replica() as replica, front(require_real, tmp_path, replica.url) as running:
         for path in ("/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/v1/audio/transcriptions", "/nobody"):
             for target in (path, f"/p/some{path}"):
@@ -243,7 +243,7 @@ async def test_what_is_no_turn_and_does_more_than_read_is_a_403(
 async def test_bodies_are_bounded_in_sum_while_they_come(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """A client that sends a part of a large one, and waits, leaves no room for another, and frees it when it leaves."""
+    """A client that waits after a part of a large body leaves no room for another, and frees it by leaving."""
     large = turn("second", content="x" * 200_000)
     limits = ("--max-held-bytes", "300000", "--max-body-bytes", "300000")
     async with fake_replica() as replica, front(require_real, tmp_path, replica.url, options=limits) as running:
@@ -264,7 +264,7 @@ async def test_bodies_are_bounded_in_sum_while_they_come(
 async def test_replicas_with_names_are_picked_among_a_subset_of_names(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """127.1 is no address as Envoy has it, so that it is looked up; who served it says by its address."""
+    """Envoy does not accept 127.1 as an address, so it is looked up; the answer names the server by address."""
     async with engine(kv_tokens=64_000) as one:
         port = one.url.rpartition(":")[2]
         for hint, status in ((f"127.1:{port}", 200), (f"127.0.0.1:{port}", 200), (f"127.2:{port}", 503)):
@@ -284,7 +284,7 @@ async def test_replicas_with_names_are_picked_among_a_subset_of_names(
 async def test_only_envoys_with_a_certificate_are_let_in(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """One that an authority of the picker's own choice signed."""
+    """The certificate must be signed by the authority that the picker is configured with."""
     found = packages(require_real)
     servers, envoys = trustme.CA(), trustme.CA()
     files = {name: tmp_path / f"{name}.pem" for name in ("servers", "envoys", "picker", "envoy", "stranger")}
@@ -310,7 +310,7 @@ async def test_only_envoys_with_a_certificate_are_let_in(
 async def test_envoy_goes_around_an_engine_that_is_gone(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """On the list of fallbacks; the lease moves to who served."""
+    """It uses the list of fallbacks; the lease moves to the engine that served."""
     async with engine(kv_tokens=64_000) as one, engine(kv_tokens=64_000) as two:
         slow = ("--fallbacks", "1", "--policy", "sticky", "--poll-interval-s", "10")
         async with front(require_real, tmp_path, one.url, two.url, options=slow, retries_count=2) as running:
@@ -332,7 +332,7 @@ async def test_envoy_goes_around_an_engine_that_is_gone(
 async def test_a_killed_picker_ends_turns_and_is_started_again(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """Envoy refuses what it cannot ask about; a picker of a scheduler elsewhere loses nothing but what was open."""
+    """Envoy refuses requests that it cannot ask about; a picker with a remote scheduler loses only open turns."""
     found = packages(require_real)
     async with engine(kv_tokens=64_000) as behind:
         (port,) = free_ports(1)
@@ -357,7 +357,7 @@ async def test_a_killed_picker_ends_turns_and_is_started_again(
 
 @pytest.mark.timeout(300, func_only=True)
 async def test_thousands_are_held(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """2,500 turns wait in Envoy for their leases while no replica is there, and all are answered when one comes."""
+    """2,500 turns wait in Envoy for leases while there is no replica, and all are answered when one comes."""
     async with (
         fake_replica() as replica,
         front(require_real, tmp_path, replica.url, options=("--no-replica-limit-s", "600")) as running,

@@ -1,4 +1,4 @@
-"""A real engine serves turns in the order of the priorities that the scheduler gives them, by its own timestamps."""
+"""A real engine serves turns in the order of the scheduler's priorities, by its own timestamps."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 BLOCK_TOKENS = 32
 WAIT_S = 60.0
 TURNS = {"long-since": 6, "some-time": 4, "just-begun": 2, "new": 0}
-"""Programs, and how many turns each had before; the one with most is the oldest and the largest."""
+"""Programs, and their numbers of earlier turns; the one with most is the oldest and the largest."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def one_at_a_time(vllm: None) -> AsyncIterator[tuple[RealEngine, str]]:
-    """Run an engine that serves one request at a time, and says in KV events when it computed what of whom."""
+    """Run an engine that serves one request at a time, and whose KV events show when it computed which blocks."""
     port, events_port = free_ports(2)
     kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events_port}"}
     config = RealEngineConfig(
@@ -54,7 +54,7 @@ async def one_at_a_time(vllm: None) -> AsyncIterator[tuple[RealEngine, str]]:
 
 
 async def stored_at_s(address: str, found: list[tuple[float, str]]) -> None:
-    """Note when, by its own clock, the engine stored a block of a program."""
+    """Note when the engine stored a block of a program, by its own clock."""
     with Context() as context, context.socket(zmq.SUB) as socket:
         socket.connect(address)
         socket.subscribe(b"")
@@ -66,12 +66,12 @@ async def stored_at_s(address: str, found: list[tuple[float, str]]) -> None:
 
 
 def first_since(since_s: float, found: list[tuple[float, str]]) -> tuple[str, ...]:
-    """Return the programs of which blocks were stored after a time of the engine's clock, by the first of them."""
+    """Return the programs with blocks stored after a time of the engine's clock, in order of their first block."""
     return tuple(dict.fromkeys(program_id for at_s, program_id in sorted(found) if at_s > since_s))
 
 
 async def waiting_count(engine: httpx2.AsyncClient) -> int:
-    """Return how many requests wait in the engine."""
+    """Return the number of requests that wait in the engine."""
     exposition = (await engine.get("/metrics")).text
     lines = [line for line in exposition.splitlines() if line.startswith("vllm:num_requests_waiting{")]
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
@@ -79,7 +79,7 @@ async def waiting_count(engine: httpx2.AsyncClient) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A priority, who is served first under it, and what each one's next turn adds."""
+    """A priority, the order of service under it, and the tokens that each one's next turn adds."""
 
     priority: str
     settings: tuple[str, ...]
@@ -103,7 +103,7 @@ CASES = (
 async def test_the_engine_serves_in_the_order_of_the_priorities(
     case: Case, one_at_a_time: tuple[RealEngine, str], run_proxy: RunProxy, tmp_path: Path
 ) -> None:
-    """Four turns wait in the engine behind a long one, the least important first: they are served the other way."""
+    """Four turns wait in the engine behind a long one, the least important first: they are served in reverse."""
     engine, address = one_at_a_time
     log = tmp_path / "events.jsonl"
     part = ("--policy", "passthrough", "--priority", case.priority, "--kv-events", address, "--event-log", str(log))
@@ -120,12 +120,12 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
             for program_id, turns_count in TURNS.items():
                 for _ in range(turns_count):
                     await programs.turn(program_id)
-                await asyncio.sleep(0.2)  # ages are in tenths of a second, and these turns can be faster
+                await asyncio.sleep(0.2)  # ages are in tenths of a second, and these turns can be shorter
             long = completion(words(20, seed=7), 3000, stream=True, priority=-(2**40))
             async with direct.stream("POST", COMPLETIONS, json=long) as busy:
-                words_of_it = busy.aiter_bytes()  # kept: a stream ends with whoever reads it
+                words_of_it = busy.aiter_bytes()  # kept: a stream ends with its reader
                 await anext(words_of_it)
-                since_s = time.time()  # the engine's clock, too
+                since_s = time.time()  # this is also the engine's clock
                 waiting = []
                 for program_id, new_tokens in reversed([*zip(case.order, case.new_tokens, strict=True)]):
                     waiting.append(asyncio.create_task(programs.turn(program_id, new_tokens)))
@@ -137,7 +137,7 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
             async with asyncio.timeout(WAIT_S):
                 while len(first_since(since_s, found)) < len(TURNS):
                     await asyncio.sleep(0.1)
-            await asyncio.sleep(0.5)  # the log is flushed at a tick
+            await asyncio.sleep(0.5)  # a tick flushes the log
             given = priorities_in(log)
     finally:
         reader.cancel()

@@ -1,4 +1,4 @@
-"""Replicas that are containers of a real Docker engine: started, reached, noticed when they end, and gone after."""
+"""Containers of a real Docker engine as replicas: started, reached, noticed when they end, and removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thunderagent.provision.docker import OWNER_LABEL, DockerProvisioner, Replic
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What the proxy asks of an engine before it sends turns: its health and its metrics.
+# The proxy's requests to an engine before it sends turns: health and metrics.
 ENGINE = (
     'sh -c \'mkdir -p /www && echo ok > /www/health && printf %s "$1" > /www/metrics && '
     "exec httpd -f -p 8000 -h /www' engine"
@@ -26,14 +26,14 @@ COMMAND = f"{ENGINE} '{exposition(16_000)}'"
 
 @pytest.fixture
 def client(docker_engine: DockerEngine) -> Iterator[Any]:
-    """The library's own client. Afterwards nothing may be left at the engine."""
+    """A client of the Docker library. At the end nothing may be left at the engine."""
     with contextlib.closing(docker_engine.client()) as client:
         yield client
         assert [each["Names"] for each in client.containers(all=True)] == []
 
 
 async def test_replicas_are_containers(docker_engine: DockerEngine, client: Any) -> None:
-    """One at first, one more when it is asked for; one that ends drains and is removed; one that dies is replaced."""
+    """One at first, another on request; a stopped one drains and is removed; a dead one is replaced."""
     config = {
         "provision": "docker",
         "provision_image": IMAGE,
@@ -47,7 +47,7 @@ async def test_replicas_are_containers(docker_engine: DockerEngine, client: Any)
     }
 
     def running() -> list[str]:
-        with contextlib.closing(docker_engine.client()) as short:  # or its connection would be counted
+        with contextlib.closing(docker_engine.client()) as short:  # otherwise its connection would be counted
             return [each["Id"] for each in short.containers()]
 
     async with running_proxy(up=0, **config) as proxy:
@@ -69,7 +69,7 @@ async def test_replicas_are_containers(docker_engine: DockerEngine, client: Any)
 
 
 async def test_what_an_earlier_run_left_is_removed(docker_engine: DockerEngine, client: Any) -> None:
-    """And nothing of another proxy's; what cannot be run is told."""
+    """Nothing of another proxy is removed; a replica that cannot run is reported."""
     image = ReplicaImage(IMAGE, "sleep 600")
     killed, other = (DockerProvisioner(image, owner=owner, docker_url=docker_engine.url) for owner in ("a", "b"))
     first, second = await killed.start(), await other.start()
@@ -95,6 +95,6 @@ async def test_what_an_earlier_run_left_is_removed(docker_engine: DockerEngine, 
     ],
 )
 def test_what_cannot_be_run_is_refused(image: ReplicaImage, why: str) -> None:
-    """Before anything is started."""
+    """The refusal comes before anything is started."""
     with pytest.raises(ConfigurationError, match=why):
         DockerProvisioner(image, owner="a")

@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of a real vLLM behind one port are two replicas, and a program stays on its own."""
+"""Two data-parallel ranks of a real vLLM behind one port are two replicas, and a program stays on its rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def served_by_rank(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
-    """How many requests each rank has served."""
+    """Return the number of requests that each rank has served."""
     lines = (await client.get(f"{url}/metrics")).text.splitlines()
     counts: dict[str, float] = {}
     for line in lines:
@@ -30,7 +30,7 @@ async def served_by_rank(client: httpx2.AsyncClient, url: str) -> dict[str, floa
 
 @pytest.mark.timeout(400)
 async def test_the_ranks_of_a_real_engine_are_replicas(vllm: None, tmp_path: Path) -> None:
-    """Found by its metrics, each with its own capacity; a second turn hits what the first left on its rank."""
+    """They are found by the metrics, each with its capacity; a second turn hits the first one's cache on its rank."""
     config = replace(_engine_config(free_ports(1)[0]), extra_args=("--data-parallel-size", "2", "--max-num-seqs", "8"))
     options = ("--data-parallel-ranks", "auto", "--poll-interval-s", "0.25", "--poll-deadline-s", "20")
     async with RealEngine(config) as engine, httpx2.AsyncClient(timeout=60) as client:

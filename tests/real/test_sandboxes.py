@@ -1,6 +1,6 @@
-"""Sandboxes as users have them: the proxy as a process, a real Docker engine, and everything that can go wrong with it.
+"""Sandboxes in a user's setup: the proxy as a process, a real Docker engine, and its possible faults.
 
-Figures that are promised are printed (`pytest -s`) as they were seen.
+Measured values of promised figures are printed (`pytest -s`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WRITTEN_BYTES = 20 * MB
 OWNER = "test-proxy"
 PLAIN: dict[str, Any] = {"image": IMAGE}
 
-# Docker's client leaves its socket open when it cannot connect, as while the engine is stopped.
+# Docker's client leaves its socket open if it cannot connect, for example while the engine is stopped.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
     pytest.mark.asyncio(loop_scope="module"),
@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
-    """Run a Docker engine with room for all that is written here."""
+    """Run a Docker engine with enough disk for these tests."""
     try:
         ensure_docker()
         with DockerEngine(disk_bytes=3 * 1024 * MB) as engine:
@@ -49,7 +49,7 @@ def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
 
 
 class Rollout:
-    """A proxy that makes sandboxes, and programs that use it."""
+    """A proxy that makes sandboxes, and its programs."""
 
     def __init__(self, engine: DockerEngine, proxy: Server, client: httpx2.AsyncClient) -> None:
         self.engine = engine
@@ -86,18 +86,18 @@ class Rollout:
         await self.client.post("/programs/release", json={"program_ids": list(program_ids)})
 
     async def story(self, program_id: str) -> list[str]:
-        """Return what happened to a program, as text."""
+        """Return a program's history as text."""
         entries = (await self.client.get(f"/programs/{program_id}")).json()["story"]
         return [f"{entry['what']}: {entry['why']}" for entry in entries]
 
     def containers(self, *labels: str) -> list[dict[str, Any]]:
-        """Return the containers that bear labels, running or not."""
+        """Return the containers with labels, running or not."""
         with contextlib.closing(self.engine.client()) as docker:
             found: list[dict[str, Any]] = docker.containers(all=True, filters={"label": list(labels)})
             return found
 
     def ours(self) -> list[dict[str, Any]]:
-        """Return the containers that the proxy made, in whatever run."""
+        """Return the containers that the proxy made in any run."""
         return self.containers(f"thunderagent.owner={OWNER}")
 
     def runs(self, handle: str, command: str) -> None:
@@ -106,11 +106,11 @@ class Rollout:
             docker.exec_start(docker.exec_create(handle, ["sh", "-c", command]))
 
     def disk_bytes(self) -> int:
-        """Return what the engine's file system holds."""
+        """Return the used bytes of the engine's file system."""
         return shutil.disk_usage(self.engine.data_root).used
 
     async def program(self, program_id: str, *, release: bool = True) -> None:
-        """Be a program from begin to end: a sandbox that writes, and turns."""
+        """Run a program from begin to end: a sandbox that writes, and turns."""
         await self.asks(program_id)
         assert (await self.takes_turn(program_id)).status_code == 200
         report = await self.is_usable(program_id)
@@ -123,7 +123,7 @@ class Rollout:
     async def programs(
         self, count: int, *, at_once: int = 5, release: bool = True, name: str = "p", after: Callable[[int], None]
     ) -> None:
-        """Run programs, some at a time; `after` is called with how many have ended, each time that one did."""
+        """Run programs, some at a time; call `after` with the number of ended ones each time one ends."""
         hands, ended_count = asyncio.Semaphore(at_once), 0
 
         async def one(number: int) -> None:
@@ -169,7 +169,7 @@ async def serving(engine: DockerEngine, log_path: Path, *options: str) -> AsyncI
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def rollout(engine: DockerEngine, tmp_path: Path) -> AsyncIterator[Rollout]:
-    """Run a proxy; afterwards it must have left nothing."""
+    """Run a proxy, which must leave nothing behind."""
     async with serving(engine, tmp_path / "proxy.log") as rollout:
         yield rollout
     assert rollout.ours() == []
@@ -178,7 +178,7 @@ async def rollout(engine: DockerEngine, tmp_path: Path) -> AsyncIterator[Rollout
 async def test_disk_does_not_grow_with_the_programs(rollout: Rollout) -> None:
     """100 programs, 5 at a time, 20 MB each: at the end no more than at the beginning.
 
-    One moment says little: from one program to all five may have written when another ends.
+    A single moment says little: between one and all five programs may have written when another ends.
     """
     before_bytes, used_bytes = rollout.disk_bytes(), []
 
@@ -195,7 +195,7 @@ async def test_disk_does_not_grow_with_the_programs(rollout: Rollout) -> None:
 
 
 async def test_reclaiming_saves_disk(rollout: Rollout) -> None:
-    """40 programs with it, at most so much as 40 without it, over 4.2 (the paper's figure)."""
+    """40 programs with it use at most as much as 40 without it, divided by 4.2 (the paper's figure)."""
     before_bytes, peaks_bytes = rollout.disk_bytes(), []
     for release, name in ((True, "with"), (False, "without")):
         seen_bytes = [0]
@@ -215,7 +215,7 @@ async def test_reclaiming_saves_disk(rollout: Rollout) -> None:
 
 
 async def test_preparation_hides_behind_the_wait(engine: DockerEngine, tmp_path: Path) -> None:
-    """Two seconds of setup, four and more in the queue: from the grant to a usable sandbox next to nothing is left."""
+    """Two seconds of setup, at least four in the queue: after the grant the sandbox is usable almost at once."""
     async with serving(engine, tmp_path / "log", "--policy", "cap", "--policy-arg", "n=1") as rollout:
         await rollout.takes_turn("first")
         turns = {}
@@ -251,7 +251,7 @@ async def _twenty(rollout: Rollout, ttl_s: float) -> None:
 
 
 async def test_nothing_outlives_a_killed_proxy_by_more_than_its_time(engine: DockerEngine, tmp_path: Path) -> None:
-    """`kill -9` with 20 sandboxes alive: after their time to live there is none, nor a network."""
+    """After `kill -9` with 20 live sandboxes none is left past its time to live, and no network."""
     async with serving(engine, tmp_path / "log") as rollout:
         await _twenty(rollout, ttl_s=12.0)
         rollout.proxy.process.kill()
@@ -268,7 +268,7 @@ async def test_nothing_outlives_a_killed_proxy_by_more_than_its_time(engine: Doc
 
 
 async def test_the_next_start_sweeps_what_a_killed_proxy_left(engine: DockerEngine, tmp_path: Path) -> None:
-    """And touches nobody else's: neither a plain container nor another proxy's."""
+    """It does not touch others: neither a plain container nor another proxy's."""
     with contextlib.closing(engine.client()) as docker:
         others = []
         for labels in ({}, {"thunderagent.owner": "another", "thunderagent.sandbox-id": "x", "thunderagent.run": "y"}):
@@ -293,7 +293,7 @@ async def test_the_next_start_sweeps_what_a_killed_proxy_left(engine: DockerEngi
 
 
 async def test_an_engine_that_stops_and_starts_stops_no_turn(engine: DockerEngine, rollout: Rollout) -> None:
-    """What ran is told of, what is asked for meanwhile is made when it is back, and turns go on all the time."""
+    """Ended sandboxes are reported, requests meanwhile are served after the restart, and turns continue throughout."""
     await rollout.asks("used")
     await rollout.is_usable("used")
     assert (await rollout.takes_turn("used")).status_code == 200
@@ -336,7 +336,7 @@ async def test_a_missing_image_says_so(rollout: Rollout) -> None:
 
 
 async def test_a_full_disk_says_so_and_passes(engine: DockerEngine, rollout: Rollout) -> None:
-    """While it is full the sandbox is not made, with the reason; afterwards one is."""
+    """While it is full no sandbox is made, and the reason is given; afterwards one is made."""
     with engine.full_disk():
         await rollout.asks("p", setup=["dd if=/dev/zero of=/big bs=1M count=5"])
 

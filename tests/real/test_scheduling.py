@@ -1,4 +1,4 @@
-"""What the scheduler goes by is what the engines say, and what it does shows in the engines."""
+"""The scheduler's inputs match the engines' reports, and its decisions take effect in the engines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def kv_cache_size_tokens(client: httpx2.AsyncClient, engine: RealEngine) -
 
 
 async def run_program(client: httpx2.AsyncClient, program_id: str, seed: int, *, turns: int) -> list[dict[str, Any]]:
-    """Run an agent whose history grows; return for each turn its usage, with the replica that served it."""
+    """Run an agent with a growing history; return each turn's usage and replica."""
     messages = [{"role": "system", "content": words(40, seed=0)}]
     served = []
     for turn in range(turns):
@@ -94,7 +94,7 @@ async def test_capacity_is_what_each_engine_says(engines: tuple[RealEngine, Real
 async def test_demand_is_the_sum_of_the_usage(proxy: Server, streams: bool) -> None:
     """While tools run, the claims of all programs are their contexts, to the token; after their release, nothing."""
     async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
-        await client.post("/programs/release", json={"all": True})  # what tests before have left
+        await client.post("/programs/release", json={"all": True})  # leftovers of earlier tests
         demand_tokens = 0
         for number, prompt_tokens in enumerate((50, 333, 700)):
             options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
@@ -112,7 +112,7 @@ async def test_demand_is_the_sum_of_the_usage(proxy: Server, streams: bool) -> N
 
 
 async def test_usage_that_was_not_asked_for_is_known_all_the_same(proxy: Server) -> None:
-    """A stream without usage counts to the token as well."""
+    """A stream without usage is also counted to the token."""
     async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
         body = completion(words(321, seed=5), 11, program_id="silent", stream=True)
         response = await client.post(COMPLETIONS, json=body)
@@ -126,9 +126,9 @@ async def test_usage_that_was_not_asked_for_is_known_all_the_same(proxy: Server)
 async def test_the_engine_serves_by_the_priority_in_the_body(
     engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
 ) -> None:
-    """With every place in the engine taken, who waits is served by `priority`, lower first, not by arrival.
+    """If the engine is full, waiting turns are served by `priority`, lower first, not by arrival.
 
-    On a busy machine the engine may read some of the turns too late to put them in order, so it gets three tries.
+    On a busy machine the engine may read some of the turns too late to order them, so it gets three tries.
     """
     expected = [0, 10, 20, 30, 40]
     async with run_proxy(engines[:1], "--policy", "passthrough") as proxy, httpx2.AsyncClient(timeout=60) as client:
@@ -140,7 +140,7 @@ async def test_the_engine_serves_by_the_priority_in_the_body(
 
 
 async def order_of_service(client: httpx2.AsyncClient, url: str, priorities: list[int]) -> list[int]:
-    """Fill the engine, ask with each priority in turn, and return the priorities in the order of the answers."""
+    """Fill the engine, send a turn with each priority, and return the priorities in the order of the answers."""
     finished: list[int] = []
 
     async def ask(priority: int, output_tokens: int) -> None:
@@ -153,7 +153,7 @@ async def order_of_service(client: httpx2.AsyncClient, url: str, priorities: lis
         return (await replicas(client, url))[0]["turns_in_flight_count"] == count
 
     async with asyncio.TaskGroup() as group:
-        # Each leaves its place at another time, so that only one is free at a time.
+        # Each frees its place at a different time, so that only one is free at a time.
         for number in range(MAX_SEQS):
             group.create_task(ask(-100, 600 + 100 * number))
         await until(lambda: in_flight(MAX_SEQS))

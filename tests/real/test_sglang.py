@@ -1,4 +1,4 @@
-"""A real SGLang: what it says of itself is read, answers are its own, and it does what it is told beside the turns."""
+"""A real SGLang: its reports are read, answers are its own, and it carries out commands besides turns."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ async def engine(sglang: None) -> AsyncIterator[RealEngine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def proxy(engine: RealEngine, run_proxy: RunProxy) -> AsyncIterator[Server]:
-    """Run a proxy with what SGLang needs asked for."""
+    """Run a proxy with the options for SGLang."""
     async with run_proxy((engine,), "--engine-tags", "true", "--observe-interval-s", "0.25") as server:
         yield server
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(proxy: Server) -> AsyncIterator[httpx2.AsyncClient]:
-    """Ask the proxy; what a test leaves behind is released."""
+    """A client of the proxy; programs that a test leaves behind are released."""
     async with httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client:
         yield client
         await client.post("/programs/release", json={"all": True})
@@ -96,19 +96,19 @@ async def client(proxy: Server) -> AsyncIterator[httpx2.AsyncClient]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def direct(engine: RealEngine) -> AsyncIterator[httpx2.AsyncClient]:
-    """Ask the engine itself."""
+    """A client of the engine itself."""
     async with httpx2.AsyncClient(base_url=engine.url, timeout=120) as client:
         yield client
 
 
 async def load_of(direct: httpx2.AsyncClient) -> Json:
-    """Return what the engine says of its only rank now; its gauges stand still when it does."""
+    """Return the engine's current report of its only rank; its gauges do not change while it is idle."""
     (load,) = (await direct.get("/v1/loads")).json()["loads"]
     return dict(load)
 
 
 def heard_count(engine: RealEngine, path: str) -> int:
-    """Return how often the engine has answered 200 to a notice, by its own log."""
+    """Return how often the engine answered 200 to a notice, by its own log."""
     return engine.log_path.read_text().count(f'"POST {path} HTTP/1.1" 200')
 
 
@@ -120,13 +120,13 @@ async def until_in_engine(direct: httpx2.AsyncClient, running_count: int, waitin
     await until(are_there, within_s=60)
 
 
-# --- what it says of itself
+# --- its reports
 
 
 async def test_what_it_is_and_how_large_its_pool_is_are_found_out(
     engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:
-    """By its metrics, or by its information alone."""
+    """Found by its metrics, or by its server information alone."""
     (report,) = await replicas(client, "")
     assert (report["kind"], report["capacity_tokens"]) == ("sglang", POOL_TOKENS)
     info = await direct.get("/server_info")
@@ -134,7 +134,7 @@ async def test_what_it_is_and_how_large_its_pool_is_are_found_out(
 
 
 async def test_the_doctor_finds_no_fault(engine: RealEngine) -> None:
-    """By what the engine says, and by what prompts and turns show."""
+    """Checked by the engine's reports, and by prompts and turns."""
     findings = await examine(build_parser().parse_args(["doctor", "--backends", engine.url]))
     assert [finding for finding in findings if finding.level is not Level.OK] == []
 
@@ -142,7 +142,7 @@ async def test_the_doctor_finds_no_fault(engine: RealEngine) -> None:
 async def test_cached_tokens_are_what_it_counts(
     engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:
-    """Each turn after the first hits all of the turn before but the last token, which was never computed."""
+    """Each turn after the first hits the whole turn before except its last token, which was never computed."""
     await engine.reset_prefix_cache()
     before = await metrics(direct, "")
     programs = Programs(client, "cached")
@@ -208,10 +208,10 @@ SIDE_CALLS = {
 }
 
 
-@pytest.mark.nightly  # beside others an engine on cores cuts its streams in another way each time
+@pytest.mark.nightly  # with concurrent requests an engine on CPU cores splits its streams differently each time
 @pytest.mark.parametrize(("path", "body"), ANSWERS.values(), ids=ANSWERS)
 async def test_an_answer_is_the_engines_own(engine: RealEngine, proxy: Server, path: str, body: Json) -> None:
-    """Every byte but the times is the same, though the engine is asked for usage and told whose memory it is."""
+    """Every byte but the times is the same, although the engine is asked for usage and told the memory's owner."""
     answer = await assert_same(engine, proxy, path, body)
     assert answer.status == 200
     assert (b"data: [DONE]" in answer.body) == body.get("stream", False)
@@ -221,20 +221,20 @@ async def test_an_answer_is_the_engines_own(engine: RealEngine, proxy: Server, p
 async def test_a_refusal_is_the_engines_own(
     engine: RealEngine, proxy: Server, path: str, body: Json | bytes | None
 ) -> None:
-    """In its words; what is no object is a bug of its own, and stays that."""
+    """Refusals are in its words; a body that is no object triggers a bug of its own, which stays visible."""
     answer = await assert_same(engine, proxy, path, body)
     assert answer.status >= 400
 
 
 @pytest.mark.parametrize(("path", "body"), SIDE_CALLS.values(), ids=SIDE_CALLS)
 async def test_a_side_call_is_the_engines_own(engine: RealEngine, proxy: Server, path: str, body: Json | None) -> None:
-    """Nothing of it is ours."""
+    """The proxy adds nothing to it."""
     assert (await assert_same(engine, proxy, path, body)).status == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_turn_without_a_name_gets_one_of_ours(client: httpx2.AsyncClient, stream: bool) -> None:
-    """As long as those that SGLang makes up."""
+    """It is as long as those that SGLang generates."""
     for path, body in ((CHAT, chat(PROMPT, 3, stream=stream)), (COMPLETIONS, completion(PROMPT, 3, stream=stream))):
         answer = await client.post(path, json={**body, "program_id": "named"})
         said = events(answer.content) if stream else [answer.json()]
@@ -248,7 +248,7 @@ async def test_a_turn_without_a_name_gets_one_of_ours(client: httpx2.AsyncClient
 
 @asynccontextmanager
 async def long_turn(client: httpx2.AsyncClient, program_id: str, **fields: object) -> AsyncIterator[asyncio.Task[Any]]:
-    """Ask for more than any test waits for; who leaves the block goes away."""
+    """Start a turn that is longer than any test; leaving the block disconnects."""
     body = chat(words(50, seed=9), OUTPUT_TOKENS, program_id=program_id, **fields)
     asking = asyncio.create_task(client.post(CHAT, json=body))
     try:
@@ -259,9 +259,9 @@ async def long_turn(client: httpx2.AsyncClient, program_id: str, **fields: objec
 
 
 async def assert_it_ends(client: httpx2.AsyncClient | None, direct: httpx2.AsyncClient) -> None:
-    """Check that the engine is idle long before it would have said all, and that the lease came back, if it had one.
+    """Check that the engine is idle long before the end of the answer, and that a lease was returned.
 
-    Told by tokens rather than by the clock, since the machine may be busy.
+    Measured in tokens, not in time, because the machine may be busy.
     """
     most_tokens = 0
 
@@ -283,7 +283,7 @@ async def assert_it_ends(client: httpx2.AsyncClient | None, direct: httpx2.Async
 async def test_leaving_a_turn_that_runs_ends_it(
     engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient, stream: bool
 ) -> None:
-    """In mid-stream, or with nothing of a whole answer come: the engine is told, and counts an abort."""
+    """In mid-stream, or before any byte of a whole answer: the engine is told, and counts an abort."""
 
     async def is_told() -> bool:
         return heard_count(engine, "/abort_request") > told_count
@@ -307,7 +307,7 @@ async def test_leaving_a_turn_that_runs_ends_it(
 async def test_leaving_before_the_first_byte_ends_a_turn_that_waits_in_the_engine(
     client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:
-    """The one that runs goes on."""
+    """The running one continues."""
     async with long_turn(client, "runs") as running:
         await until_in_engine(direct, 1, 0)
         async with long_turn(client, "waits", stream=True):
@@ -320,7 +320,7 @@ async def test_leaving_before_the_first_byte_ends_a_turn_that_waits_in_the_engin
 async def test_leaving_while_held_reaches_no_engine(
     engine: RealEngine, direct: httpx2.AsyncClient, run_proxy: RunProxy
 ) -> None:
-    """The engine never hears of it."""
+    """The engine never receives it."""
     async with (
         run_proxy((engine,), "--policy", "cap", "--policy-arg", "n=1") as proxy,
         httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
@@ -339,7 +339,7 @@ async def test_leaving_while_held_reaches_no_engine(
 
 
 async def test_an_abort_names_a_whole_id(direct: httpx2.AsyncClient) -> None:
-    """One that only begins so goes on; one that is aborted answers with what it has got."""
+    """A request whose id only begins with it continues; an aborted one answers with its output so far."""
     async with long_turn(direct, "direct", rid="abort-me") as asking:
         await until_in_engine(direct, 1, 0)
         assert (await direct.post("/abort_request", json={"rid": "abort"})).status_code == 200
@@ -355,7 +355,7 @@ async def test_an_abort_names_a_whole_id(direct: httpx2.AsyncClient) -> None:
 
 
 async def fill(direct: httpx2.AsyncClient, salt: int) -> None:
-    """Compute more prompts of nobody than the pool holds."""
+    """Compute more anonymous prompts than the pool holds."""
     for number in range(8):
         body = completion(words(900, seed=salt + number), 1)
         assert (await direct.post(COMPLETIONS, json=body)).status_code == 200
@@ -364,7 +364,7 @@ async def fill(direct: httpx2.AsyncClient, salt: int) -> None:
 async def test_memory_of_a_program_stays_until_it_is_released(
     engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:
-    """What is nobody's is taken first; at the release SGLang is told, and the program's goes like all else."""
+    """Anonymous memory is evicted first; SGLang is told of the release, and then evicts the program's as any other."""
     await engine.reset_prefix_cache()
     body = completion(words(600, seed=77), 2)
 
@@ -389,7 +389,7 @@ async def test_memory_of_a_program_stays_until_it_is_released(
 async def test_a_cache_is_flushed_unless_the_engine_is_busy(
     client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:
-    """It declines while it computes, and that is said; afterwards the same prompt misses."""
+    """It declines while it computes, which is reported; afterwards the same prompt misses."""
     body = completion(words(300, seed=31), 2, program_id="flushed")
 
     async def cached_tokens() -> int:
@@ -408,11 +408,11 @@ async def test_a_cache_is_flushed_unless_the_engine_is_busy(
     assert await cached_tokens() == 0
 
 
-# --- what is observed
+# --- observation
 
 
 async def test_a_pause_and_new_weights_are_observed(client: httpx2.AsyncClient, direct: httpx2.AsyncClient) -> None:
-    """A trainer tells the engine alone: turns are held, and other weights are read."""
+    """A trainer contacts only the engine: turns are held, and the new weight version is read."""
 
     async def is_suspended(wanted: bool) -> bool:
         (report,) = await replicas(client, "")
@@ -439,7 +439,7 @@ async def test_a_pause_and_new_weights_are_observed(client: httpx2.AsyncClient, 
 async def test_its_loads_count_what_runs_and_what_is_held(
     engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:
-    """In its own shape."""
+    """They are in SGLang's own form."""
     replica_id = engine.url.removeprefix("http://")
     own = await direct.get("/v1/loads")
     passed_on = await client.get(f"/workers/{replica_id}/v1/loads")
@@ -455,13 +455,13 @@ async def test_its_loads_count_what_runs_and_what_is_held(
 # --- priorities
 
 TURNS = {"long-since": 6, "some-time": 4, "just-begun": 2, "new": 0}
-"""Programs, and how many turns each had before; the one with most is the oldest."""
+"""Programs, and their numbers of earlier turns; the one with most is the oldest."""
 
 
 async def served_order(
     engine: RealEngine, run_proxy: RunProxy, log: Path, priority: str, *settings: str, first: int
 ) -> tuple[str, ...]:
-    """Have turns wait in the engine behind a long one, the youngest program's first; return in which order they end.
+    """Queue turns in the engine behind a long one, the youngest program's first; return the order of their ends.
 
     `first` is the priority, in the engine's numbers, of the long one.
     """
@@ -479,7 +479,7 @@ async def served_order(
             await asyncio.sleep(0.2)  # ages are in tenths of a second
 
         async def turn(program_id: str) -> None:
-            await programs.turn(program_id, output_tokens=40)  # apart by more than answers are ever late
+            await programs.turn(program_id, output_tokens=40)  # gaps larger than any delay of an answer
             order.append(program_id)
 
         async with asyncio.TaskGroup() as group, long_turn(direct, "first", priority=first):
@@ -487,7 +487,7 @@ async def served_order(
             for count, program_id in enumerate(reversed(TURNS), 1):
                 group.create_task(turn(program_id))
                 await until_in_engine(direct, 1, count)
-        await asyncio.sleep(0.5)  # the log is flushed at a tick
+        await asyncio.sleep(0.5)  # a tick flushes the log
     assert len(set(priorities_in(log).values())) == len(TURNS)
     return tuple(order)
 
@@ -508,13 +508,13 @@ async def test_it_serves_in_the_order_of_the_priorities(
     order: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    """Higher numbers go first there, and lower ones with us: what goes to the engine is turned round."""
+    """SGLang serves higher numbers first, the proxy lower ones: the numbers to the engine are negated."""
     log = tmp_path / "events.jsonl"
     assert await served_order(engine, run_proxy, log, priority, *settings, first=2**40) == order
 
 
 async def test_a_turn_with_a_priority_takes_the_place_of_one_without(direct: httpx2.AsyncClient) -> None:
-    """Unless the engine is told otherwise: the one that ran waits, and goes on afterwards."""
+    """Unless the engine is configured otherwise: the running turn waits, and continues afterwards."""
     async with long_turn(direct, "nobodys") as interrupted:
         await until_in_engine(direct, 1, 0)
         answer = await direct.post(CHAT, json=chat(PROMPT, 2, priority=1))
@@ -527,7 +527,7 @@ async def test_a_turn_with_a_priority_takes_the_place_of_one_without(direct: htt
 async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are(
     sglang: None, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
-    """It says so itself; and with these flags nothing that runs is interrupted."""
+    """The engine reports this itself; with these flags no running turn is interrupted."""
     flags = ("--schedule-low-priority-values-first", "--disable-priority-preemption", "--default-priority-value", "0")
     async with RealEngine(config(*flags)) as engine, httpx2.AsyncClient(base_url=engine.url, timeout=120) as direct:
         order = await served_order(engine, run_proxy, tmp_path / "events.jsonl", "age", first=-(2**40))
@@ -544,7 +544,7 @@ async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["passthrough", "thunderagent", "breakeven"])
 async def test_the_standard_load_runs_without_an_error(sglang: None, policy: str) -> None:
-    """Sixteen programs on a pool for half of them: every turn is answered, every program released, and much is hit."""
+    """Sixteen programs on a pool for half of them: all turns are answered, all programs released, with many hits."""
     whole = replace(config(), pool_blocks=16_000, max_model_len=8192, extra_args=("--max-running-requests", "16"))
     async with RealEngine(whole) as engine, serve_proxy([engine.url], Contestant.parse(policy)) as url:
         result = await run_load(LoadSpec(programs=16), url, is_proxy=True, warmup_s=20, measure_s=60)

@@ -1,4 +1,4 @@
-"""Two schedulers on a real Redis, two gateways, and clients that stream and wait: who leads goes, nothing is lost."""
+"""Two schedulers on a real Redis, two gateways, and clients that stream and wait: the leader fails, nothing is lost."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ TOOL_S = 0.3
 
 ROOT = Path(__file__).parents[2]
 EARLIER = "f37a8ec2"
-"""The first version that had gateways, a store and a standby: none has been released. Then this is the last release."""
+"""The first version with gateways, a store and a standby; none is released yet. Later this is the last release."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses now."""
+    """Return free ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -67,7 +67,7 @@ class Cell:
 
     async def start(self, port: int) -> None:
         some_wait = ("--policy", "cap", "--policy-arg", "n=6", "--idle-limit-s", "0.1", "--tick-s", "0.1")
-        # Who steps down waits for no turn of its gateways: with so long a grace it would never stand by again.
+        # A leader that steps down waits for no turn of its gateways: with this grace it would never be a standby again.
         options = ("--backends", self.behind.url, "--lock-s", str(LOCK_S), "--grace-s", "3600", *some_wait)
         quick = ("--poll-interval-s", "0.2", "--gateway-lost-s", "5", "--store", self.redis.url)
         environment = {"PYTHONPATH": self.redis.packages}
@@ -88,7 +88,7 @@ class Cell:
             await front.ready()
 
     async def said(self, port: int) -> dict[str, Any]:
-        """Return what a scheduler says of itself; nothing if it does not answer."""
+        """Return a scheduler's status; empty if it does not answer."""
         try:
             async with asyncio.timeout(1.0):
                 answer = await get(f"http://127.0.0.1:{port}", "/internal/leader")
@@ -97,7 +97,7 @@ class Cell:
         return dict(json.loads(answer.body)) if answer.status == 200 else {}
 
     async def leader(self) -> int:
-        """Wait until one leads; return its port. One that was paused may not know yet that its epoch is over."""
+        """Wait until one leads; return its port. A resumed one may not know yet that its epoch is over."""
         async with asyncio.timeout(30):
             while True:
                 said = {port: await self.said(port) for port in self.schedulers}
@@ -107,7 +107,7 @@ class Cell:
                 await asyncio.sleep(0.02)
 
     async def until_followed(self) -> None:
-        """Wait until the other one follows, and the leader knows."""
+        """Wait until the other scheduler follows, and the leader knows."""
         async with asyncio.timeout(30):
             while True:
                 leader = await self.leader()
@@ -124,23 +124,23 @@ class Cell:
             more = {"stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}
             self.answers.append(await ask(front.url, f"p{number}", **more))
             self.answered_s.append(time.monotonic())
-            await asyncio.sleep(TOOL_S)  # in which it loses its claim, so that another one's turn comes
+            await asyncio.sleep(TOOL_S)  # in which it loses its claim, so that another program gets a turn
 
     async def more(self, count: int) -> None:
-        """Wait for so many more answers."""
+        """Wait for a number of further answers."""
         wanted_count = len(self.answers) + count
         async with asyncio.timeout(60):
             while len(self.answers) < wanted_count:
                 await asyncio.sleep(0.02)
 
     async def gap_after(self, moment_s: float) -> float:
-        """Return the longest time without an answer since then."""
+        """Return the longest time without an answer since a moment."""
         await self.more(2 * CLIENTS_COUNT)
         times = [moment_s, *(each for each in self.answered_s if each > moment_s)]
         return max(after - before for before, after in pairwise(times))
 
     def tell(self) -> None:
-        """Print what processes said lately, for whoever looks why it failed."""
+        """Print recent logs of the processes, to explain a failure."""
         for process in (*self.schedulers.values(), *self.fronts):
             lines = [
                 line for line in process.log.splitlines() if '"event":"turn"' not in line and "restore" not in line
@@ -201,7 +201,7 @@ async def cell(
 async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
     require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a restart with older data between two commands: no command failed, so nobody else would notice."""
+    """As after a restart with older data between two commands: no command failed, so nothing else would notice."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
         redis_store = importlib.import_module("thunderagent.scale.leader.redis_store")
@@ -230,7 +230,7 @@ async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
 async def test_who_is_cancelled_while_it_asks_the_store_ends(
     require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In whichever turn of the loop: the client forgot it in every second one."""
+    """This holds in every turn of the loop: the client missed it in every second one."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
         store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)
@@ -253,7 +253,7 @@ async def hand_over(front: CommandProcess) -> None:
 
 
 def within_version(commit: str, folder: Path, require_real: Callable[[str], NoReturn]) -> Sequence[str]:
-    """Put the package as it was into a folder; return the command within which it is the one that runs."""
+    """Extract an earlier version of the package into a folder; return a command prefix that runs with it."""
     archive = subprocess.run(["git", "archive", commit, "thunderagent"], cwd=ROOT, capture_output=True, check=False)
     if archive.returncode:
         require_real(f"this checkout does not have {commit}: {archive.stderr.decode()}")
@@ -267,7 +267,7 @@ def within_version(commit: str, folder: Path, require_real: Callable[[str], NoRe
 async def test_a_store_that_is_full_changes_nobodys_place(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """The leader goes on without it, past the end of its lock, and is the leader still when there is room again."""
+    """The leader continues without it past the end of its lock, and still leads when there is room again."""
     async with cell(require_real, tmp_path) as running:
         leader = await running.leader()
         epoch = (await running.said(leader))["epoch"]
@@ -287,7 +287,7 @@ async def test_a_store_that_is_full_changes_nobodys_place(
 
 
 async def test_two_versions_side_by_side(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """An earlier scheduler and gateway beside today's: an upgrade, and the way back, while clients stream."""
+    """An earlier scheduler and gateway beside current ones: an upgrade and a downgrade, while clients stream."""
     (tmp_path / "earlier").mkdir()
     within = within_version(EARLIER, tmp_path / "earlier", require_real)
     async with cell(require_real, tmp_path, within) as running:
@@ -301,7 +301,7 @@ async def test_two_versions_side_by_side(require_real: Callable[[str], NoReturn]
 
 
 async def test_nothing_is_lost_whoever_leads(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """Killed, handed over, paused, and killed again while a Redis that was killed is just back."""
+    """The leader is killed, hands over, is paused, and is killed again just after a killed Redis is back."""
     gaps_s: dict[str, float] = {}
     async with cell(require_real, tmp_path) as running:
         first = await running.leader()

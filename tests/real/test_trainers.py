@@ -1,6 +1,6 @@
-"""The clients of trainers as they are released: SkyRL's `RemoteInferenceClient`, verifiers' `TrainClient`.
+"""The released clients of trainers: SkyRL's `RemoteInferenceClient`, verifiers' `TrainClient`.
 
-The trainers around them need GPUs; these clients are what speaks to the proxy. Behind it stand scripted engines.
+The trainers themselves need GPUs; these clients are the part that talks to the proxy. Its engines are scripted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(scope="module")
 def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
-    """Make one environment with both, at the first time in a minute, saying so.
+    """Make one environment with both; the first time takes a minute and is announced.
 
-    What else SkyRL names as its dependencies is for its training.
+    SkyRL's other dependencies are for its training.
     """
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     alone = ("-m", "pip", "install", "--no-cache-dir", "--no-deps", SKYRL)
@@ -45,7 +45,7 @@ def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config)
 
 @asynccontextmanager
 async def script(python: Path, source: str, *arguments: object) -> AsyncIterator[asyncio.Task[Any]]:
-    """Run a script for the length of the block; the task is for the JSON that it prints last."""
+    """Run a script during the block; the task returns the JSON that it prints last."""
     environment = {**os.environ, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
     command = [str(python), "-c", source, *map(str, arguments)]
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=environment)
@@ -126,7 +126,7 @@ asyncio.run(main())
 
 
 async def test_skyrl_s_client_updates_weights_in_mid_generation(python: Path) -> None:
-    """Its turns in flight go on after the pause, the one that came meanwhile waited, and sessions end and come back."""
+    """Turns in flight continue after the pause, a new one meanwhile waited, and sessions end and come back."""
     async with trained_engines(gate_open=False) as (proxy, engines, _):
         async with script(python, SKYRL_SCRIPT, proxy.url) as result:
             await until(
@@ -198,7 +198,7 @@ asyncio.run(main())
 
 
 async def test_verifiers_client_is_one_program_for_each_trace(python: Path, tmp_path: Path) -> None:
-    """It learns the engine's limit from our list of models; its turns carry tokens, the trace's id and the salt."""
+    """It reads the engine's limit from our list of models; its turns carry tokens, the trace's id and the salt."""
     async with trained_engines() as (proxy, engines, _):
         async with script(python, VERIFIERS_SCRIPT, proxy.url, tmp_path / "tokenizer") as result:
             assert await result == [continuation([3], 4), continuation([50], 4)]

@@ -1,4 +1,4 @@
-"""Workflows on a real Redis: state outlives a deployment, decisions go through it, and it may go away."""
+"""Workflows on a real Redis: state outlives a deployment, decisions go through it, and outages are survived."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ print("all of it")
 @pytest.mark.real
 @pytest.mark.timeout(300, func_only=True)
 def test_state_on_a_real_redis(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
-    """A session goes on where it was, in another deployment; without the server calls go on."""
+    """A session continues in another deployment; calls continue without the server."""
     with redis_server(require_real, tmp_path) as server:
         assert server.process is not None
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Workflows on a Ray cluster of two nodes, which is on this machine: calls, state, moves, and the loss of a node."""
+"""Workflows on a Ray cluster of two nodes on this machine: calls, state, moves, and the loss of a node."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tutorial's files are, for this process and those of Ray."""
+    """The folder of the tutorial's files, for this process and those of Ray."""
     return tmp_path_factory.mktemp("code")
 
 
@@ -70,12 +70,12 @@ async def until(condition: Callable[[], Any], within_s: float = 60.0) -> None:
 
 
 def places(app: Deployment, agent: str) -> dict[str, str]:
-    """Return by location the node on which an agent's instances are."""
+    """Return the nodes of an agent's instances by location."""
     return {each.location: each.node for each in app.control.level.view.of(agent)}
 
 
 async def test_the_tutorial_on_both_nodes(nodes: TwoNodes, code: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """The documentation's workflow as it stands, but for `ray=`; its turns go through the proxy, under its session."""
+    """The documentation's workflow runs unchanged except for `ray=`; its turns use the proxy, under its session."""
     text = whole(DOCS.read_text())
     monkeypatch.chdir(code)
     monkeypatch.syspath_prepend(str(code))
@@ -110,13 +110,13 @@ async def test_the_tutorial_on_both_nodes(nodes: TwoNodes, code: Path, tmp_path:
 
 
 async def test_a_node_is_lost_in_mid_run(nodes: TwoNodes, tmp_path: Path) -> None:
-    """What was there fails with its path; the rest goes on; Ray places what takes its place."""
+    """Calls there fail with their path; the rest continues; Ray places the replacements."""
     threads, tasks = threading.active_count(), asyncio.all_tasks()
     async with deploy(AGENTS, policies=(), ray=nodes.address) as app:
         await app.run_async(_lose_a_node, app, nodes, tmp_path, session="s")
         await app.run_async(_find_the_others, app, nodes)
     assert asyncio.all_tasks() == tasks
-    assert threading.active_count() <= threads + 1  # Ray leaves none of ours, and at most one of its own
+    assert threading.active_count() <= threads + 1  # Ray leaves none of our processes, and at most one of its own
 
 
 async def _lose_a_node(app: Deployment, nodes: TwoNodes, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ async def _move(app: Deployment, session: str, home: str, to: str) -> None:
 
 
 async def _find_the_others(app: Deployment, nodes: TwoNodes) -> None:
-    """Calls run on the node that is left; with room again, all instances that there are to be are there again."""
+    """Calls run on the remaining node; with room again, all wanted instances exist again."""
     alone = nodes.cluster.head_node.node_id
     assert {(await call("worker", "where"))[0] for _ in range(4)} == {alone}
     assert await call("keeper", "hear", "x") == ["x"]

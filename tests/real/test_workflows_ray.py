@@ -1,4 +1,4 @@
-"""The tests that need Ray, with an environment of their own: it is heavy, and nothing else needs it."""
+"""The tests that need Ray, in a separate environment: it is large, and nothing else needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUIREMENTS = ["ray==2.60.0"]
 NAME, SIZE, HOW = "workflows-ray", "about 250 MB, half a minute", {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
-@pytest.mark.nightly  # Ray gives up a node that is not there in 30 s, whatever else the machine does
+@pytest.mark.nightly  # Ray gives up a node that is not up within 30 s, even on a busy machine
 @pytest.mark.timeout(300, func_only=True)
 def test_workflows_on_a_real_cluster(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
     """Two nodes on this machine, one of which is lost; nothing is skipped."""
@@ -24,9 +24,9 @@ def test_workflows_on_a_real_cluster(require_real: Callable[[str], NoReturn], py
     assert_tests_pass_in(NAME, REQUIREMENTS, SIZE, tests, require_real, pytestconfig, timeout_s=280, **HOW)
 
 
-@pytest.mark.nightly  # each process that is killed and comes back costs Ray seconds
+@pytest.mark.nightly  # each killed and restarted process costs Ray seconds
 @pytest.mark.timeout(420, func_only=True)
 def test_a_cell_on_a_real_cluster(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
-    """Gateways and schedulers as actors: killed, started again, stood in for, and stopped."""
+    """Gateways and schedulers as actors: killed, restarted, replaced, and stopped."""
     tests = ["tests/real/test_cell_on_ray.py"]
     assert_tests_pass_in(NAME, REQUIREMENTS, SIZE, tests, require_real, pytestconfig, timeout_s=400, **HOW)

@@ -1,6 +1,6 @@
-"""Random histories with everything that the core can be told: what one incident for each policy leaves out.
+"""Random histories with all events of the core, which a single incident for each policy does not cover.
 
-Who makes one knows what any client knows - which of its turns were granted, rejected, or are held - and nothing else.
+The generator knows only what any client knows: which of its turns were granted, rejected, or are held.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PREFIXES = ((), ((1, 400),), ((1, 400), (2, 1200)), ((1, 420), (3, 900)), ((1, 4
 
 
 class History:
-    """One random history, written down by a driver."""
+    """One random history, recorded by a driver."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class History:
         seed: object,
         watched: Callable[[Policy], Policy] = lambda policy: policy,
     ) -> None:
-        """Begin with two replicas; equal seeds make equal histories as long as the decisions are equal."""
+        """Begin with two replicas; equal seeds make equal histories while the decisions are equal."""
         self.random = Random(str(seed))
         made = watched(load_policy(policy, policy_settings))
         self.driver = Driver(made, replicas={"r0": 2000, "r1": 2500}, settings=settings)
         self.turns: dict[int, str | None] = {}
-        """Turns that did not end, each with its program."""
+        """Unfinished turns, each with its program."""
         self.turn_id = 0
         self.last_s = self.driver.now_s
         roll = self.random
@@ -108,7 +108,7 @@ class History:
         )
 
     def record(self, count: int) -> Driver:
-        """Let so many things happen, then let everything end."""
+        """Make a number of events happen, then end everything."""
         weights = [weight for weight, _ in self.things]
         for _ in range(count):
             self.driver.passes(self.random.choice((0.013, 0.07, 0.31, 0.9)) * (0.5 + self.random.random()))
@@ -121,7 +121,7 @@ class History:
         return self.driver
 
     def send(self, kind: type[Any], *fields: object, **more: object) -> None:
-        """Have an event happen now; turns that were rejected, or whose place another took, are there no longer."""
+        """Send an event now; forget turns that were rejected, or replaced by another."""
         self.driver.send(kind(round(self.driver.now_s, 6), *fields, **more))
         for turn_id in [turn_id for turn_id in self.turns if turn_id in self.driver.rejected_for]:
             del self.turns[turn_id]
@@ -166,7 +166,7 @@ class History:
         return [turn_id for turn_id in self.turns if turn_id in self.driver.granted_on]
 
     def turn_goes_on(self) -> None:
-        """Begin a turn, let it generate, and end it, mostly all at once."""
+        """Begin a turn, have it generate, and end it, mostly all at once."""
         if not (granted := self.granted()):
             self.send(Tick)
             return

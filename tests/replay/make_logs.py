@@ -75,10 +75,10 @@ HISTORIES: dict[str, tuple[str, dict[str, Setting], SchedulerSettings]] = {
     ),
     "history-mars": ("mars", {"tool_cpu_count": 1, "window_max_count": 6, "reserve_tokens": 100}, histories.SETTINGS),
 }
-"""Policies with their settings under which a random history is recorded, by the name of its log."""
+"""Policies and settings for recorded random histories, by name of the log."""
 HISTORY_COUNT = 240
 TELLING = {"breakeven", "continuum"}
-"""Policies whose incident tells of prompts' prefixes, of groups and of tools: the others would not hear it."""
+"""Policies whose incident includes prompt prefixes, groups and tools: the others would ignore them."""
 
 
 def incident(policy: str) -> Driver:
@@ -121,7 +121,7 @@ def incident(policy: str) -> Driver:
 
 
 def told_of(program_id: str | None) -> dict[str, Any]:
-    """All agents begin alike, each half of them with the same task; and each half ends together."""
+    """All agents have the same first prefix, each half of them the same task; each half ends together."""
     if program_id is None:
         return {}
     half = "even" if int(program_id[-1]) % 2 == 0 else "odd"
@@ -129,7 +129,7 @@ def told_of(program_id: str | None) -> dict[str, Any]:
 
 
 def happens(driver: Driver, step: int, contexts: dict[str, int]) -> None:
-    """What goes wrong, and when."""
+    """Make the faults happen at their times."""
     if step % 25 == 24 and contexts:
         ended = max(contexts, key=lambda name: (contexts[name], name))
         del contexts[ended]
@@ -153,12 +153,12 @@ def happens(driver: Driver, step: int, contexts: dict[str, int]) -> None:
 
 
 def log_of(name: str) -> Path:
-    """Where the golden log of a policy or of a history lies."""
+    """Return the path of the golden log of a policy or a history."""
     return FOLDER / f"{name}.jsonl"
 
 
 def write_log(name: str, path: Path) -> None:
-    """Record the incident under a policy, or a history, in place of an older record."""
+    """Record the incident under a policy, or a history; replace an older record."""
     path.unlink(missing_ok=True)
     policy, policy_settings, settings = HISTORIES.get(name) or (name, POLICIES[name], SETTINGS)
     if name in HISTORIES:

@@ -1,4 +1,4 @@
-"""The golden event logs: yesterday's incidents are decided as yesterday, or the difference is shown."""
+"""The golden event logs: recorded incidents give the recorded decisions, or the difference is shown."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def test_a_recorded_log_is_decided_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*POLICIES, *HISTORIES])
 def test_the_generator_writes_the_golden_log_again(name: str, tmp_path: Path) -> None:
-    """The files are what the script writes, to the byte: nobody edited one by hand."""
+    """The files are byte for byte what the script writes: none was edited by hand."""
     write_log(name, tmp_path / "again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == log_of(name).read_bytes()
 
 
 def test_every_policy_has_a_golden_log() -> None:
-    """A new policy brings its own."""
+    """A new policy needs its own log."""
     assert set(POLICIES) == set(EVERY_POLICY)
 
 
 def test_the_incidents_have_what_makes_a_policy_decide() -> None:
-    """Together they hold every kind of decision, and nearly every reason."""
+    """Together the incidents have every kind of decision, and nearly every reason."""
     seen: Counter[str] = Counter()
     reasons = set()
     for log in (*POLICIES, *HISTORIES):
@@ -72,7 +72,7 @@ def test_a_changed_decision_is_shown_with_its_line(tmp_path: Path, capsys: pytes
 
 
 def test_the_command_ends_with_0_where_every_decision_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """It says how much was compared."""
+    """It prints how much was compared."""
     assert main(["replay", str(log_of("sticky"))]) == 0
     assert capsys.readouterr().out.startswith("policy sticky: ")
 
@@ -89,7 +89,7 @@ def test_the_command_ends_with_0_where_every_decision_is_the_same(capsys: pytest
 def test_the_command_ends_with_2_where_there_is_nothing_to_replay(
     content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says why, on standard error."""
+    """One line on standard error gives the reason."""
     path = tmp_path / "log.jsonl"
     if content is not None:
         path.write_bytes(content)

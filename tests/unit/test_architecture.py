@@ -1,4 +1,4 @@
-"""The shape of the package, checked on its source: who imports whom, what the core may touch, words and units.
+"""The structure of the package, checked on its source: imports, what the core may touch, words and units.
 
 Each rule is a function from a parsed module to what is wrong with it, tested first on a module that breaks it.
 """
@@ -59,7 +59,7 @@ def all_modules() -> list[Module]:
 
 
 def imports_of(module: Module) -> Iterator[tuple[int, str]]:
-    """Give (line, dotted name) of everything imported, wherever in the file, relative imports resolved."""
+    """Yield (line, dotted name) of every import anywhere in the file, with relative imports resolved."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -91,7 +91,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "programs": frozenset({"errors"}),
     "policy_loader": frozenset({"errors", "programs"}),
-    # Small things that both backends and tools need, who know nothing of each other.
+    # Small parts that both backends and tools need, which do not know each other.
     "faults": frozenset(),
     "cluster": frozenset(),
     "backends": frozenset({"errors", "programs", "faults", "cluster"}),
@@ -109,12 +109,12 @@ ARROWS: dict[str, frozenset[str]] = {
     "log_lines": frozenset(),
     # A client of an engine, which it knows by its answers alone.
     "calibrate": frozenset({"errors", "simulator"}),
-    # Built once by the command line and handed down in slices: nobody else may reach for it.
+    # Built once by the command line and passed down in slices: no other module may import it.
     "config": frozenset({"errors", "faults", "backends", "tools"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
-    # An engine of its own behind the proxy, which knows it by its answers alone: nobody else imports it.
+    # A separate engine behind the proxy, which knows it only by its answers: no other module imports it.
     "nova": frozenset({"errors"}),
-    # Above the proxy, which it knows by HTTP alone: nobody else imports it.
+    # Above the proxy, which it knows by HTTP alone: no other module imports it.
     "workflows": frozenset({"errors", "client"}),
     # Wires everything up; the command line starts it.
     "serving": EVERY_ROOM - {"simulator"} | {"config"},
@@ -122,7 +122,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # Both by one command.
     "one_machine": EVERY_ROOM | {"config", "serving", "scaling"},
-    # Has Ray start gateways and schedulers, which are commands: nobody else imports it.
+    # Starts gateways and schedulers, which are commands, with Ray: no other module imports it.
     "ray": frozenset({"errors", "config", "proxy", "serving"}),
     # Has an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
     "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
@@ -187,7 +187,7 @@ PROXY_ARROWS: dict[str, frozenset[str]] = {
     "turns": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch"}),
     "control": frozenset({"reading", "wire", "gate", "fleet"}),
     "admin": frozenset({"reading", "gate", "fleet", "control", "watch"}),
-    # Composition: everybody's, and nobody may know it; first the ways of requests, then the whole.
+    # Composition: it uses all, and none may know it; first the paths of requests, then the whole.
     "routing": frozenset({"reading", "wire", "gate", "fleet", "turns", "control", "watch"}),
     "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin", "routing"}),
 }
@@ -206,7 +206,7 @@ TABLES = frozenset({"scheduler", "pools", "ledger", "programs"})
 
 
 def tables_read(module: Module) -> Iterator[str]:
-    """Find who carries bytes and reads the scheduler's tables: by an import of these, or through the runtime."""
+    """Find byte carriers that read the scheduler's tables, through an import or through the runtime."""
     if not module.is_in(*CARRY_BYTES):
         return
     for line, dotted in imports_of(module):
@@ -369,7 +369,7 @@ TOLD = frozenset({"event", "decision", "signal"})
 
 
 def changed_events(module: Module) -> Iterator[str]:
-    """Find who assigns to a field of an event, a decision or a signal: they are plain, to be quick to make."""
+    """Find assignments to fields of events, decisions or signals, which are not frozen so that making them is fast."""
     for node in ast.walk(module.tree):
         changes = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
         if changes and isinstance(node.value, ast.Name) and node.value.id in TOLD:
@@ -387,11 +387,11 @@ WRITERS = {
     "size of a place": frozenset({"book.book.Book.resize"}),
     "who is in a place": frozenset({f"book.book.Book.{name}" for name in ("open", "move", "enter_anew", "act_anew")}),
 }
-"""What is written of where a program stands and how large it is, and by whom."""
+"""The fields for a program's place and size, and their allowed writers."""
 
 
 def wrong_writers(module: Module) -> Iterator[str]:
-    """Find who writes where a program stands, what it claims, or a sum of that, and may not."""
+    """Find forbidden writers of a program's place, its claims, or a sum of them."""
     in_book = core_room_of(module.name) == "book" or module.is_in("thunderagent.programs.model.places")
     for where, node in _within(module.tree, module.name.removeprefix("thunderagent.programs.")):
         written = ""
@@ -703,7 +703,7 @@ OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "p
 
 
 def other_readings(module: Module) -> Iterator[str]:
-    """Find who looks at a request's path, or cuts one, and is not the one place that reads it."""
+    """Find code that reads or splits a request's path outside of the one place for it."""
     if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(*READS_TARGETS):
         return
     for node in ast.walk(module.tree):
@@ -798,7 +798,7 @@ def test_a_folder_of_the_core_holds_a_dozen_files() -> None:
 
 
 def test_nobody_changes_what_was_told() -> None:
-    """An event is the same for the log, for observers and for a replay."""
+    """An event must be the same for the log, for observers and for a replay."""
     assert complaints(changed_events, all_modules()) == []
     assert list(changed_events(module_of("event.now_s = 1.0")))
     assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
@@ -875,7 +875,7 @@ def test_numbers_in_the_core_have_units() -> None:
 
 
 def test_a_target_is_read_in_one_place() -> None:
-    """Two opinions on a path are a hole: one for whoever judges it, one for whoever sends it."""
+    """Two readings of a path, one in the access check and one in the sender, would be a security hole."""
     allowed = "thunderagent.backends.discovery.base"  # the fragment of a URL in the configuration
     found = [each for each in complaints(other_readings, all_modules()) if not each.startswith(allowed)]
     assert found == []

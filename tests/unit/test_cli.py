@@ -126,7 +126,7 @@ def test_a_wrong_option_ends_with_2_and_one_clear_line(
 
 @pytest.mark.parametrize("policy", ["sticky", "fcfs", "autellix"])
 def test_a_part_that_does_nothing_is_warned_of(policy: str) -> None:
-    """Once for each: who goes first where nobody waits for memory. Of other parts and policies nothing is said."""
+    """It warns once for each: an order has no effect if nothing waits for memory. Other parts give no warning."""
     with capture_logs() as logs:
         build_runtime(ServeConfig.load(policy=policy, order="shortest", victims="largest", priority="age"))
         build_runtime(ServeConfig.load(policy=policy, priority="age"))

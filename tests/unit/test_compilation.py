@@ -1,4 +1,4 @@
-"""What is compiled says of which sources it is, and whoever changes one hears of it."""
+"""A compiled build records its sources, and a change of one is reported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_w
 
 
 def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_the_events_are_not() -> None:
-    """The event log reads the types of events' fields, and who makes a policy those of its settings."""
+    """The event log reads the types of events' fields, and policy loading those of settings."""
     names = {path.name for path in compiled_sources(PACKAGE)}
     assert {"scheduler.py", "letting_in.py", "areas.py", "heads.py", "server.py", "identity.py"} <= names
     assert not {"events.py", "breakeven.py", "least_area.py"} & names
@@ -90,7 +90,7 @@ def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str
 
 
 def test_no_command_runs_on_a_stale_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even a simulation: its figures would be of code that nobody sees."""
+    """This includes simulations: their figures would come from invisible code."""
     monkeypatch.setattr("thunderagent.cli.command_line.build_kind", lambda: "stale")
     assert main(["simulate", "--minutes", "1"]) == 2
     assert capsys.readouterr().err == f"thunderagent: error: {STALE}\n"

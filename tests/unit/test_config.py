@@ -148,7 +148,7 @@ def test_a_file_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_frozen() -> None:
-    """Built once, handed down, changed by nobody."""
+    """It is built once, passed down, and never changed."""
     config = ServeConfig.load()
     with pytest.raises(ValidationError, match="frozen"):
         config.port = 1
@@ -223,7 +223,7 @@ def test_a_store_has_a_url_and_its_password_is_shown_nowhere(url: str) -> None:
     "url", ["10.0.0.1:8400", "http://h", "http://h:port", "http://h:99999", "http://[::1", "ftp://h:1"]
 )
 def test_a_scheduler_is_reached_at_a_url_with_a_port(url: str) -> None:
-    """Those that stand by would end at another one, or watch nobody."""
+    """Otherwise standbys would end at another one, or watch none."""
     with pytest.raises(ConfigurationError, match=r"reached_at: .* is not a URL"):
         ServeConfig.load(reached_at=url)
     assert ServeConfig.load(reached_at="http://[::1]:8400").reached_at == "http://[::1]:8400"

@@ -40,12 +40,12 @@ def test_no_version_with_a_known_hole_may_be_installed(name: str) -> None:
 
 
 def test_the_proxy_stands_on_no_client_that_nobody_mends() -> None:
-    """`httpx` had its last release in 2024; its fork `httpx2` is looked after."""
+    """`httpx` had its last release in 2024; its fork `httpx2` is maintained."""
     assert "httpx" not in {requirement.name for requirement in REQUIREMENTS}
 
 
 def test_an_extra_that_a_message_names_is_there() -> None:
-    """As users install it: `pip install 'thunderagent[NAME]'`, wherever the package is from."""
+    """Users install it with `pip install 'thunderagent[NAME]'`, from any source of the package."""
     modules = [path.read_text() for path in (ROOT / "thunderagent").rglob("*.py")]
     named = {name for text in modules for name in re.findall(r"thunderagent\[([a-z0-9-]+)\]", text)}
     assert {"kubernetes", "kv-events", "nova", "otel", "plots"} <= named <= PROJECT["optional-dependencies"].keys()

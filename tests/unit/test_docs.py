@@ -74,7 +74,7 @@ HOSTS = {
     "10.0.0.3",
     "engines.inference.svc.cluster.local",
 }
-# The first part of every path that begins with a slash: endpoints, and no place on somebody's machine.
+# The first part of every path that begins with a slash: endpoints, not paths of a machine.
 ENDPOINTS = {
     *("v1", "p", "sessions", "programs", "finish_session", "replicas", "queue", "health", "ready", "metrics"),
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),

@@ -1,4 +1,4 @@
-"""What passes between who carries bytes and who grants leases: as bytes, as pushed, and with each lease."""
+"""Messages between carriers of bytes and granters of leases: as bytes, as pushed, and with each lease."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_passed_can_be_sent(message: TurnAsk | Lease | TurnEnd) -> None:
 
 
 def test_the_first_word_on_a_lease_is_the_last() -> None:
-    """Whoever keeps leases hears one end of each, with what tells its program and incarnation."""
+    """The keeper of leases gets one end of each, with the data that identifies program and incarnation."""
     keeper = Keeper()
     with OpenLease(keeper, LEASE) as lease:
         lease.unverified()

@@ -1,4 +1,4 @@
-"""No line is lost unless it is told, none overtakes another, and nobody waits for whoever reads them."""
+"""No line is lost without a report, none overtakes another, and writers never wait for readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thunderagent.log_lines import LineLogger, json_line
 
 
 class File(BytesIO):
-    """A file that says when something was written, and that stands still for as long as it is told to."""
+    """A file that reports writes, and blocks on command."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def test_the_lines_of_a_moment_go_out_together(file: File) -> None:
 
 
 def test_a_line_waits_for_others_only_for_a_moment(file: File) -> None:
-    """It goes out though nobody asks for it."""
+    """It is written without a request."""
     LineLogger(file).info(b"1")
     assert file.is_asked.wait(10.0)
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_while_nobody_reads_is_counted_and_told(file: File) ->
 
 
 def test_a_full_pipe_stops_nobody() -> None:
-    """Whoever logs goes on while nobody reads; once somebody does, all of it comes."""
+    """Logging continues while the pipe is not read; a later reader gets all lines."""
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, "rb") as reader, os.fdopen(write_end, "wb") as pipe:
         lines = LineLogger(pipe)
@@ -107,7 +107,7 @@ def test_a_full_pipe_stops_nobody() -> None:
 
 
 def test_a_file_that_is_closed_takes_nothing(file: File) -> None:
-    """The thread goes on, and so does whoever logs."""
+    """The thread and the logging code continue."""
     lines = LineLogger(file)
     file.close()
     for _ in range(2):

@@ -144,7 +144,7 @@ def pytest_unconfigure():
 
 @pytest.mark.parametrize("why", AFTER_ITS_LAST_TEST)
 def test_side_by_side_a_process_that_fails_after_its_last_test_is_a_failure(tmp_path: Path, why: str) -> None:
-    """By an error that nobody could raise before, or by its status."""
+    """It fails by an error that could not be raised before, or by its status."""
     found, said = _outcomes(tmp_path, "-W", "error", files=AFTER_ITS_LAST_TEST[why])
     assert found == {"test_last.test_passes": "passed", "side_by_side.process 0": "failure"}
     assert why in said

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of adding a policy and a rule, tried: each is one new file, an import and one entry.
+"""Try the steps of CONTRIBUTING.md for adding a policy and a rule: each is one new file, an import and one entry.
 
 It is tried in a copy of the core, by a process of its own, so that the entry is the real one and nothing of ours is
 patched.

@@ -1,22 +1,22 @@
-"""How many units decoding gets beside another stage: the latency of a split, the best one, and how it follows the load.
+"""How many units decoding gets beside another stage: latency of a split, the best split, and how it follows the load.
 
 Theory of operation
 -------------------
-A profile says how long a pass of each stage takes for each split of the units. Encoding and prefill run beside decoding
+A profile has the time of a pass of each stage for each split of the units. Encoding and prefill run beside decoding
 and never beside each other, so a request that never waits takes (Eq. 1, 2 of the paper "Nova")
 
     E[t] = t_v(P_v) + t_p(P_p) + (prop_v * t_d(P_v) + prop_p * t_d(P_p)) * L,    prop_x = t_x / (t_v + t_p)
 
 with P_v and P_p the splits beside encoding and beside prefill, and L tokens of output. The best pair (Eq. 3) is found
-by looking at all of them. Requests pass one after the other through the first two stages, and are decoded together, so
-the throughput is 1 / (t_v + t_p) (Eq. 4). What is not worse than another pair in both is the Pareto front: along it,
-a higher rate of requests wants fewer units for decoding, almost linearly. The rate is not known; how many requests are
-in the first two stages is. Hence the share of decoding (Eq. 5)
+by trying all pairs. Requests pass through the first two stages one after the other and are decoded together, so the
+throughput is 1 / (t_v + t_p) (Eq. 4). The pairs that no other pair beats in both form the Pareto front: along it, a
+higher rate of requests needs fewer units for decoding, almost linearly. The rate is not known, but the number of
+requests in the first two stages is. Hence the share of decoding (Eq. 5)
 
     SM_dec = max(SM_min, SM_op - alpha * (N_pend - 1))
 
-where SM_min keeps the time between two tokens bounded. SM_op is the best share by Eq. 3; here it is, of the front, the
-pair with the most throughput whose latency is hardly more than that.
+where SM_min keeps the time between two tokens bounded. In the paper SM_op is the best share by Eq. 3; here it is that
+of the pair on the front with the most throughput among those whose latency is hardly more than the best.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Which pass starts when: Algorithm 1 of the paper, and what it is compared with, as policies of one loop.
+"""Which pass starts when: Algorithm 1 of the paper, and the policies that it is compared with, in one loop.
 
 Theory of operation
 -------------------
-A request waits for its encoding, is encoded, prefilled, and decoded token by token until its end; one without an image
-to encode begins at its prefill. Each event is booked first: requests go from stage to stage, and those that are over
-are freed. Then the policy starts what may start. `Scheduler` holds the books; a policy is a function that reads them
-and calls `start_…`. It is pure: the time of an event is only carried.
+A request waits for its encoding, is encoded, prefilled, and decoded token by token until its end; a request without an
+image to encode begins at its prefill. Each event is booked first: requests move from stage to stage, and finished
+ones are freed. Then the policy starts what may start. `Scheduler` holds the books; a policy is a function that reads
+them and calls `start_…`. It is pure: the time of an event is only carried.
 
-- `nova` (Algorithm 1): each stage serves first come first served. Decoding never waits but for the batch in flight, and
-  takes along all that are ready. Encoding and prefill never run beside each other; one request at a time, prefill
-  first. Beside decoding they share the units by a split. A stage that runs beside nothing gets the whole device:
-  nothing can come to be decoded while a request is encoded, because only a prefill makes it so.
+- `nova` (Algorithm 1): each stage serves first come first served. Decoding waits only for the batch in flight, and
+  takes along all requests that are ready. Encoding and prefill never run beside each other; one request at a time,
+  prefill first. Beside decoding they share the units by a split. A stage that runs alone gets the whole device: no
+  request becomes ready for decoding while another is encoded, because only a prefill makes it ready.
 - `multi_stream`: the same, and every pass has the whole device.
 - `pf_limit`: one pass at a time; encoding and prefill first, decoding once `decode_limit` wait for it or nothing else
   does.
-- `chunked`: one encoding at a time, beside nothing; else a step is a chunk of a prefill with one token for each that
-  is decoded, together at most `budget_tokens`, and the next step begins when both are through.
+- `chunked`: one encoding at a time, alone; else a step is a chunk of a prefill plus one token for each request that
+  is decoded, together at most `budget_tokens`. The next step begins when both are through.
 
 A split changes with the load. A prefill keeps its own from begin to end, and decoding beside it uses the same. The
 encoder changes between two groups of layers (`Resplit`), and decoding follows with its next batch.

@@ -1,33 +1,33 @@
-"""The driver for sandboxes that run elsewhere: a service of the operator's is asked to make and remove them.
+"""The driver for sandboxes that run elsewhere: it asks a service of the operator to make and remove them.
 
 Theory of operation
 ===================
-Whoever runs sandboxes in Modal, e2b, Daytona or a system of their own puts two HTTP endpoints in front of it, and a
-template names them. What they get and what they answer is the whole contract:
+An operator who runs sandboxes in Modal, e2b, Daytona or a system of their own puts two HTTP endpoints in front of it,
+and a template names them. Their requests and answers are the whole contract:
 
 `POST prepare_url`, with the header `Idempotency-Key: SANDBOX_ID` and a JSON object: `sandbox_id`, `program_id` (empty
 if it is kept warm), `template` (its name), `labels`, `expires_at` (whole seconds of Unix time), `ttl_s`, `image`,
-`command`, `environment`, `ports`, and every other field of the template that says how the sandbox shall be.
+`command`, `environment`, `ports`, and every other field of the template that describes the sandbox.
 
 - 200 or 201: `{"handle": "sb-1", "address": "10.1.2.3", "ports": {"8000": ["10.1.2.3", 41234]}, "details": {...}}`, all
-  but the handle optional. It is usable.
+  but the handle optional. The sandbox is usable.
 - 202, or the same with `"ready": false`: ask again, with GET, at `status_url` (or `Location`), every
   `ready_interval_s`; the answers there are the same. 303 with a `Location` means that too. Neither may lead to another
   origin, and other redirects are not followed.
-- 4xx: no such sandbox will be made; 409: not now, something is in the way; 507, or an error whose `code` has
-  "insufficient" in it: no room; 429 and 5xx: not now. At the status URL 404 and 410 say that it ended before it was
-  usable. Text for people is read from `message`, `detail` or `error`.
+- 4xx: no such sandbox will be made; 409: not now, there is a conflict; 507, or an error whose `code` has
+  "insufficient" in it: no room; 429 and 5xx: not now. At the status URL 404 and 410 mean that it ended before it was
+  usable. The text for people is read from `message`, `detail` or `error`.
 
 `POST reclaim_url` with `{"handle", "sandbox_id"}`: any 2xx, or 404 and 410 if it is gone. The handle is empty if the
-preparation failed or was given up before one was known, so `sandbox_id` alone must do. It is empty in turn for a
-sandbox that a client registered by itself.
+preparation failed or was given up before one was known, so `sandbox_id` alone must do. For a sandbox that a client
+registered by itself, `sandbox_id` is empty instead.
 
-What the other side must do for nothing to be left there:
+The service must do the following, so that nothing is left there:
 
-- A preparation with a known `Idempotency-Key` answers with that sandbox and makes no second one; after it was
+- A preparation with a known `Idempotency-Key` answers with that sandbox and makes no second one; after the sandbox was
   reclaimed, it makes it anew.
-- A reclaiming may come while the preparation still runs: then what it makes must go too.
-- It ends the sandbox at `expires_at`, by itself. Nothing here can find or end one that we have forgotten.
+- A reclaim may come while the preparation still runs: then the sandbox that it makes must go too.
+- It ends the sandbox at `expires_at`, by itself. Nothing here can find or end a sandbox that was forgotten here.
 """
 
 from __future__ import annotations

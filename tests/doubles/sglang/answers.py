@@ -19,12 +19,12 @@ Json: TypeAlias = dict[str, Any]
 WEIGHT_VERSION = "default"
 
 _LOGPROB = -log(SPOKEN_WORD_COUNT)
-"""Of every token: the words are drawn at random, each as likely as any other."""
+"""Log probability of every token: words are drawn uniformly."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A generation that is followed for its answer."""
+    """A generation whose answer is being collected."""
 
     asked: Asked
     generation: Generation
@@ -40,7 +40,7 @@ class Running:
 
     @property
     def finish_reason(self) -> Json | None:
-        """Return why there will be no more; None while there will."""
+        """Return why generation ended; None while it goes on."""
         generation = self.generation
         if generation.aborted:
             message = "Aborted" if generation.generated_count else "Abort in waiting queue"
@@ -53,7 +53,7 @@ class Running:
 
 
 def generate_answer(running: Running, tokenizer: WordTokenizer, *, now_s: float) -> Json:
-    """Return what /generate says of a generation so far: all of it, each time."""
+    """Return the answer of /generate for a generation so far, complete each time."""
     output_ids = running.output_ids
     meta_info: Json = {
         "id": running.asked.rid,
@@ -84,7 +84,7 @@ class OpenAIForm:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def first_chunks(self) -> list[Json]:
-        """Return what a stream begins with: of a chat, the role."""
+        """Return the opening of a stream: for a chat, the role."""
         return (
             [self._chunk({"reasoning_content": None, "role": "assistant", "content": ""}, None)] if self.is_chat else []
         )
@@ -97,7 +97,7 @@ class OpenAIForm:
         return self._chunk({"reasoning_content": None, "content": text[1:] if is_first else text}, None)
 
     def last_chunk(self, finish_reason: Json) -> Json:
-        """Return the chunk that says why the answer ends."""
+        """Return the chunk with the finish reason."""
         return self._chunk({"reasoning_content": None} if self.is_chat else "", finish_reason)
 
     def usage_chunk(self, usage: Json) -> Json:
@@ -133,6 +133,6 @@ def _finish(finish_reason: Json | None) -> Json:
 
 
 def usage(running: Running) -> Json:
-    """Report as an engine does that was started with --enable-cache-report."""
+    """Return the usage of an engine that was started with --enable-cache-report."""
     said = usage_of(len(running.asked.prompt), running.generation.generated_count)
     return {**said, "prompt_tokens_details": {"cached_tokens": running.cached_tokens}, "reasoning_tokens": 0}

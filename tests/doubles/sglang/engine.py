@@ -1,4 +1,4 @@
-"""Give the simulator's engine what SGLang has besides generating: aborts by id, pauses, and KV that is tagged."""
+"""Add SGLang's features besides generating to the simulator's engine: aborts by id, pauses, and tagged KV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SglangEngine:
-    """Follow what runs in an engine under its ids."""
+    """Follows the requests that run in an engine, by id."""
 
     def __init__(self, live: LiveEngine) -> None:
         self.engine = live.realtime.engine
@@ -34,27 +34,27 @@ class SglangEngine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether new requests wait at the door."""
+        """Whether new requests wait for admission."""
         return not self._door.is_set()
 
     async def enter(self) -> None:
-        """Wait until new requests are let in."""
+        """Wait until new requests are admitted."""
         await self._door.wait()
 
     def check(self, asked: Asked) -> int:
-        """Return how long an answer may be; ApiError if it cannot be generated at all."""
+        """Return the token limit of an answer; ApiError if it cannot be generated at all."""
         return asked.answer_limit_tokens(self.engine.config.context_limit_tokens)
 
     @contextmanager
     def running(self, asked: Asked, *, whole: bool, news: asyncio.Event) -> Iterator[Running]:
-        """Run one generation for as long as the context is open; `news` is set whenever it goes on, or is over."""
+        """Run one generation while the context is open; `news` is set at each progress and at the end."""
         answer = self._live.compose(
             asked.prompt,
             limit_tokens=self.check(asked),
             min_tokens=asked.min_tokens,
             ignore_eos=asked.ignore_eos,
         )
-        priority = -asked.priority  # the engine's lower number goes first, SGLang's higher
+        priority = -asked.priority  # the engine serves lower numbers first, SGLang higher ones
         with self._live.generation(
             asked.prompt, answer, priority=priority, whole=whole, on_news=news.set
         ) as generation:
@@ -69,18 +69,18 @@ class SglangEngine:
                 self._count(running)
 
     def note_cached(self, running: Running) -> None:
-        """Note how much of a prompt was found in the cache, as far as that is known."""
+        """Note how much of a prompt was found in the cache, if known."""
         finished = running.generation.finished
         cached_tokens = self.engine.cached_tokens(running.generation.request.request_id)
         running.cached_tokens = finished.cached_tokens if finished else cached_tokens or running.cached_tokens
 
     def abort(self, rid: str) -> None:
-        """End the request of that id, with what it has got, and those whose ids begin with it; without it none."""
+        """End the request with that id and those whose ids begin with it, with their output so far; empty: none."""
         if any(running.asked.rid == rid for running in self._running):
             self._abort_all(rid)
 
     def abort_all(self) -> None:
-        """End every request, with what it has got."""
+        """End every request with its output so far."""
         self._abort_all("")
 
     def _abort_all(self, beginning: str) -> None:
@@ -90,7 +90,7 @@ class SglangEngine:
                 self._live.realtime.abort(running.generation)
 
     def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Let nothing in; abort what is inside, or let it stand still, without its memory if it is retracted."""
+        """Admit no requests; abort the running ones, stop them in place, or retract them without their memory."""
         self._door.clear()
         if mode == "abort":
             self.abort_all()
@@ -105,15 +105,15 @@ class SglangEngine:
         self._door.set()
 
     def flush(self) -> bool:
-        """Forget what is cached; False, and nothing happens, while requests run, or wait without a pause."""
+        """Drop the cache; do nothing and return False while requests run, or wait without a pause."""
         return (self.is_paused or not self.engine.has_work) and self.engine.reset_prefix_cache()
 
     def close_tag(self, name: str) -> None:
-        """Let go of the memory that has this tag and no other: it is the first to be taken."""
+        """Release the memory with this tag and no other: it is evicted first."""
         self.engine.expire(self.tags.close(name))
 
     def _count(self, running: Running) -> None:
-        """Count a generation that is over, or was left, and tag its blocks."""
+        """Count a generation that ended or was left, and tag its blocks."""
         finished, asked = running.generation.finished, running.asked
         if finished is None:
             self.counts.aborted_count += 1

@@ -1,4 +1,4 @@
-"""Remember whose KV blocks are whose, as SGLang does with `--enable-session-radix-cache`."""
+"""Remember the owners of KV blocks, as SGLang does with `--enable-session-radix-cache`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class KvTags:
-    """Tag the keys of blocks with names; a name that is closed gives back those that no other name has.
+    """Tags the keys of blocks with names; closing a name returns the keys that no other name has.
 
-    A name that comes back is a new incarnation: what is still running for the old one is not tagged.
+    A reused name is a new incarnation: requests that still run for the old one are not tagged.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class KvTags:
 
     @property
     def tagged_count(self) -> int:
-        """Return how many blocks have a tag."""
+        """Return the number of tagged blocks."""
         return len(self._references)
 
     def is_open(self, name: str) -> bool:
-        """Say whether a name was opened, or used, and not closed."""
+        """Return whether a name was opened or used, and not closed."""
         return name in self._incarnations
 
     def open(self, name: str) -> int:
@@ -49,7 +49,7 @@ class KvTags:
                 self._references[key] += 1
 
     def close(self, name: str) -> list[int]:
-        """Forget a name; return the keys of the blocks that have no tag any more, each context's head first."""
+        """Forget a name; return the keys of blocks that no longer have a tag, each context's head first."""
         self._incarnations.pop(name, None)
         freed = []
         for key in self._keys.pop(name, {}):

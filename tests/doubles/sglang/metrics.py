@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """What SGLang counts when a request has ended."""
+    """SGLang's counts at the end of a request."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -29,7 +29,7 @@ class TokenCounts:
 
 
 class SglangCollector(Collector):
-    """Read an engine whenever it is asked; it is the only data-parallel rank."""
+    """Reads an engine at each collection; it is the only data-parallel rank."""
 
     def __init__(self, realtime: RealtimeEngine, model: str, counts: TokenCounts, tags: KvTags) -> None:
         self._realtime = realtime
@@ -40,7 +40,7 @@ class SglangCollector(Collector):
         self._rank = self._model | ranks
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric as it is now."""
+        """Yield the current value of every metric."""
         realtime, counts = self._realtime, self._counts
         stats, config = realtime.engine.stats, realtime.engine.config
         used_tokens = stats.used_block_count * config.block_size

@@ -1,4 +1,4 @@
-"""Say what the simulator's engine is and how it does, as SGLang says it (0.5, `entrypoints/http_server.py`)."""
+"""Report the simulator's engine and its state in SGLang's form (0.5, `entrypoints/http_server.py`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ VERSION: Final = "0.5.23+simulated"  # of the dialect
 
 
 def models(model: str, *, created_s: int, context_limit_tokens: int) -> Json:
-    """Return the list of the one model that is served."""
+    """Return the list of the one served model."""
     entry = {"id": model, "object": "model", "created": created_s, "owned_by": "sglang", "root": model}
     return {"object": "list", "data": [{**entry, "parent": None, "max_model_len": context_limit_tokens}]}
 
 
 def model_info(model: str, weight_version: str) -> Json:
-    """Return what is said of the model."""
+    """Return the information about the model."""
     said = {"model_path": model, "tokenizer_path": model, "is_generation": True}
     return {**said, "preferred_sampling_params": None, "weight_version": weight_version}
 
 
 def server_info(engine: Engine, model: str) -> Json:
-    """Return how the server was started, and each rank's state."""
+    """Return the server's arguments, and each rank's state."""
     config = engine.config
     return {
         "model_path": model,
@@ -66,7 +66,7 @@ def loads(engine: Engine) -> Json:
 
 
 def load(engine: Engine) -> list[Json]:
-    """Return the load of each rank, as older versions say it."""
+    """Return the load of each rank, in the form of older versions."""
     stats, waiting_tokens = engine.stats, engine.waiting_tokens
     return [
         {

@@ -1,4 +1,4 @@
-"""Read what the simulator's engine is asked in SGLang's words (0.5, `managers/io_struct.py`, `entrypoints/openai`)."""
+"""Read requests to the simulator's engine in SGLang's form (0.5, `managers/io_struct.py`, `entrypoints/openai`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one generation is asked for. `limit_tokens` None leaves it to the context."""
+    """The request of one generation. `limit_tokens` None: the context is the limit."""
 
     rid: str
     prompt: list[int]
@@ -28,7 +28,7 @@ class Asked:
     wants_logprobs: bool = False
 
     def answer_limit_tokens(self, context_limit_tokens: int) -> int:
-        """Return how long the answer may be; ApiError, in SGLang's words, if the context cannot hold it."""
+        """Return the token limit of the answer; ApiError, in SGLang's words, if the context cannot hold it."""
         prompt_tokens = len(self.prompt)
         if prompt_tokens == 0:
             raise ApiError("The input is empty.")
@@ -52,7 +52,7 @@ class Asked:
 
 
 class Sampling(msgspec.Struct):
-    """How to generate; what is not here is accepted and ignored."""
+    """Sampling parameters; others are accepted and ignored."""
 
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
@@ -74,11 +74,11 @@ class GenerateBody(msgspec.Struct):
 
     @property
     def is_batch(self) -> bool:
-        """Say whether it asks for a list of answers."""
+        """Return whether it asks for a list of answers."""
         return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
 
     def asked(self, tokenizer: WordTokenizer) -> list[Asked]:
-        """Return what is asked for, one for each prompt; ApiError for what makes no sense."""
+        """Return a request for each prompt; ApiError for an invalid body."""
         prompts = self._prompts(tokenizer)
         count = len(prompts)
         samplings = self.sampling_params or Sampling()
@@ -137,7 +137,7 @@ class SglangCompletionBody(CompletionBody, kw_only=True):
 
 
 def asked_of(body: SglangChatBody | SglangCompletionBody, tokenizer: WordTokenizer) -> Asked:
-    """Return what a body of OpenAI's API asks for; ApiError for what is refused."""
+    """Return the request of a body of OpenAI's API; ApiError if it is refused."""
     if body.n not in (None, 1):
         raise ApiError("This engine generates one choice for a request: n must be 1.", param="n")
     if body.limit_tokens is not None and body.limit_tokens < 1:
@@ -154,7 +154,7 @@ def asked_of(body: SglangChatBody | SglangCompletionBody, tokenizer: WordTokeniz
 
 
 def wants_usage(options: StreamOptions | None) -> bool:
-    """Say whether a stream ends with its usage."""
+    """Return whether a stream ends with its usage."""
     return options is not None and bool(options.include_usage)
 
 

@@ -2,11 +2,11 @@
 
 Theory of operation
 -------------------
-As the embedded engine does for vLLM's. Three things are SGLang's own. A request has an id that the
-client may choose (`rid`), and `/abort_request` ends the one whose id is given, and all whose ids begin with it: they
-answer at once, with what they have got. The engine can be paused (`/pause_generation`): new requests wait at the door,
-and those inside are aborted, stand still, or lose their memory and wait (`abort`, `in_place`, `retract`). And KV can be
-tagged with a session: at `/close_session` what nobody else tags is the first to go.
+It works as the embedded engine does for vLLM's dialect. Three things are specific to SGLang. A request has an id that
+the client may choose (`rid`), and `/abort_request` ends the request with that id and all whose ids begin with it: they
+answer at once with their output so far. The engine can be paused (`/pause_generation`): new requests wait for
+admission, and running ones are aborted, stop, or lose their memory and wait (`abort`, `in_place`, `retract`). KV can
+be tagged with a session: after `/close_session` blocks without another tag are evicted first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FLUSHED: Final = (
 
 
 def _said(path: str, refusal: ApiError) -> object:
-    """Return a refusal in SGLang's error schemas: its own endpoints have one, OpenAI's another."""
+    """Return a refusal in SGLang's error schemas: one for its own endpoints, one for OpenAI's."""
     if path == "/generate":
         return {"error": {"message": str(refusal)}}
     said = {"object": "error", "message": str(refusal), "type": refusal.kind, "param": refusal.param}
@@ -63,7 +63,7 @@ def _said(path: str, refusal: ApiError) -> object:
 
 
 class SglangServer:
-    """Answer SGLang's HTTP API from an engine; `app` is the aiohttp application, and `drive` must run beside it."""
+    """Answers SGLang's HTTP API from an engine; `app` is the aiohttp application, and `drive` must run beside it."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -106,7 +106,7 @@ class SglangServer:
         )
 
     async def drive(self) -> None:
-        """Run iterations while there is work, and wait for work otherwise, until cancelled."""
+        """Run iterations while there is work, otherwise wait for work, until cancelled."""
         await self._live.drive()
 
     # --- generating
@@ -164,7 +164,7 @@ class SglangServer:
     async def _stream_generate(
         self, request: web.Request, running: list[Running], news: asyncio.Event, *, is_batch: bool
     ) -> web.StreamResponse:
-        """Stream all that each generation has said so far, whenever it said more."""
+        """Stream the full output so far of each generation, whenever it grows."""
         response = await _begin_stream(request)
         sent_counts = [-1] * len(running)
         open_indexes = list(range(len(running)))
@@ -254,7 +254,7 @@ class SglangServer:
         self._sglang.close_tag(parse(await request.read(), CloseBody).session_id)
         return web.Response()
 
-    # --- what it is, and how it does
+    # --- information and state
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response()  # as with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
@@ -263,7 +263,7 @@ class SglangServer:
         return web.Response(status=503 if self._sglang.is_paused else 200)
 
     async def _health_generate(self, _request: web.Request) -> web.Response:
-        """Generate a token; 503 if none comes for long."""
+        """Generate a token; 503 if none comes in time."""
         asked = Asked("HEALTH_CHECK", [0], limit_tokens=1, min_tokens=0, ignore_eos=True, priority=0, tag=None)
         news = asyncio.Event()
         try:

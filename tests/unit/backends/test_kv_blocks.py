@@ -1,4 +1,4 @@
-"""What the index says of a pool, against a model that keeps everything and looks at all of it."""
+"""Compare the index of a pool with a model that keeps everything and scans all of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_tail_that_goes_shortens_the_figure_block_by_block() -> None:
 
 
 def test_what_lies_behind_a_gap_counts_for_nothing_until_the_gap_is_filled() -> None:
-    """A hit needs every block before; who goes on from behind a filled gap has all of it."""
+    """A hit needs every block before; a request that continues behind a filled gap has all of it."""
     blocks = after(stored(1, 2, 3, 4), removed(2))
     assert figure(blocks) == 1
     blocks.apply(stored(2, parent=1, program="other"))
@@ -125,7 +125,7 @@ def test_changes_are_given_once_and_only_if_they_are_some() -> None:
 
 
 def test_changes_are_taken_a_few_at_a_time() -> None:
-    """So that a report of many programs stops nobody."""
+    """So a report of many programs blocks nothing."""
     blocks = after(*(stored(n, program=f"p{n}") for n in range(5)))
     assert [len(blocks.take_changes(2)) for _ in range(4)] == [2, 2, 1, 0]
     assert not blocks.has_changes

@@ -153,7 +153,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def following(engine: Engine, *, replays: bool = True, connected: bool = True) -> AsyncIterator[Recorder]:
-    """Run a subscriber for the length of the block, which begins when it gets what is published."""
+    """Run a subscriber during the block, which begins when it receives published messages."""
     recorder = Recorder()
     endpoint = KvEventsEndpoint("r", engine.address, engine.replay_address if replays else None)
     task = asyncio.create_task(KvEvents(recorder, [endpoint], SETTINGS).run())
@@ -376,7 +376,7 @@ async def test_rubbish_is_survived(engine: Engine) -> None:
 
 
 async def test_a_flood_stops_nobody_and_is_reported_seldom(engine: Engine) -> None:
-    """While thousands of messages wait, the event loop goes round."""
+    """While thousands of messages wait, the event loop keeps running."""
     async with following(engine) as recorder:
         for n in range(1, 4000):
             await engine.publish(stored(n, parent=n - 1 or None), lost=n == 1)
@@ -392,7 +392,7 @@ async def test_a_flood_stops_nobody_and_is_reported_seldom(engine: Engine) -> No
 
 
 async def test_an_engine_that_is_not_there_yet_is_no_error(engine: Engine) -> None:
-    """It is followed as soon as it is there."""
+    """It is followed as soon as it is up."""
     await engine.stop()
     async with following(engine, connected=False) as recorder:
         await asyncio.sleep(0.2)
@@ -479,7 +479,7 @@ def test_an_address_that_is_none_is_a_configuration_error(address: str, is_repla
     ],
 )
 def test_each_backend_has_one_address(given: dict[str, object], message: str) -> None:
-    """Whose events are whose is told by their order alone."""
+    """Events are matched with backends by order alone."""
     with pytest.raises(ConfigurationError, match=message):
         ServeConfig.load(**given)
 

@@ -1,4 +1,4 @@
-"""What NovaBackend reads from an exposition, and how Nova is told of programs."""
+"""NovaBackend's reading of an exposition, and its messages to Nova about programs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_turn_is_tagged_if_that_is_wished_for() -> None:
     ],
 )
 def test_other_bodies_are_left_as_they_are(path: str, body: bytes, program_id: str | None, tags_programs: bool) -> None:
-    """What is not a turn, is nobody's, or is no object."""
+    """These are requests that are no turns, are anonymous, or have no object."""
     named = NovaBackend().notices.name_turn(path, body, program_id, tags_programs=tags_programs)
     assert (named.body, named.is_tagged) == (body, False)
 

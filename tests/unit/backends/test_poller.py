@@ -171,7 +171,7 @@ async def test_a_healthy_replica_is_polled_then_up_once(engines: Callable[[], En
 
 
 async def test_the_reading_comes_before_the_coming_up(engines: Callable[[], Engine]) -> None:
-    """Whoever grants when a replica comes up already knows its capacity."""
+    """The capacity is known before grants begin when a replica comes up."""
 
     class Grants(Recorder):
         def replica_up(self, replica_id: str) -> None:
@@ -359,7 +359,7 @@ async def test_suspecting_while_a_poll_is_under_way_polls_once_more(engines: Cal
 
 
 async def test_replicas_come_and_go_while_it_runs(engines: Callable[[], Engine]) -> None:
-    """One added at run time is polled; one removed is never heard of again, and may come back as new."""
+    """One added at run time is polled; a removed one gives no more events, and may return as new."""
     first, second = engines(), engines()
     await first.start()
     await second.start()

@@ -118,7 +118,7 @@ async def test_an_engine_whose_health_hangs_from_the_start_is_not_up(engine: Eng
 
 
 async def test_the_server_information_is_asked_only_while_the_metrics_lack_the_capacity(engine: Engine) -> None:
-    """Before the first batch some versions say no capacity; afterwards nobody asks any more."""
+    """Before the first batch some versions report no capacity; afterwards there are no more requests."""
     engine.metrics = "sglang:num_running_reqs 3.0\n"
     engine.info = {"/server_info": '{"max_total_num_tokens": 4000, "dp_size": 2}'}
     async with polling(engine) as listener:

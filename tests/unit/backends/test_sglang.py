@@ -95,7 +95,7 @@ def test_one_rank_has_no_label_for_it() -> None:
 
 @pytest.mark.parametrize("samples", [(), ("{} 0.0",), ('{dp_rank="0"} 64000.0', '{dp_rank="1"} 0.0'), ("{} NaN",)])
 def test_an_absent_or_empty_capacity_is_no_number(samples: tuple[str, ...]) -> None:
-    """Older versions say 0, or nothing, before the first batch; a sum over only some ranks is nobody's pool."""
+    """Older versions report 0, or nothing, before the first batch; a sum over only some ranks is no pool's size."""
     assert capacity_of(*samples) is None
 
 

@@ -139,7 +139,7 @@ def test_one_workload_that_is_worse_is_found() -> None:
 
 
 def test_nobody_in_time_is_no_division_by_nothing() -> None:
-    """Where the best single policy has a seed without any, means are compared."""
+    """If the best single policy has a seed with none in time, means are compared."""
     kept = kept_with({})
     for name in SINGLE:
         kept[Task(CASES[0], name, 0).key]["in_time_ratio"] = 0.0

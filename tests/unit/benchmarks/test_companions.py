@@ -10,7 +10,7 @@ from thunderagent.simulator.workloads.distributions import workload
 
 
 def test_every_policy_has_a_row_over_the_stock_engine() -> None:
-    """Paired by seed, with costs; nobody fails a turn."""
+    """Paired by seed, with costs; no turn fails."""
     scenario = scenario_of("demo", minutes=1.5)
     plan = ComparisonPlan(scenario, workload("standard"), CONTESTANTS, (8,), (0, 1), process_count=1)
     result = compare(plan)

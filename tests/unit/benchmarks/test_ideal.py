@@ -1,4 +1,4 @@
-"""The goodput of a load in real time: what each turn and each program would take alone, and who counts."""
+"""The goodput of a load in real time: the time of each turn and program alone, and which ones count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = Engines(TimingProfile("unit", base_s=0.0, prefill_token_s=0.01, decode
 
 
 def records_of(index: int, times_ideal: float) -> list[TurnRecord]:
-    """Return the turns of a program, each of which took so many times what it takes alone, and its tools as planned."""
+    """Return a program's turns, each with a multiple of its time alone, and its tools as planned."""
     records, now_s = [], 0.0
     for number, shape in enumerate(turn_shapes(StandardLoad(SPEC).program(index, SPEC.seed))):
         start_s = now_s + (shape.gap_s or 0.0)

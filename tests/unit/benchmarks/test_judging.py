@@ -51,7 +51,7 @@ def test_predictions_are_as_frequent_as_the_curves_say() -> None:
 
 
 def test_without_noise_nobody_is_acquitted() -> None:
-    """Each program is predicted to fail from one of its turns on."""
+    """Each program is predicted to fail from some turn on."""
     judge = JudgeModel(recall=CURVE, false_alarms=CURVE, noise_ratio=0.0)
     for number in range(50):
         said = [judge.predicts_failure(plan_of(number, "failure"), 0, turns) for turns in range(0, 30, 5)]
@@ -89,7 +89,7 @@ def test_roles_and_outcomes_are_told() -> None:
 
 
 def test_questions_are_lost_with_their_replica() -> None:
-    """And nobody hears of them again; programs go on."""
+    """They give no more events; programs continue."""
     result = run(CERTAIN, outages=(Outage("r0", 1.0, 3.0),), replica_count=2)
     assert result.complete
     assert result.program_count == 6

@@ -1,4 +1,4 @@
-"""What each result says of itself, and that none is lost."""
+"""The origin that each result states, and that none is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent-centric engine: levels, quanta, chunks that shrink, retained blocks, and who is evicted first."""
+"""The agent-centric engine: levels, quanta, chunks that shrink, retained blocks, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_level_is_of_what_remains_and_of_service_and_falls_by_waiting(
 
 
 def test_a_long_prompt_stands_in_nobodys_way() -> None:
-    """A short one that comes later is through in one iteration; a stock engine first computes the long one."""
+    """A later short one ends in one iteration; a stock engine first computes the long one."""
     through = {}
     for policy in ("fcfs", "mlfq"):
         engine = make_engine(blocks=20_000, policy=policy)
@@ -212,7 +212,7 @@ TestAnyUseThatRetains.settings = settings(max_examples=60, stateful_step_count=4
 
 
 def test_a_run_retains_what_is_claimed_and_ends_with_nothing() -> None:
-    """With memory for all, every turn but the first finds its whole history; the stock engine is left as it is."""
+    """With memory for all, every turn but the first finds its whole history; the stock engine is unchanged."""
     scenario = Scenario(EngineConfig(200_000), loop="batch", programs_count=6, engines_retain=True)
     scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="priority", discipline=Mlfq))
     result = Contestant.parse("mars").run(scenario, workload("standard"))

@@ -16,7 +16,7 @@ VARIABLES = ("THUNDERAGENT_PROXY", "OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROP
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what this machine has set for its own agents."""
+    """Remove this machine's settings for its own agents."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,4 @@
-"""A proxy's API without a proxy: what it was asked, and answers made for it."""
+"""A proxy's API without a proxy: recorded requests and prepared answers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ DEADLINE_S = 10.0
 
 @dataclass
 class FakeProxy:
-    """Answers 200 and an empty object, unless answers were laid up for a path."""
+    """Answers 200 and an empty object, unless answers were prepared for a path."""
 
     url: str = ""
     requests: list[tuple[str, str, Any]] = field(default_factory=list)
     answers: dict[str, deque[tuple[int, bytes]]] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
-    """Answers wait for it."""
+    """Answers wait until it is set."""
     asked: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, path: str, *answers: tuple[int, object]) -> None:
-        """Lay up answers for a path; the last is given for ever."""
+        """Prepare answers for a path; the last one is repeated."""
         bodies = [(status, body if isinstance(body, bytes) else json.dumps(body).encode()) for status, body in answers]
         self.answers[path] = deque(bodies)
 
@@ -47,7 +47,7 @@ class FakeProxy:
 
 @contextmanager
 def fake_proxy() -> Iterator[FakeProxy]:
-    """Run a fake proxy for the length of the block."""
+    """Run a fake proxy during the block."""
     proxy = FakeProxy()
     proxy.gate.set()
 

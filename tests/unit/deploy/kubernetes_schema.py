@@ -1,7 +1,7 @@
-"""Judge manifests as a Kubernetes API server would, without one: by the models of its Python client.
+"""Check manifests as a Kubernetes API server would, without one: by the models of its Python client.
 
-The client is generated from the API's OpenAPI document, so its models say for each field its name on the wire, its
-type, and whether it must be there. What they do not say (an enum's values, a pattern) is not judged here.
+The client is generated from the API's OpenAPI document, so its models have for each field its name on the wire, its
+type, and whether it is required. Other rules (an enum's values, a pattern) are not checked here.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SCALARS: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "bool": (bool,),
     "datetime": (str, datetime),
-    "object": (str, int),  # in what is written here: a number or a name, as of a port
+    "object": (str, int),  # in the schemas here: a number or a name, for example of a port
 }
 
-# The Prometheus operator's own kind, which no client has a model of: from its API reference, what one may want here. A
-# text is a type; a list has the shape of its items; a name ending in "!" must be there.
+# The Prometheus operator's own kind, for which no client has a model: the useful part of its API reference. A text is a
+# type; a list has the shape of its items; a name ending in "!" is required.
 SERVICE_MONITOR: Json = {
     "apiVersion!": "str",
     "kind!": "str",
@@ -105,7 +105,7 @@ CUSTOM = {
 
 
 def problems(manifest: Json) -> list[str]:
-    """Return what an API server would refuse or, worse, drop in silence; each with its place."""
+    """Return the parts that an API server would refuse or, worse, drop silently; each with its place."""
     kind = (manifest.get("apiVersion"), manifest.get("kind"))
     if kind in CUSTOM:
         return list(_shape_problems(manifest, CUSTOM[kind], ""))
@@ -153,7 +153,7 @@ def _model_problems(value: object, kind: str, place: str) -> Iterator[str]:
 
 @cache
 def _fields_of(kind: str) -> tuple[dict[str, str], frozenset[str]]:
-    """Return a model's fields by their names on the wire with their types, and which of them must be there."""
+    """Return a model's fields with their types, by name on the wire, and the required ones."""
     model = getattr(client, kind)
     lenient = client.Configuration()
     lenient.client_side_validation = False

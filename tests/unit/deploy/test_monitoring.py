@@ -39,7 +39,7 @@ def asked(expression: str) -> tuple[set[str], set[str]]:
 
 
 def wrong_in(expression: str, legend: str = "") -> list[str]:
-    """Return what an expression asks for that nobody exposes."""
+    """Return the metrics and labels of an expression that are not exposed."""
     metrics, labels = asked(expression)
     wrong = [] if metrics else ["no metric"]
     allowed = set(OF_SCRAPES)
@@ -108,7 +108,7 @@ def test_the_dashboard_s_variables_ask_for_a_metric_of_ours() -> None:
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 def test_an_alert_asks_for_what_is_exposed(alert: Json) -> None:
-    """Each metric and label is one of ours, and whoever is woken learns what is wrong and where to look."""
+    """Each metric and label is one of ours, and the alert explains the fault and where to look."""
     assert set(alert) <= {"alert", "expr", "for", "labels", "annotations"}
     assert set(alert["annotations"]) == {"summary", "description"}
     assert alert["labels"]["severity"] in {"warning", "critical"}

@@ -1,4 +1,4 @@
-"""What Nova's tests share."""
+"""Fixtures shared by Nova's tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _thread_as_before() -> Iterator[None]:
-    """Give this thread its name and its cores back: a lane that it entered gave it others."""
+    """Restore this thread's name and cores, which a lane that it entered changed."""
     comm, cores = Path("/proc/thread-self/comm"), os.sched_getaffinity(0)
     name = comm.read_text()
     yield

@@ -1,4 +1,4 @@
-"""An engine without a model: the real scheduler, and workers that only take their time. And a codec of characters."""
+"""An engine without a model: the real scheduler, workers that only take time, and a codec of characters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PNG = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 
 
 class CharacterCodec:
-    """A token is a character; an image is sixteen of another."""
+    """A token is a character; an image is sixteen of a special one."""
 
     image_token_id = IMAGE_TOKEN
     stop_ids = frozenset({STOP_TOKEN})
@@ -71,7 +71,7 @@ class _Running:
 
 
 class FakeEngine:
-    """Say the end of the prompt again, upper case, one character for each step."""
+    """Repeats the end of the prompt in upper case, one character for each step."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class FakeEngine:
         self._passes = dict.fromkeys(self.seconds, 0)
 
     async def start(self) -> None:
-        """Nothing is to be loaded."""
+        """Load nothing."""
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -194,7 +194,7 @@ class FakeEngine:
 
 @asynccontextmanager
 async def running_nova(engine: FakeEngine, **settings: Any) -> AsyncIterator[str]:
-    """Serve on a port of the loopback, as `thunderagent nova serve` does."""
+    """Serve on a loopback port, as `thunderagent nova serve` does."""
     server = NovaServer(engine, CharacterCodec(), "tiny", **settings)
     runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()
@@ -208,13 +208,13 @@ async def running_nova(engine: FakeEngine, **settings: Any) -> AsyncIterator[str
 
 
 def is_idle(stats: Stats) -> bool:
-    """Say whether no request is left anywhere."""
+    """Return whether no request is left anywhere."""
     counts = (stats.running, stats.waiting, stats.pending_encode, stats.pending_prefill, stats.decoding)
     return not any((*counts, stats.slots_used))
 
 
 async def until_idle(engine: FakeEngine, within_s: float = 1.0) -> None:
-    """Wait until no request is left; fail after so long."""
+    """Wait until no request is left; fail after a time limit."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while not is_idle(engine.stats()):

@@ -1,4 +1,4 @@
-"""A model's folder as people download it: weights, a tokenizer of characters, a chat template, an image processor."""
+"""A model's folder as downloaded: weights, a tokenizer of characters, a chat template, an image processor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import GotOcr2ImageProcessor, PreTrainedTokenizerFast, Qwen2VL
 
 from tests.unit.nova import tiny
 
-FIRST_CHARACTER = 3  # below are padding, begin and unknown
+FIRST_CHARACTER = 3  # lower ids are padding, begin and unknown
 TEMPLATE = """\
 {%- for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}\
 {%- else %}{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}\
@@ -20,7 +20,7 @@ TEMPLATE = """\
 
 
 def write(folder: Path, family: str = "qwen2_5_vl", *, side: int = 64, **size: int) -> None:
-    """Write a small random model to a folder; images have at most `side` pixels in the square."""
+    """Write a small random model to a folder; images have at most `side` squared pixels."""
     tiny.model(family, **size).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     processor(family, side).save_pretrained(folder)

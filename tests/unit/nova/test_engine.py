@@ -1,4 +1,4 @@
-"""The engine gives the tokens of `generate()`, whoever else it serves, and forgets who left."""
+"""The engine gives the tokens of `generate()` whatever else it serves, and forgets clients that left."""
 
 from __future__ import annotations
 

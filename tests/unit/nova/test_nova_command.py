@@ -1,4 +1,4 @@
-"""`thunderagent nova serve`: its options, and who imports what."""
+"""`thunderagent nova serve`: its options, and its imports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_means_nothing_is_refused(options: tuple[str, ...]) -> None:
 
 
 def test_serving_the_proxy_imports_nothing_of_nova() -> None:
-    """Nor torch: who needs it not, need not have it. Even the parser takes it in only when it is asked for."""
+    """It does not import torch either, so torch is optional. Even the parser imports it only on demand."""
     code = (
         "import sys; from thunderagent.cli import build_parser; build_parser().parse_args(['serve']);"
         "import thunderagent.serving.serving;"

@@ -74,7 +74,7 @@ def test_encoding_runs_beside_decoding_on_a_split() -> None:
 
 
 def test_prefill_keeps_its_split_and_decoding_uses_the_same() -> None:
-    """Two that share must agree, whoever comes meanwhile."""
+    """Two that share must agree, whatever arrives meanwhile."""
     scheduler = nova()
     decoding(scheduler)
     arrived(scheduler, "b")
@@ -222,7 +222,7 @@ def test_streams_without_a_split_run_the_same_passes() -> None:
 
 
 def test_decode_limited_runs_one_pass_at_a_time() -> None:
-    """Decoding waits until nobody else does, or until so many wait."""
+    """Decoding waits until nothing else waits, or until a limit of waiting requests."""
     scheduler = Scheduler("pf_limit", slots=9, decode_limit=2)
     arrived(scheduler, "a", "b", "c")
     assert scheduler.handle(EncodeDone(0.0, "a")) == [StartPrefill("a", 0, PROMPT, None)]
@@ -253,7 +253,7 @@ def test_a_budget_that_decoding_uses_up_lets_prefill_creep() -> None:
 
 
 def test_chunked_encodes_beside_nothing() -> None:
-    """That holds decoding up: what the paper says of it."""
+    """That delays decoding, as the paper says."""
     scheduler = Scheduler("chunked", slots=9)
     decoding_tokens = 100
     arrived(scheduler, "a", images=0, prompt_tokens=decoding_tokens)

@@ -86,7 +86,7 @@ async def test_a_stream(asks: bool) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stop_text_ends_an_answer_and_its_request(stream: bool) -> None:
-    """The engine does not go on for nobody."""
+    """The engine does not continue without a client."""
     engine = FakeEngine()
     async with served(engine) as client:
         answer = await client.post(CHAT, json=chat("hello world, and on", stop=["LO W"], stream=stream))
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[int, Any]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 async def test_what_is_refused(what: str) -> None:
-    """In OpenAI's words, and before the engine hears of it."""
+    """The refusal is in OpenAI's words, and before the engine gets the request."""
     status, body = REFUSED[what]
     engine = FakeEngine()
     async with served(engine) as client:
@@ -170,7 +170,7 @@ STAGES = {"encode": {"encode_s": 0.4}, "prefill": {"prefill_s": 0.4}, "decode": 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_client_that_leaves_gives_everything_back(stage: str, stream: bool) -> None:
-    """In each stage, and those who wait for it: slots and queue are empty within a second."""
+    """In each stage, and while waiting for it: slots and queue are empty within a second."""
     engine = FakeEngine(**STAGES[stage])
     async with served(engine) as client:
         async with asyncio.TaskGroup() as group:

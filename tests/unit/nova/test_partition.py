@@ -18,7 +18,7 @@ GRANULE = 8
 
 
 class FakeDriver:
-    """Hands out SMs as Hopper's driver does: in eights, disjoint, the rest as it is. Writes down what it is asked."""
+    """Hands out SMs as Hopper's driver does: in eights, disjoint, the rest unchanged. Records its calls."""
 
     CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
     CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)

@@ -40,13 +40,13 @@ _TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_
 
 
 def model(family: str, *, encoder_layers: int = 5, seed: int = 0, width: int = 1) -> torch.nn.Module:
-    """Draw a model. `width` makes its encoder and text wider."""
+    """Draw a random model. `width` makes its encoder and text wider."""
     torch.manual_seed(seed)
     made = _MAKERS[family](encoder_layers, width).float().eval()
     generator = torch.Generator().manual_seed(seed)
-    for parameter in made.parameters():  # some would be zero, and tokens all alike
+    for parameter in made.parameters():  # some would be zero, and all tokens equal
         parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim == 1 else 0.25)
-    made.get_input_embeddings().weight.data *= 8  # else each answer settles on one token
+    made.get_input_embeddings().weight.data *= 8  # otherwise each answer converges to one token
     return made
 
 
@@ -102,7 +102,7 @@ _MAKERS = {"qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3, "glm4v": _glm4v, "internv
 
 
 def image(family: str, seed: int, *, rows: int = 4, columns: int = 6) -> Image:
-    """Draw one image, as the family's image processor would hand it over."""
+    """Draw one image in the form of the family's image processor."""
     generator = torch.Generator().manual_seed(seed)
     if family == "internvl":
         return Image(torch.randn((1 + seed % 2, 3, 32, 32), generator=generator), None, f"image-{seed}")
@@ -111,14 +111,14 @@ def image(family: str, seed: int, *, rows: int = 4, columns: int = 6) -> Image:
 
 
 def image_tokens(family: str, drawn: Image) -> int:
-    """Return how many tokens of a prompt an image takes."""
+    """Return the number of prompt tokens of an image."""
     if family == "internvl":
         return len(drawn.pixels) * 4
     return len(drawn.pixels) // 4
 
 
 def prompt(family: str, seed: int, *, images: int = 1, words: int = 9) -> Prompt:
-    """Draw a prompt: words, images between their marks, words."""
+    """Draw a random prompt: words, images between their marks, words."""
     chance = random.Random(seed)
     drawn = tuple(image(family, 10 * seed + index) for index in range(images))
     ids: list[int] = [chance.randrange(2, 90) for _ in range(words)]
@@ -128,7 +128,7 @@ def prompt(family: str, seed: int, *, images: int = 1, words: int = 9) -> Prompt
 
 
 def generate(made: torch.nn.Module, asked: Prompt, tokens: int) -> list[int]:
-    """Return what `transformers` itself generates, greedily."""
+    """Return the greedy output of `transformers` itself."""
     ids = torch.tensor([asked.token_ids])
     extra: dict[str, object] = {}
     if asked.images:

@@ -1,4 +1,4 @@
-"""Who may reach the port of a picker."""
+"""Access to the port of a picker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_network_is_listened_on_only_if_it_is_said_who_may_reach_it(tmp_path: 
     for host in ("0.0.0.0", "::", "10.0.0.1", "engines.example.com"):
         with pytest.raises(ConfigurationError, match=r"^picker_port: .*picker_client_ca.*picker_network_private"):
             check(host=host, allow_open=True)
-        with pytest.raises(ConfigurationError, match=r"^picker_port: "):  # TLS alone lets everybody in
+        with pytest.raises(ConfigurationError, match=r"^picker_port: "):  # TLS alone admits every client
             check(host=host, allow_open=True, tls_cert=cert)
         check("--picker-network-private", host=host, allow_open=True)
         check("--picker-client-ca", str(ca), host=host, allow_open=True, tls_cert=cert)

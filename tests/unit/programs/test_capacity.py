@@ -80,7 +80,7 @@ def test_it_stays_when_it_is_right() -> None:
 
 
 def test_it_does_not_go_up_while_nobody_waits() -> None:
-    """Nothing is lost where nothing is claimed: that says nothing."""
+    """Without claims nothing can be lost, so this gives no information."""
     assert set(runs(CapacityCorrection(0.0), 3.0, from_s=0, to_s=600, wanted=False)) == {1.0}
 
 

@@ -95,7 +95,7 @@ def test_noise_changes_nothing_that_is_said() -> None:
 
 
 def test_what_lasts_is_said_within_minutes() -> None:
-    """Whoever asks seldom hears it at once."""
+    """A caller that asks rarely gets it at once."""
     steady = SteadyCount()
     assert steady.update(20, 0.0) == 20
     said = [steady.update(10, 5.0 * number) for number in range(1, 49)]

@@ -32,7 +32,7 @@ def test_children_of_a_parent_that_waits_are_let_in(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [BreakEven(), ThunderAgent()])
 def test_where_the_parent_is_paused_for_one_child_the_others_wait_for_that(policy: Policy) -> None:
-    """Not for the parent, whose memory they got: nobody waits for ever."""
+    """They do not wait for the parent, whose memory they got: none waits for ever."""
     driver = Driver(policy, replicas={"r0": 1000})
     driver.takes_turn("parent", 900)
     waiting = {child: driver.arrives(child, 700, parent="parent") for child in "abcde"}
@@ -142,7 +142,7 @@ def test_a_tripped_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
 
 
 def test_a_family_lives_in_one_tenant() -> None:
-    """Who names another tenant's program as its parent, or its group, is held like any stranger."""
+    """A program that names another tenant's program as parent, or its group, is held like any stranger."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000})
     driver.takes_turn("parent", 900, tenant="red", group="g")
     strangers = [driver.arrives(f"blue {n}", 900, parent="parent", tenant="blue", group="g") for n in range(21)]

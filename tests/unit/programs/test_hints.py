@@ -42,7 +42,7 @@ def held_s(driver: Driver, name: str = "a") -> float:
 
 
 def paused(driver: Driver) -> list[str]:
-    """Who gave its claim up so far."""
+    """Programs that gave up their claims so far."""
     return [each.program_id for _, decisions in driver.events for each in decisions if isinstance(each, Pause)]
 
 
@@ -129,7 +129,7 @@ def test_hints_together_keep_a_part_of_a_replica_alone() -> None:
 
 
 def test_memory_that_its_client_gives_away_is_others_at_once(driver: Driver) -> None:
-    """A person is asked, say: nothing is lost as long as nobody needs the room."""
+    """For example a person is asked: nothing is lost while no program needs the room."""
     driver.takes_turn("a", 200)
     driver.is_hinted("a", 4.0)
     driver.is_hinted("a", keep="offload")
@@ -178,7 +178,7 @@ def test_a_client_whose_hints_are_wrong_is_believed_no_more(driver: Driver) -> N
 
 
 def test_the_first_word_is_held_against_the_turn(driver: Driver) -> None:
-    """Whoever goes on saying that it comes soon was wrong all the same."""
+    """A client that keeps saying that it comes soon was wrong all the same."""
     driver.takes_turn("a", 200)
     for _ in range(10):
         driver.is_hinted("a", 4.0)
@@ -212,7 +212,7 @@ def test_another_tenant_is_believed_as_before() -> None:
 
 
 def test_a_stranger_takes_no_belief_from_programs_of_nobody_in_particular() -> None:
-    """Where no key and no header names a tenant, each program answers for its own hints alone."""
+    """If no key and no header names a tenant, each program is judged by its own hints alone."""
     record = HintRecord()
     liar, honest = (Program(name, 1, 0.0, Place(Kind.AWAY)) for name in ("liar", "honest"))
     for _ in range(12):
@@ -268,7 +268,7 @@ def test_parts_of_a_policy_leave_it_its_hints() -> None:
 
 
 def test_of_nobody_nothing_is_heard(driver: Driver) -> None:
-    """A program that is not there is no error; one that is announced keeps what was said until its first turn."""
+    """An unknown program is no error; an announced one keeps its hints until its first turn."""
     assert driver.is_hinted("nobody", 4.0) == []
     driver.opens("a")
     driver.is_hinted("a", 4.0)

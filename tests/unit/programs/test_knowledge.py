@@ -19,7 +19,7 @@ LEARNING = ClaimRules(growth_quantile=0.75, reserve_tokens=100, share_prefixes=T
 
 @dataclass(frozen=True)
 class Claiming(Passthrough):
-    """Lets everybody in, and has claims counted by the rules that a test wants."""
+    """Admits all programs, with the claim rules that a test sets."""
 
     rules: ClaimRules = LEARNING
 
@@ -146,7 +146,7 @@ def test_the_median_residence_is_that_of_programs_that_ended() -> None:
 
 
 def test_the_median_residence_does_not_count_the_forget_limit() -> None:
-    """A program that nobody releases is forgotten half an hour after its last turn: it took as long as its turns."""
+    """An unreleased program is forgotten half an hour after its last turn: its time is that of its turns."""
     driver = Driver()
     for name in ("a", "b", "c"):
         driver.takes_turn(name, 100)
@@ -266,7 +266,7 @@ def test_a_failed_turn_teaches_no_growth() -> None:
 
 @pytest.mark.parametrize("verified", [True, False])
 def test_a_turn_that_only_a_stranger_tells_of_changes_nothing_that_all_share(*, verified: bool) -> None:
-    """Who says again and again that nothing was cached lowers no capacity, and teaches no speed, size or tool time."""
+    """Repeated reports of no cached tokens lower no capacity, and teach no speed, size or tool time."""
     driver = driver_with(adapt_capacity=True)
     knowledge = driver.scheduler.knowledge
     for _ in range(40):

@@ -106,7 +106,7 @@ def test_a_turn_that_failed_is_not_tried_again_where_it_failed_beside_another_on
 
 
 def test_a_turn_that_failed_is_tried_again_there_if_there_is_nowhere_else() -> None:
-    """Now, or by the time at which the other replica went; and nobody leaves for a turn whose client left."""
+    """It is tried now, or at the other replica's loss; no program leaves for a turn whose client left."""
     driver = Driver(replicas={"r0": 1000})
     turn_id = driver.arrives("a", 100)
     assert driver.granted_on[driver.arrives("a", 100, branch="sub", avoid="r0")] == "r0"
@@ -187,7 +187,7 @@ def test_a_turn_of_a_leaving_program_is_told_before_its_client_gives_up() -> Non
 
 
 def test_a_turn_that_is_held_in_place_does_not_wait_for_room() -> None:
-    """Memory that nobody claims elsewhere is not idle for it; once its program has left, it is."""
+    """Unclaimed memory elsewhere is not idle for it; once its program has left, it is."""
     driver = Driver(replicas={"r0": 10_000})
     first = driver.arrives("a", 100)
     driver.drains("r0")

@@ -257,7 +257,7 @@ def test_memory_of_unknown_size_is_not_unused() -> None:
 
 
 def test_memory_of_a_replica_that_is_down_is_not_unused() -> None:
-    """What nobody may have stands idle for another reason."""
+    """Unavailable memory is idle for another reason."""
     ledger, account = opened(1000)
     account.usable = False
     ledger.wait_begins(0.0)
@@ -299,7 +299,7 @@ def test_the_weighed_sum_is_the_left_side_of_equation_7() -> None:
 
 
 def test_what_a_removed_replicas_memory_was_spent_on_stays_in_the_sum() -> None:
-    """Whoever plots costs over all replicas sees no step down."""
+    """A plot of costs over all replicas has no step down."""
     ledger = Ledger(60.0)
     for name, number in (("a", 1.0), ("b", 2.0), ("c", 4.0)):
         ledger.open(name, 0.0).costs.decode_token_s = number

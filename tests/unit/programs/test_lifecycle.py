@@ -1,4 +1,4 @@
-"""The lifecycle: which place leads to which, and what a place says of who is there."""
+"""The lifecycle: the moves between places, and a place's status and phase."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_table_has_no_arrow_that_is_not_listed_here() -> None:
 
 
 def test_a_place_says_status_and_phase() -> None:
-    """They are constants of it: nobody computes them from anything else."""
+    """They are constants of the place, never computed from anything else."""
     book = a_book()
     active = {Kind.WORKING, Kind.LEAVING, Kind.STALLED, Kind.ACTING}
     for kind in set(Kind) - {Kind.ENDED}:
@@ -97,7 +97,7 @@ def test_a_place_says_status_and_phase() -> None:
 
 
 def test_a_move_says_what_was_decided() -> None:
-    """Who gets a claim, loses it, is to leave or not, or ends: each is one decision, with its reason."""
+    """Getting or losing a claim, being asked to leave or not, and ending are each one decision, with its reason."""
     book = a_book()
     program = a_program_at(book, Kind.WAITING)
     replica = book.replicas["r0"]

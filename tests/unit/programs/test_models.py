@@ -21,7 +21,7 @@ def three() -> Driver:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_turns_of_an_adapter_run_where_it_is_under_every_policy(policy: str) -> None:
-    """Of programs and of nobody, though others have more room; all other turns go on as before."""
+    """This covers programs and anonymous turns, even if others have more room; all other turns run as before."""
     settings = {"n": 8} if policy == "cap" else {"reserve_tokens": 0} if policy == "breakeven" else {}
     driver = Driver(load_policy(policy, settings), replicas={"r0": 1000, "r1": 2000, "r2": 2000})
     driver.serve("lora", "r0")
@@ -84,7 +84,7 @@ def test_a_turn_that_waits_goes_where_the_adapter_is_loaded_meanwhile(program_id
 
 
 def test_turns_of_two_adapters_at_once_run_where_each_is() -> None:
-    """A program claims memory on one replica: the turn that cannot run there is nobody's."""
+    """A program claims memory on one replica: a turn that cannot run there is anonymous."""
     driver = three()
     driver.serve("other", "r2")
     first = driver.arrives("p", 100, model="lora")

@@ -64,7 +64,7 @@ def controlled(control: object, **replicas: int) -> Driver:
 
 
 def test_a_route_sends_programs_by_its_weights() -> None:
-    """Evenly mixed, whatever the policy would say; those that are there stay, and those of nobody's go as before."""
+    """They are evenly mixed, against any policy; existing programs stay, and anonymous turns run as before."""
     driver = by_memory(r0=1000, r1=1000, r2=1000)
     decisions = driver.routes("tenant", "gold", r0=1, r1=3)
     assert decisions == [SetRoute("tenant", "gold", (("r0", 1), ("r1", 3)), Reason.OPERATOR)]
@@ -172,7 +172,7 @@ def test_why_who_is_bound_waits_is_said_anew_when_grants_go_on() -> None:
 
 
 def test_why_one_waits_is_said_anew_when_its_route_is_another() -> None:
-    """Who waited for a replica that is suspended waits for room where it may go now."""
+    """A program that waited for a suspended replica now waits for room where it may go."""
     driver = by_memory()
     driver.arrives("there", 100)
     driver.arrives("here", 900)
@@ -239,7 +239,7 @@ def test_a_route_of_one_program_ends_with_it() -> None:
 
 
 def test_weights_hold_at_any_time() -> None:
-    """After each choice nobody is more than one from its part; who is closed is left out."""
+    """After each choice no replica is more than one off its part; closed ones are left out."""
     route = Route((("a", 5.0), ("b", 1.0), ("c", 2.0)))
     chosen = [route.next(lambda _: True) for _ in range(80)]
     for count in range(1, 81):
@@ -283,7 +283,7 @@ def test_who_comes_later_with_a_better_priority_passes() -> None:
     driver.gives_priority("late", -5)
     late = driver.arrives("late", 80)
     assert driver.held(waiting)
-    assert late in driver.granted_on  # it fits, and nobody comes before it
+    assert late in driver.granted_on  # it fits, and none comes before it
     driver.finishes(busy, 900)
 
 
@@ -324,7 +324,7 @@ def test_the_number_for_an_engine() -> None:
 
 @pytest.mark.parametrize("priority", [1_000_001, -1_000_001])
 def test_a_priority_out_of_bounds_is_refused(priority: int) -> None:
-    """And one for who is not there."""
+    """So is a priority for an unknown program."""
     driver = by_memory()
     driver.takes_turn("a", 10)
     operations = driver.scheduler.operations
@@ -500,7 +500,7 @@ def test_what_a_global_policy_frees_is_used_in_the_same_event() -> None:
 
 
 def test_a_global_policy_hears_who_waits_anew() -> None:
-    """Once each, and not who was let in meanwhile."""
+    """It gets each program once, and none that was admitted meanwhile."""
     heard: list[list[str]] = []
     control = Doing(lambda view: heard.append([program.program_id for program in view.newly_waiting()]))
     driver = controlled(control, r0=1000)
@@ -516,7 +516,7 @@ def test_a_global_policy_hears_who_waits_anew() -> None:
 
 
 def test_each_of_several_global_policies_hears_who_waits_since_itself_was_asked() -> None:
-    """One that is asked less often misses nobody of whom another heard meanwhile."""
+    """A policy that is asked less often misses no program that another got meanwhile."""
     heard: dict[float, list[list[str]]] = {1.0: [], 2.0: []}
 
     def hearing(period_s: float) -> Doing:
@@ -532,7 +532,7 @@ def test_each_of_several_global_policies_hears_who_waits_since_itself_was_asked(
 
 
 def test_a_global_policy_hears_of_a_burst_in_parts() -> None:
-    """So many in one period, who came first first; the others in the next one, but for who waits no longer."""
+    """A limited number in one period, in order of arrival; the others in the next one, if they still wait."""
     heard: list[list[str]] = []
     control = Doing(lambda view: heard.append([program.program_id for program in view.newly_waiting()]))
     driver = controlled(control, r0=1000)

@@ -16,7 +16,7 @@ SETTINGS = SchedulerSettings(idle_limit_s=1000.0, patience_margin_s=2.0, patienc
 
 
 def full(**replicas: int) -> Driver:
-    """One program has the only place; whoever comes is held."""
+    """One program has the only place; others are held."""
     driver = Driver(Cap(n=1), replicas=replicas or {"r0": 1000}, settings=SETTINGS)
     driver.takes_turn("first", 100)
     return driver
@@ -123,7 +123,7 @@ def test_a_turn_that_was_lost_and_is_tried_again_counts_once() -> None:
 
 @pytest.mark.parametrize("heard", ["before", "after", "never"])
 def test_a_turn_whose_replica_was_lost_and_is_tried_again_counts_once(heard: str) -> None:
-    """Whether its client tries again before or after somebody says that it failed."""
+    """This holds if its client retries before or after the report of the failure."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000})
     first = driver.arrives("a", 10)
     driver.goes_down(driver.granted_on[first])
@@ -263,7 +263,7 @@ def test_an_attempt_whose_program_ended_is_superseded_by_the_next_incarnation() 
 
 
 def test_patience_overdraws_a_replica_by_no_more_than_the_ratio() -> None:
-    """Fifty impatient turns cannot switch the scheduler off: who cannot be let in is told so when it is due."""
+    """Fifty impatient turns cannot switch the scheduler off: turns that cannot be admitted are refused when due."""
     driver = full()
     turns = [driver.arrives(f"impatient {number}", 300, patience_s=10.0) for number in range(50)]
     driver.ticks(7.6)
@@ -274,7 +274,7 @@ def test_patience_overdraws_a_replica_by_no_more_than_the_ratio() -> None:
 
 
 def test_one_impatient_program_may_always_be_let_in() -> None:
-    """However large it is, as long as nobody else was."""
+    """It may have any size, as long as no other was."""
     driver = full()
     first, second = (driver.arrives(name, 5000, patience_s=10.0) for name in "ab")
     driver.ticks(7.6)

@@ -18,7 +18,7 @@ def by_claim(each: Program) -> float:
 
 
 def test_reasoning_programs_come_before_acting_ones_and_each_in_the_order_of_the_rank() -> None:
-    """The queue is two queues: whoever has a turn is first, whatever the ranks say."""
+    """The queue is two queues: programs with a turn are first, whatever the ranks say."""
     queue = PausedQueue(by_claim)
     for name, tokens, place in (
         ("a", 30, queue.waiting),
@@ -46,7 +46,7 @@ def test_a_program_that_changes_is_put_where_its_rank_says() -> None:
 
 
 def test_a_program_comes_before_all_waiting_only_if_its_rank_is_lower() -> None:
-    """Equal ranks keep their order of entry, and acting programs are in nobody's way."""
+    """Equal ranks keep their order of entry, and acting programs block none."""
     queue = PausedQueue(by_claim)
     put(queue.resting, "acting", 1)
     new = Program("new", 2, 0.0)
@@ -60,7 +60,7 @@ def test_a_program_comes_before_all_waiting_only_if_its_rank_is_lower() -> None:
 
 
 def test_where_nobody_waits_for_a_replica_any_more_is_forgotten() -> None:
-    """A queue of one replica is there as long as somebody stands in it."""
+    """A queue of one replica exists while a program waits in it."""
     queue = PausedQueue(by_claim)
     place = queue.place_at("r0")
     only = put(place, "only", 1)

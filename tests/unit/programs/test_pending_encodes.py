@@ -38,7 +38,7 @@ def test_turns_since_the_last_poll_are_counted(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", BY_ROOM)
 def test_room_comes_before_a_short_queue(policy: str) -> None:
-    """A program that fits only where much is to be encoded goes there all the same."""
+    """A program that fits only on a replica with much to encode goes there all the same."""
     driver = driver_of(policy, r0=2_000, r1=10_000)
     driver.has_to_encode("r0", 0)
     driver.has_to_encode("r1", 5)
@@ -47,7 +47,7 @@ def test_room_comes_before_a_short_queue(policy: str) -> None:
 
 
 def test_nobody_gives_memory_up_for_a_shorter_queue() -> None:
-    """One expired where there is nothing to encode, and another replica is empty: it stays."""
+    """A program has expired on a replica without encodes, and another replica is empty: it stays."""
     driver = Driver(load_policy("breakeven", {"hold_ratio": 0.0}), replicas={"r0": 1000, "r1": 1000})
     driver.has_to_encode("r0", 0)
     driver.has_to_encode("r1", 1)

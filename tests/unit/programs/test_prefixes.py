@@ -63,7 +63,7 @@ class Union:
 
 @given(STEPS)
 def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tuple]) -> None:
-    """Whoever enters, leaves or changes in size, on every replica; and nothing is left in the end."""
+    """This holds for entries, exits and changes of size on every replica; nothing is left in the end."""
     tree, union = PrefixTree(), Union()
     shared_tokens = dict.fromkeys(REPLICAS, 0)
     for kind, what, replica_id, size_tokens in steps:
@@ -110,7 +110,7 @@ def test_three_programs_with_one_system_prompt_by_hand() -> None:
 
 
 def test_a_cut_has_the_size_that_it_was_counted_with_first() -> None:
-    """Two estimates of one prefix: what enters with the one leaves with the same, whoever leaves first."""
+    """With two estimates of one prefix, a program leaves with the one it entered with, in any order."""
     tree = PrefixTree()
     first, second = ((1, 100),), ((1, 140),)
     tree.enter(first, "r0")

@@ -116,7 +116,7 @@ def test_branches_that_ended_before_a_main_turn_are_forgotten() -> None:
 
 
 def test_branches_that_ended_before_the_branch_that_waits_for_them_are_forgotten() -> None:
-    """A sub-agent goes on when its own sub-agents are through, and theirs; who it does not wait for stays."""
+    """A sub-agent continues when its own sub-agents, and theirs, ended; branches that it does not wait for stay."""
     program = a_program(main=100, agent=200, below=300, further=400, beside=500, later=600, orphan=700)
     waits_for = {"below": "agent", "further": "below", "beside": "other", "later": "agent", "orphan": "gone"}
     for turn_id, name in enumerate(("agent", "below", "further", "beside", "orphan"), start=1):

@@ -103,7 +103,7 @@ def test_of_the_oldest_the_tail_goes_first() -> None:
 
 
 def test_whoever_is_used_again_is_the_newest() -> None:
-    """Of two equals the one goes that was not used again."""
+    """Of two equals the one that was not used again goes."""
     residency = of_size(500)
     for generation in (1, 2, 1):
         turn(residency, generation, 200)

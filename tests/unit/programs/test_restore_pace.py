@@ -105,7 +105,7 @@ def test_those_that_wait_are_expected_one_after_the_other() -> None:
 
 
 def test_those_that_wait_for_one_replica_are_expected_in_the_same_order() -> None:
-    """Their waiting counts, too, where nobody waits that may go anywhere."""
+    """Their waiting also counts if no program waits that may go anywhere."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 1000})
     driver.routes("class", "to-r1", r1=1)
     for number in range(6):
@@ -157,7 +157,7 @@ def test_its_life_begins_with_its_first_turn() -> None:
 
 
 def test_an_announced_program_joins_the_group_of_its_first_turn() -> None:
-    """It may have been opened by who knew no group: for the sake of a sandbox."""
+    """Its opener may not have known the group, for example to get a sandbox."""
     driver = Driver()
     driver.opens("p")
     driver.opens("q", group="h")

@@ -1,4 +1,4 @@
-"""Who waits for one replica alone is not passed for ever, nor does it pass others, whatever the policy."""
+"""A program that waits for one replica is not passed for ever, nor does it pass others, under any policy."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BY_AGE: Mapping[str, tuple[str, Mapping[str, Setting]]] = {
     "ttl by least attained service": ("ttl", {"reserve_tokens": 0, "order": "plas"}),
     "ttl by steps": ("ttl", {"reserve_tokens": 0, "order": "orbit-step"}),
 }
-"""Policies in whose order nobody who comes later goes before one that waits, however large that is."""
+"""Policies in whose order no later program goes before a waiting one of any size."""
 
 BY_SIZE: Mapping[str, tuple[str, Mapping[str, Setting]]] = {
     "thunderagent": ("thunderagent", {"reserve_tokens": 0}),
     "ttl, shortest first": ("ttl", {"reserve_tokens": 0, "order": "shortest"}),
     "breakeven, shortest first": ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0, "order": "shortest"}),
 }
-"""Policies in whose order smaller ones go first for ever: nobody is passed by who is as large."""
+"""Policies in whose order smaller ones always go first: none is passed by one of equal size."""
 
 CAP: Mapping[str, tuple[str, Mapping[str, Setting]]] = {"cap": ("cap", {"n": 6})}
 
@@ -129,7 +129,7 @@ def test_who_may_go_anywhere_is_not_passed_for_ever_by_who_is_bound(policy: str)
 
 @pytest.mark.parametrize("policy", ["ttl", "breakeven", "cap"])
 def test_nobody_is_passed_for_ever_where_tenants_have_shares(policy: str) -> None:
-    """Of one tenant as without; one that had less may go before, until it had as much."""
+    """Within a tenant as without shares; a tenant that had less may go before, until it had as much."""
     driver = driven({**BY_AGE, **CAP}[policy], fair=True)
     newcomers = Stream(driver, SMALL_TOKENS, lambda _: "to-r0")
     for _ in range(4):
@@ -181,7 +181,7 @@ def test_a_place_that_the_end_of_a_turn_frees_elsewhere_goes_to_who_is_bound_and
 
 
 def test_a_replica_with_room_is_not_closed_for_one_that_waits_for_another() -> None:
-    """Who waits for one replica is in nobody's way elsewhere."""
+    """A program that waits for one replica blocks none elsewhere."""
     driver = driven(("ttl", {"reserve_tokens": 0}))
     driver.arrives("a", 6_000, program_class="to-r0")
     driver.arrives("b", 7_000, program_class="to-r1")
@@ -227,7 +227,7 @@ def test_pins_make_room_for_who_waits_for_their_replica_alone() -> None:
 
 
 def test_a_turn_that_arrives_waits_for_nobody_who_would_go_after_it() -> None:
-    """The older program goes at once, though a younger one waits for the only replica with room."""
+    """The older program goes at once, although a younger one waits for the only replica with room."""
     driver = Driver(load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0}), replicas={"r0": 1000})
     driver.takes_turn("old", 100)
     driver.ticks(5.0)
@@ -241,7 +241,7 @@ def test_a_turn_that_arrives_waits_for_nobody_who_would_go_after_it() -> None:
 
 
 def test_of_equal_ranks_goes_first_who_waits_for_longer() -> None:
-    """Wherever they stand: who is bound does not wait behind one that came later and may go anywhere."""
+    """This holds in any queue: a bound program does not wait behind a later one that may go anywhere."""
     queue = PausedQueue(lambda _: 0.0)
     programs = {name: waiting(name, number) for number, name in enumerate(["bound", "free", "new"], start=1)}
     programs["bound"].routed_to = "r0"

@@ -45,7 +45,7 @@ def by_memory(**replicas: int | None) -> Driver:
 
 
 def by_load(**replicas: int | None) -> Driver:
-    """A driver whose policy lets everybody in at once."""
+    """A driver whose policy admits all programs at once."""
     return Driver(Passthrough(), replicas=replicas or {"r0": 1000}, settings=LIMITS)
 
 
@@ -73,7 +73,7 @@ def test_a_turn_that_does_not_fit_is_held_and_restored_when_there_is_room() -> N
 
 
 def test_an_active_programs_next_turn_is_granted_at_home() -> None:
-    """Whoever holds a claim needs no second one, though the replica is full."""
+    """A program with a claim needs no second one, even if the replica is full."""
     driver = by_memory()
     driver.takes_turn("a", 1000)
     driver.arrives("a", 1000)
@@ -426,7 +426,7 @@ def test_a_capacity_that_becomes_known_is_obeyed_from_then_on() -> None:
 
 
 def test_the_idle_limit_takes_the_claim_and_the_next_turn_is_placed_anew() -> None:
-    """A tool of 51 s loses its memory, not its program; nobody but its own turn brings it back."""
+    """A tool of 51 s costs the program its memory only; nothing but its own turn brings it back."""
     driver = by_memory()
     driver.takes_turn("a", 700)
     driver.ticks(50.0)
@@ -609,7 +609,7 @@ def test_a_turn_that_ended_ends_only_once() -> None:
 
 
 def test_a_held_turn_cannot_have_started() -> None:
-    """A first byte before the grant is nobody's: no cost term runs below zero."""
+    """A first byte before the grant is ignored: no cost term becomes negative."""
     driver = by_memory()
     driver.takes_turn("first", 900)
     turn = driver.arrives("a", 300)
@@ -831,7 +831,7 @@ def test_a_program_whose_turn_runs_elsewhere_is_there() -> None:
 
 
 def test_a_turn_that_runs_where_its_program_must_not_go_is_nobodys() -> None:
-    """A held turn of the program goes on from what another replica alone has: that is where the program goes."""
+    """A held turn of the program continues from data that only another replica has: the program goes there."""
     driver = Driver(Cap(1), replicas={"r0": 1000, "r1": 1000})
     for replica_id in ("r0", "r1"):
         driver.arrives(f"first on {replica_id}", 100, wanted=replica_id)

@@ -81,7 +81,7 @@ def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
 
 
 def test_who_waits_longest_is_granted_first() -> None:
-    """Not who came to the replica first."""
+    """Arrival at the replica does not count."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.takes_turn("b", 10)
@@ -212,7 +212,7 @@ def test_a_cause_for_all_and_the_same_one_of_a_replica_are_different_things() ->
 
 
 def test_nobody_is_forgotten_on_a_suspended_replica_while_another_grants() -> None:
-    """The forget limit stands still there, and begins anew when grants go on; elsewhere it holds."""
+    """The forget limit is suspended there, and restarts when grants resume; elsewhere it holds."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
     for name in ("a", "b"):
         driver.takes_turn(name, 10)
@@ -357,7 +357,7 @@ def test_the_idle_limit_spares_the_programs_of_a_paused_replica() -> None:
 
 
 def test_a_program_whose_limit_began_anew_keeps_nobody_else_from_being_forgotten() -> None:
-    """It acts for longer than the other one, but was heard of later: its replica granted nothing meanwhile."""
+    """It acts for longer than the other, but its last event is later: its replica granted nothing meanwhile."""
     driver = Driver(settings=LIMITS, replicas={"r0": 1000, "r1": 1000})
     driver.takes_turn("paused", 10)
     driver.takes_turn("gone", 10)

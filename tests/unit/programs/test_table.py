@@ -22,7 +22,7 @@ def test_an_id_that_comes_back_has_a_new_generation() -> None:
 
 
 def test_who_was_not_heard_of_for_longest_is_forgotten_first() -> None:
-    """A tool that begins is a word of its program; who has a turn with us is not forgotten."""
+    """A tool's begin is an event of its program; a program with an unfinished turn is not forgotten."""
     driver = Driver(settings=SchedulerSettings(forget_limit_s=60.0))
     for name in "abcd":
         driver.takes_turn(name, 1)
@@ -87,7 +87,7 @@ def test_announced_programs_are_forgotten_too() -> None:
 
 
 def test_a_program_that_was_announced_counts_for_the_tenant_of_its_first_turn() -> None:
-    """Announced as nobody's, it would pass that tenant's cap."""
+    """Announced without a tenant, it would bypass that tenant's cap."""
     driver = Driver(settings=CAPS)
     driver.opens("announced")
     flood(driver, "red", 4)

@@ -19,7 +19,7 @@ VERBS = Driver().scheduler.core
 
 
 def fair(active_count: int = 2, **weight_ratios: float) -> Driver:
-    """So many programs at a time, whoever they are."""
+    """A fixed number of programs at a time, of any tenant."""
     settings = SchedulerSettings(fair_tenants=True, tenant_weight_ratios=weight_ratios)
     return Driver(load_policy("cap", {"n": active_count}), replicas={"r0": 100_000}, settings=settings)
 
@@ -56,7 +56,7 @@ def test_a_tenant_that_wants_more_gets_no_more() -> None:
 
 
 def test_without_shares_it_does() -> None:
-    """The policy's order is who came first."""
+    """The policy's order is by arrival."""
     driver = Driver(load_policy("cap", {"n": 2}), replicas={"r0": 100_000})
     through = share_out(driver, {"small": 3, "large": 20}, rounds=50)
     assert through["large"] > 4 * through["small"]
@@ -94,7 +94,7 @@ def waiting(tenants: Tenants, name: str, replica_id: str | None = None) -> tuple
 
 
 def test_nobody_saves_up_and_nobody_begins_anew() -> None:
-    """Who comes is level with the least that waits; who leaves while ahead is ahead when it comes back."""
+    """A new tenant starts level with the least waiting one; one that leaves while ahead returns ahead."""
     tenants = Tenants({})
     tenants.set_granting(["r0"])
     for name, tokens in (("steady", 10), ("greedy", 30), ("tiny", 1)):
@@ -123,7 +123,7 @@ def test_nobody_saves_up_and_nobody_begins_anew() -> None:
 
 
 def test_who_waits_where_nothing_is_granted_holds_nobody_back() -> None:
-    """Its level stands still, and is not the least; when grants go on there it begins as all others do."""
+    """Its level is frozen, and is not the least; when grants resume there it starts like all others."""
     tenants = Tenants({})
     tenants.set_granting(["r0"])
     waiting(tenants, "stuck", "r1")
@@ -137,7 +137,7 @@ def test_who_waits_where_nothing_is_granted_holds_nobody_back() -> None:
 
 
 def test_a_tiny_tenant_lets_no_newcomer_go_many_times_in_a_row() -> None:
-    """One that had next to nothing and does not wait is no measure for who comes: those that wait are."""
+    """A tenant with almost nothing that does not wait does not set a newcomer's level: the waiting ones do."""
     driver = fair(2)
     driver.arrives("tiny", 10, tenant="tiny")
     numbers = count()
@@ -240,7 +240,7 @@ def lookups_of(tenants: Tenants) -> Lookups:
 
 
 def test_who_left_ahead_and_was_caught_up_with_comes_back_level() -> None:
-    """It is remembered until somebody leaves, by then with less than all others: it would pass the first that waits."""
+    """It is remembered until a tenant leaves, by then with less than all others: it would pass the first that waits."""
     policy = load_policy("ttl", {"reserve_tokens": 0})
     driver = Driver(policy, replicas={"r0": 1000}, settings=SchedulerSettings(fair_tenants=True))
     early = driver.arrives("early", 600, tenant="early")
@@ -300,7 +300,7 @@ def test_a_tenant_is_not_gone_for_a_moment() -> None:
 
 
 def test_who_is_alone_and_leaves_for_a_moment_takes_nobody_s_memory_along() -> None:
-    """One that had more and left is ahead when it comes back, though the only other one's claim was booked anew."""
+    """A tenant that had more and left returns ahead, although the only other one's claim was booked anew."""
     driver = fair()
     driver.arrives("a", 900, tenant="a")
     turn_id = driver.arrives("b", 10, tenant="b")

@@ -74,7 +74,7 @@ def test_an_engine_that_tells_no_cached_tokens_tells_by_its_counters_how_much_is
         driver.send(TierPolled(driver.now_s, "r0", 1000, 600))
     price = driver.scheduler.knowledge.tiers.by_replica["r0"]
     assert (price.found_ratio, price.restore_token_s) == (pytest.approx(0.6, abs=0.01), inf)
-    assert price.lost_token_s(PREFILL_TOKEN_S) == PREFILL_TOKEN_S  # what loading costs nobody said
+    assert price.lost_token_s(PREFILL_TOKEN_S) == PREFILL_TOKEN_S  # the cost of loading is unknown
 
 
 def test_loading_never_costs_more_than_computing() -> None:

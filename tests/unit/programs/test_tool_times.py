@@ -89,7 +89,7 @@ def test_three_returns_and_one_censored_by_hand() -> None:
 
 
 def test_who_is_censored_says_nothing_of_later() -> None:
-    """A hundred that were paused after a second change nothing for those who are away for five."""
+    """A hundred that were paused after a second change nothing for those that are away for five."""
     few = [("t", 10.0, False)] * 50
     assert learned(few).return_rate_per_s("t", 5.0) == learned([*few, *[("t", 1.0, True)] * 100]).return_rate_per_s(
         "t", 5.0
@@ -118,7 +118,7 @@ def test_who_comes_back_late_counts_as_if_never_censored() -> None:
 
 @given(SEEN, st.integers(0, 30))
 def test_rates_stay_rates_whoever_comes_back_late(seen: list[Seen], late_count: int) -> None:
-    """A correction of what was halved or forgotten meanwhile makes no rate negative, and no part more than all."""
+    """A correction of counts halved or forgotten meanwhile makes no rate negative, and no part more than all."""
     times = learned(seen)
     for _ in range(late_count):
         times.came_back_late("a", 3.0, 50.0)
@@ -218,7 +218,7 @@ def test_rates_follow_new_observations_soon() -> None:
 
 
 def test_names_are_bounded_and_the_one_not_seen_for_longest_is_forgotten() -> None:
-    """Whoever names tools by their arguments does not fill the memory."""
+    """A client that puts arguments into tool names does not fill the memory."""
     times = of_one(*[1.0] * 50, name="kept")
     for number in range(NAMES_COUNT - 1):
         times.returned(f"tool {number}", 1.0)
@@ -230,7 +230,7 @@ def test_names_are_bounded_and_the_one_not_seen_for_longest_is_forgotten() -> No
 
 
 def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> None:
-    """Of those that came back, late ones included; who never did says nothing, and other tools do not either."""
+    """It counts returned programs, late ones included; those that never return and other tools do not count."""
     times = of_one(*[1.0] * 9)
     assert times.returned_within_s("t", 0.99) == 0.0
     times.returned("t", 1.0)

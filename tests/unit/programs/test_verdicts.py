@@ -105,7 +105,7 @@ def test_recall_and_false_alarms_by_turns() -> None:
 
 
 def test_a_verdict_is_in_the_story_and_on_nobody_else() -> None:
-    """A late one, on an earlier incarnation of the id or on nobody, changes nothing."""
+    """A late one, on an earlier incarnation of the id or an unknown one, changes nothing."""
     driver = Driver()
     driver.takes_turn("a", 100)
     driver.is_judged("a", will_succeed=False, confidence=0.8)
@@ -150,7 +150,7 @@ HOPELESS = SchedulerSettings(judge_fail_count=1, judge_ends_hopeless=True)
 
 
 def test_nobody_is_ended_if_that_was_not_asked_for() -> None:
-    """By default the lowest level is but a place in the order."""
+    """By default the lowest level is only a place in the order."""
     driver = Driver(settings=SchedulerSettings(judge_fail_count=1))
     for _ in range(4):
         driver.takes_turn("a", 10)

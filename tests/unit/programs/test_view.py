@@ -19,7 +19,7 @@ SHARING = ClaimRules(share_prefixes=True, adapt_capacity=True)
 
 @dataclass
 class Watching:
-    """Lets everybody in at the first replica, and keeps the view and what changed at each balance."""
+    """Admits all at the first replica, and keeps the view and the changes at each balance."""
 
     rules: ClaimRules = SHARING
     held_for_s: float = inf
@@ -89,7 +89,7 @@ def test_a_replica_that_may_get_nothing_is_not_among_the_changed() -> None:
 
 
 def test_a_program_expires_when_it_is_held_for_longer_than_is_worth_it() -> None:
-    """The one that was to be held for shortest first; nobody before, and nobody whose turn is with us."""
+    """The one with the shortest hold first; none before its time, and none with an unfinished turn."""
     driver, policy, view = watched(held_for_s=10.0)
     replica = view.replica("r0")
     driver.takes_turn("a", 100)
@@ -254,7 +254,7 @@ def test_a_policy_that_does_not_share_counts_every_claim_in_full() -> None:
 
 
 def test_what_an_engine_reports_replaces_the_estimate() -> None:
-    """Of programs that are known and have no turn; ids that nobody knows are passed over."""
+    """This covers known programs without a turn; unknown ids are skipped."""
     driver, _, view = watched()
     driver.takes_turn("a", 300)
     replica = view.replica("r0")

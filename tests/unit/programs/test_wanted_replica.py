@@ -17,7 +17,7 @@ TWO = {"r0": 1000, "r1": 1000}
 @pytest.mark.parametrize("policy", [Passthrough, Sticky])
 @pytest.mark.parametrize("wanted", TWO)
 def test_a_turn_runs_where_the_response_is_that_it_goes_on_from(policy: type, wanted: str) -> None:
-    """Whatever the policy would choose: of a new program, of one that is elsewhere, and of nobody's."""
+    """This overrides the policy, for a new program, one that is elsewhere, and an anonymous turn."""
     driver = Driver(policy(), replicas=TWO)
     assert driver.granted_on[driver.arrives("new", 10, wanted=wanted)] == wanted
     other = "r0" if wanted == "r1" else "r1"

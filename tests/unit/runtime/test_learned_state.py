@@ -331,7 +331,7 @@ async def test_a_refused_file_is_said_and_moved_out_of_the_way(tmp_path: Path) -
 
 
 async def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path: Path) -> None:
-    """It may be a good one; nothing is put in its place either. (A link to itself: who runs this may be root.)"""
+    """It may be valid, so it is not replaced either. (The file is a link to itself: the tests may run as root.)"""
     path = tmp_path / "state"
     path.symlink_to(path)
     runtime = runtime_of(pools=False)

@@ -557,7 +557,7 @@ async def test_a_turn_that_leaves_takes_its_timer_along() -> None:
 
 
 async def test_a_held_turn_that_is_superseded_counts_as_that() -> None:
-    """Whoever waited for it is cancelled; the place goes on."""
+    """Its waiter is cancelled; its place in the queue is kept."""
     async with running() as (runtime, _):
         first = await runtime.lease(asked(runtime, "first"))
         earlier_id = runtime.new_turn_id()

@@ -16,7 +16,7 @@ from thunderagent.runtime.served_models import ASK_EVERY_S, ServedModels
 
 
 class World:
-    """A replica `r` that lists the model `a`, a clock that stands, and who was asked anew."""
+    """A replica `r` that lists the model `a`, a stopped clock, and the replicas that were asked again."""
 
     def __init__(self, *, refuses_others: bool = True, pools: bool = True) -> None:
         self.now_s = 100.0

@@ -36,7 +36,7 @@ async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
 
 
 async def test_a_scheduler_that_takes_no_link_is_named_once_with_the_reason() -> None:
-    """A gateway that is refused says so: it would wait without a word. A scheduler that stands by is not that."""
+    """A refused gateway logs it: otherwise it would wait silently. A standby's refusal does not count."""
     asked_count, often = 0, asyncio.Event()
 
     async def refuse(_request: web.Request) -> web.Response:

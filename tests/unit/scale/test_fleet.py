@@ -1,4 +1,4 @@
-"""The replicas of a gateway: what it is told of them, and where turns run without leave."""
+"""The replicas of a gateway: its reports of them, and where turns run without leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fleet_of(*replicas: RemoteReplica, has_pools: bool = False) -> RemoteFleet:
 
 
 def test_what_happens_to_replicas_is_told_as_the_events_that_the_core_hears() -> None:
-    """To those who are about it; a whole list takes away what it does not name."""
+    """Events go to the concerned parts; a full list removes replicas that it does not name."""
     fleet, heard = fleet_of(replica("a"), replica("b")), list[type]()
 
     def observer(event: Event, decisions: Sequence[Decision]) -> None:
@@ -88,7 +88,7 @@ def test_a_replica_that_went_down_or_is_gone_is_tripped_no_more() -> None:
 
 
 def test_a_refusal_is_the_error_that_it_was() -> None:
-    """With its status, and when to try again; of a code that nobody here knows the tree's root."""
+    """It keeps its status and retry time; an unknown code gives the root class."""
     error = error_of(Refusal(1, "no_replica", "none is up", 7))
     assert isinstance(error, NoReplicaError)
     assert (error.status, error.message, error.retry_after_s) == (503, "none is up", 7)

@@ -148,7 +148,7 @@ def test_fewer_gateways_need_fewer_words() -> None:
 
 
 def test_a_replica_that_begins_anew_was_tripped_by_nobody() -> None:
-    """One word about it is one word again, though two were said of what it was before."""
+    """One report counts as one again, although its earlier incarnation had two."""
     cell = Cell()
     cell.links("a", 1)
     cell.links("b", 1, "r")
@@ -158,7 +158,7 @@ def test_a_replica_that_begins_anew_was_tripped_by_nobody() -> None:
 
 
 def test_a_gateway_that_only_had_a_card_hears_that_its_program_ended() -> None:
-    """The card of a program that another scheduler knew names who keeps something for it."""
+    """The card of a program from another scheduler names the gateways that keep data for it."""
     cell = Cell()
     cell.links("a", 1)
     cell.says("a", Turns(cards=(Card("p", "r", 10),)))

@@ -119,7 +119,7 @@ def test_a_program_that_cannot_be_read_is_left_out() -> None:
     assert set(programs(kept)) == {"q"}
 
 
-# --- what is to be written
+# --- entries to write
 
 
 class Source:
@@ -315,6 +315,6 @@ def test_what_a_store_holds_is_read() -> None:
     ("owner", "epoch"), [(b"\xff", b"1"), (None, b"rubbish"), (None, b"\xff"), (None, b"-1"), (None, b"2147483648")]
 )
 def test_rubbish_in_a_store_is_an_error_of_the_store(owner: bytes | None, epoch: bytes) -> None:
-    """It ends no scheduler: whoever stands by says so and asks again."""
+    """It ends no scheduler: a standby logs it and asks again."""
     with pytest.raises(StoreError, match="not written by a scheduler"):
         seen_of(owner, epoch, [], has_more=False)

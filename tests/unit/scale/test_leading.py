@@ -129,7 +129,7 @@ class Member:
             self.runtime.dispatch(ReplicaUp(self.runtime.now_s(), replica_id, 1000))
 
     async def until_written(self, *program_ids: str, since_count: int = 0) -> None:
-        """Wait until the log says of these programs, and of no others, from an entry on."""
+        """Wait until the log, from an entry on, has exactly these programs."""
         while True:
             kept = Kept()
             for data in self.store.log[since_count:]:

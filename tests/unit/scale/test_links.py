@@ -1,4 +1,4 @@
-"""A scheduler's links, in one process: when it grants, what it counts late, and links that nobody can speak by."""
+"""A scheduler's links, in one process: when it grants, what it counts late, and unusable links."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_a_new_scheduler_first_hears_what_runs_though_the_first_gateway_ne
 
 
 async def test_one_process_at_a_time_goes_by_a_gateways_name() -> None:
-    """Who came before hears that its link is over, and takes another: else it would wait for grants for ever."""
+    """The earlier process is told that its link is over, and takes another: else it would wait for ever."""
     cell = Cell()
     cell.up()
     async with served(cell) as (server, http):
@@ -136,7 +136,7 @@ async def test_one_process_at_a_time_goes_by_a_gateways_name() -> None:
 
 
 async def test_a_turn_that_is_counted_late_is_counted_as_it_runs() -> None:
-    """It is not tried where nothing is granted, and what was said of it meanwhile is told then."""
+    """Counting is not tried where nothing is granted; reports meanwhile are sent afterwards."""
     cell = Cell()
     cell.links.granting.adopted(
         cell.runtime.new_turn_id(), Running(TurnAsk(turn_id=9, program_id="p"), LEASE, started=True)
@@ -153,7 +153,7 @@ async def test_a_turn_that_is_counted_late_is_counted_as_it_runs() -> None:
 
 
 async def test_a_scheduler_that_can_say_nothing_by_a_link_ends_it() -> None:
-    """The gateway links again, and is told all; the failure is logged."""
+    """The gateway links again, and gets everything; the failure is logged."""
     cell = Cell()
     with structlog.testing.capture_logs() as logs:
         async with served(cell) as (server, http):

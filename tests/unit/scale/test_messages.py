@@ -78,7 +78,7 @@ def test_what_a_newer_side_says_beyond_is_not_read() -> None:
 
 
 def test_kinds_that_nobody_knows_are_counted_and_dropped() -> None:
-    """All others of their frame are heard, in their order."""
+    """All others in their frame are handled, in order."""
     got, dropped_count = decode(frame(["reject", 1, "x", "y"], ["poem", "roses"], ["replica", "r", "failed"], ["x"]))
     assert got.messages == [Refusal(1, "x", "y"), Digest("r", "failed")]
     assert dropped_count == 2

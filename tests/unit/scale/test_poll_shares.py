@@ -33,7 +33,7 @@ INTERVAL_S = 0.02
 
 
 class Engine:
-    """An engine whose answers a test sets; it counts who asks."""
+    """An engine whose answers a test sets; it counts its pollers."""
 
     def __init__(self) -> None:
         self.metrics = ""
@@ -76,7 +76,7 @@ async def running(engine: Engine) -> AsyncIterator[str]:
 
 
 class Core:
-    """A runtime, what it hears of polls, and a poller that tells it."""
+    """A runtime, its poll events, and the poller that sends them."""
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self.runtime = Runtime(Scheduler(Cap(n=1)))
@@ -175,7 +175,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def polled(core: Core, count: int = 2) -> None:
-    """Wait until a core's poller has heard of so many polls that began after now."""
+    """Wait until a core's poller has the results of a number of polls that began after now."""
     target = core.polled_count + count + 1
     await until(lambda: core.polled_count >= target)
 
@@ -198,7 +198,7 @@ def replica(url: str, replica_id: str = "r", kind: str = "auto") -> ReplicaEndpo
 
 
 async def story(engine: Engine, core: Core) -> None:
-    """Have an engine do what engines do, each for long enough that it is polled."""
+    """Put an engine through its states, each for long enough to be polled."""
     await polled(core)
     engine.says(0.5, 1000)
     await polled(core)
@@ -234,7 +234,7 @@ async def test_the_core_hears_the_same_whoever_polls() -> None:
 
 
 async def test_ranks_are_found_and_each_has_its_own_reading() -> None:
-    """Whoever polls counts them, and reads each that is a replica."""
+    """Each poller counts them, and reads each one that is a replica."""
     core, engine = Core(), Engine()
     engine.says(0.5, 0, ranks_count=2)
     async with running(engine) as url, cell_of(core) as cell:

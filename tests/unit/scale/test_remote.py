@@ -38,7 +38,7 @@ class Link:
         self.say(Lead(1), Replicas((RemoteReplica(ReplicaState("a", "http://a", True, True)),), is_whole=True))
 
     async def asked(self) -> asyncio.Task[OpenLease]:
-        """Have a turn wait for its lease: the first one of this gateway."""
+        """Make a turn wait for its lease: the first one of this gateway."""
         waiting = asyncio.create_task(self.runtime.lease(TurnAsk(turn_id=1, program_id="p"), nullcontext()))
         await asyncio.sleep(0)
         return waiting
@@ -46,7 +46,7 @@ class Link:
 
 @pytest.mark.parametrize("is_held_before", [False, True])
 async def test_a_turn_that_is_held_and_refused_at_once_hears_of_the_refusal(is_held_before: bool) -> None:
-    """Both words come in one frame, before whoever waits for them goes on."""
+    """Both messages come in one frame, before their waiter runs."""
     link = Link()
     link.lead()
     waiting = await link.asked()
@@ -62,7 +62,7 @@ async def test_a_turn_that_is_held_and_refused_at_once_hears_of_the_refusal(is_h
 
 
 async def test_no_turn_runs_without_leave_while_there_is_a_link() -> None:
-    """A scheduler was told that it is held; until it says that it leads, nobody else lets it run."""
+    """A scheduler knows that it is held; until one reports that it leads, no other lets it run."""
     link = Link()
     link.lead()
     link.runtime.unlinked()
@@ -76,7 +76,7 @@ async def test_no_turn_runs_without_leave_while_there_is_a_link() -> None:
 
 
 async def test_a_turn_runs_without_leave_once_a_link_ends_that_nobody_led() -> None:
-    """It waited as long as it should; a link that comes and goes begins that time anew only if it was led."""
+    """It waited for the full time; a link that comes and goes restarts that time only if it was led."""
     link = Link()
     link.lead()
     link.runtime.unlinked()

@@ -1,4 +1,4 @@
-"""Who stands by watches a leader's port: whatever is said of it, and whoever listens there."""
+"""A standby watches a leader's port, under any report about it and with any listener there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def watch(died: list[str]) -> LeaderWatch:
 
 
 async def test_a_leader_is_dead_once_its_port_is_closed() -> None:
-    """Though whoever accepted there had closed each connection at once."""
+    """This holds even if the listener there had closed each connection at once."""
     died, came, gone = list[str](), asyncio.Event(), asyncio.Event()
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -35,7 +35,7 @@ async def test_a_leader_is_dead_once_its_port_is_closed() -> None:
 
 
 async def test_one_that_closes_each_connection_at_once_is_not_asked_without_a_rest() -> None:
-    """A proxy in front of nobody does so."""
+    """A proxy without a server behind it does so."""
     loop, accepted_s, enough = asyncio.get_running_loop(), list[float](), asyncio.Event()
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,7 +76,7 @@ async def test_what_cannot_be_a_host_is_one_that_cannot_be_reached() -> None:
 
 
 async def test_a_leader_whose_port_closes_after_its_connections_is_dead_without_a_rest() -> None:
-    """So does a process that is killed: whoever connects in between is accepted once more, and cut off."""
+    """A killed process does so: a connection in between is accepted once more, and cut off."""
     came, was_cut_off, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

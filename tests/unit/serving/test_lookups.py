@@ -45,7 +45,7 @@ async def test_a_name_that_hangs_keeps_no_other_waiting() -> None:
 
 
 async def test_a_name_is_looked_up_once_at_a_time_whoever_leaves() -> None:
-    """Who asks again and again, as a poller does, adds nothing to what hangs; who is cancelled takes nobody along."""
+    """Repeated requests, as of a poller, add nothing to a hanging lookup; a cancelled one cancels no other."""
     server = Server()
     lookups = Lookups(server.lookup)
     key = ("dead", *KEY[1:])

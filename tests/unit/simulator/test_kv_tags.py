@@ -1,4 +1,4 @@
-"""Which blocks KvTags gives back when a name is closed."""
+"""The blocks that KvTags returns when a name is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A driver in memory that does what tests tell it to, and programs that are where tests put them."""
+"""A scripted driver in memory, and programs whose places tests set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thunderagent.tools.base import (
 
 
 class FakeDriver:
-    """An engine of sandboxes that is a dict; `hold` keeps preparations from ending, `errors` are raised by the next."""
+    """An engine of sandboxes in a dict; `hold` keeps preparations from ending, the next ones raise `errors`."""
 
     kind = "docker"
 
@@ -40,7 +40,7 @@ class FakeDriver:
         self.reclaimed: list[str] = []
         self.cancelled: list[str] = []
         self.look_hold: asyncio.Event | None = None
-        """While it is set, a look at what is there is answered late, with what was there when it began."""
+        """While it is set, a listing is answered late, with the state at its begin."""
         self.looking = False
         self.usage = Usage()
         self.opened = self.closed = False
@@ -48,7 +48,7 @@ class FakeDriver:
         self._changes: set[asyncio.Queue[Change | Command | SandboxError]] = set()
 
     def put(self, handle: str, labels: dict[str, str], *, tell: bool = True) -> Found:
-        """Have a sandbox appear that somebody else made."""
+        """Add a sandbox made by another party."""
         found = Found(handle, labels, True, Place(handle, "10.0.0.9"))
         self.there[handle] = found
         if tell:
@@ -61,22 +61,22 @@ class FakeDriver:
             self._tell(Change(found, ended=True, why=why))
 
     def runs(self, handle: str, run_id: str, words: str = "") -> None:
-        """Tell of a command that begins."""
+        """Report the begin of a command."""
         self._tell(Command(handle, run_id, ended=False, words=words))
 
     def ran(self, handle: str, run_id: str) -> None:
-        """Tell of the end of a command."""
+        """Report the end of a command."""
         self._tell(Command(handle, run_id, ended=True))
 
     def stop(self) -> None:
-        """Stop the engine: all that runs on it ends, and nobody hears of it."""
+        """Stop the engine: everything on it ends, without a report."""
         self.reachable = False
         self.there.clear()
         for queue in self._changes:
             queue.put_nowait(SandboxEngineError("the engine went away"))
 
     def loses_contact(self) -> None:
-        """End the stream of what happens; all that runs runs on."""
+        """End the stream of events; running sandboxes continue."""
         for queue in self._changes:
             queue.put_nowait(SandboxEngineError("the connection was reset"))
 
@@ -167,12 +167,12 @@ class FakeDriver:
 
 
 def labels_of(owner: Owner, sandbox_id: str) -> dict[str, str]:
-    """Return what a proxy labels its own sandboxes with."""
+    """Return a proxy's labels for its own sandboxes."""
     return {SANDBOX_LABEL: sandbox_id, OWNER_LABEL: owner.owner_id, RUN_LABEL: owner.run_id}
 
 
 def given_labels(program_id: str) -> dict[str, str]:
-    """Return what an agent labels a sandbox with that it made itself."""
+    """Return an agent's labels for a sandbox that it made itself."""
     return {PROGRAM_LABEL: program_id}
 
 
@@ -186,7 +186,7 @@ class FakePrograms:
     idle_s: dict[str, float] = field(default_factory=dict)
     story: list[tuple[str, str, str]] = field(default_factory=list)
     tools: list[tuple[str, str | None]] = field(default_factory=list)
-    """Commands that began, and None for each end of the last of several."""
+    """Begun commands, and None when the last running one ends."""
     sums: tuple[int, int | None, int | None] | None = None
 
     def open(self, program_id: str, tenant: str = "") -> None:

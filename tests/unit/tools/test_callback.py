@@ -190,7 +190,7 @@ def test_it_is_a_driver() -> None:
 
 
 async def test_what_is_asked_for(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """The other side learns all that a template says of a sandbox, whose it is, and until when it may live."""
+    """The request has the template's description of a sandbox, its program, and its expiry."""
     fields: dict[str, Any] = {
         "image": "debian",
         "command": ["sleep", "inf"],
@@ -349,7 +349,7 @@ async def test_errors(
     with pytest.raises(SandboxError, match=rf"^127\.0\.0\.1 answered {status}: no such image$") as raised:
         await driver.prepare(order_at(elsewhere))
     assert type(raised.value) is error
-    # What was refused made nothing; else nobody knows.
+    # A refusal made nothing; otherwise the outcome is unknown.
     assert len(elsewhere.asks_of("/reclaim")) == (error is not SandboxRefusedError)
 
 
@@ -445,7 +445,7 @@ async def test_redirects_are_not_followed(elsewhere: Elsewhere, driver: Callback
 
 @pytest.mark.parametrize("how", ["202", "202 with a location", "303", "ready: false"])
 async def test_nothing_leads_to_another_origin(elsewhere: Elsewhere, how: str) -> None:
-    """Whom a template does not name is not asked, and sees no token."""
+    """A host that the template does not name is not asked, and sees no token."""
     async with Elsewhere().running() as other, driver_of(token="secret") as driver:
         there = f"{other.url}/status"
         elsewhere.prepare = [
@@ -484,7 +484,7 @@ async def test_a_try_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None
 
 
 async def test_nobody_there(driver: CallbackDriver) -> None:
-    """A connection that cannot be made may be made later; nothing was begun, so nothing is reclaimed or warned of."""
+    """A failed connection may succeed later; nothing was begun, so there is no reclaim and no warning."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -549,7 +549,7 @@ async def test_a_slow_answer_has_one_time_limit(elsewhere: Elsewhere) -> None:
 
 @pytest.mark.parametrize("status", [200, 202, 204, 404, 410])
 async def test_reclaiming(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
-    """It is told once; that it is gone already is fine, and the body does not matter."""
+    """It is sent once; a sandbox that is already gone is fine, and the body does not matter."""
     elsewhere.reclaim = [answer(b"" if status == 204 else b"whatever", status)]
     place = await driver.prepare(order_at(elsewhere))
     await driver.reclaim(place.handle)
@@ -564,7 +564,7 @@ async def test_reclaiming(elsewhere: Elsewhere, driver: CallbackDriver, status: 
 async def test_reclaiming_that_fails(
     elsewhere: Elsewhere, driver: CallbackDriver, status: int, error: type[SandboxError]
 ) -> None:
-    """It is the manager who tries again."""
+    """The manager retries, not the driver."""
     elsewhere.reclaim = [answer({"message": "no"}, status)]
     with pytest.raises(error, match="no"):
         await driver.reclaim((await driver.adopt("h", f"{elsewhere.url}/reclaim")).handle)
@@ -679,7 +679,7 @@ async def test_cancelled_while_it_waits_for_ready(
 
 
 async def test_cancelled_before_anything_was_sent(elsewhere: Elsewhere) -> None:
-    """Who waited for its turn leaves nothing to be given back, and its place to the next."""
+    """A waiting call leaves nothing to reclaim, and its place to the next."""
     elsewhere.prepare = [never, answer(READY)]
     async with driver_of(concurrency_count=1) as driver:
         first = asyncio.ensure_future(driver.prepare(order_at(elsewhere, "sandbox-1")))
@@ -698,7 +698,7 @@ async def test_cancelled_before_anything_was_sent(elsewhere: Elsewhere) -> None:
 
 
 async def test_giving_back_takes_no_longer_than_it_may(elsewhere: Elsewhere) -> None:
-    """A reclaiming that hangs holds nobody up for long, and is told in the log."""
+    """A hanging reclaim blocks nothing for long, and is logged."""
     elsewhere.prepare, elsewhere.reclaim = [answer({}, 500)], [never]
     async with driver_of(request_timeout_s=0.25) as driver:
         with structlog.testing.capture_logs() as logs, pytest.raises(SandboxEngineError):

@@ -196,7 +196,7 @@ def test_it_waits_until_a_command_succeeds(shell: list[str], tmp_path: Path) -> 
 @in_each_shell
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_it_waits_until_somebody_listens(shell: list[str], host: str) -> None:
-    """Who listens on loopback alone cannot be reached from outside; who is only bound does not listen."""
+    """A listener on loopback alone cannot be reached from outside; a bound socket does not listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket() as local, socket.socket(family) as outside:
         local.bind(("127.0.0.1", 0))
@@ -431,7 +431,7 @@ class SlowEngine:
 
 
 async def test_a_network_is_never_made_twice_at_once() -> None:
-    """Who is cancelled leaves a call that goes on: the next one waits for its end. An engine would make two."""
+    """A cancelled caller leaves a running call: the next one waits for its end. An engine would make two."""
     slow = SlowEngine()
     networks = Networks(slow, Owner("me", "run"))  # type: ignore[arg-type]
     made = Order("s-1", Template(image="x", network="own"), "", "p-1", time.time() + 10)

@@ -1,4 +1,4 @@
-"""What Kubernetes is told and what it tells: names, manifests, their scripts in a real shell, and states of pods."""
+"""Objects to and from Kubernetes: names, manifests, their scripts in a real shell, and states of pods."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_pod_has_its_own_deadline() -> None:
 
 @pytest.mark.parametrize("kind", ["job", "pod"])
 def test_a_pod_gets_no_token_and_no_second_life(kind: str) -> None:
-    """What runs in a sandbox cannot talk to the cluster as somebody, nor does it begin again."""
+    """Code in a sandbox has no account in the cluster, and is not restarted."""
     made = manifest(kubernetes_kind=kind)
     spec = made["spec"]["template"]["spec"] if kind == "job" else made["spec"]
     assert spec["automountServiceAccountToken"] is False
@@ -109,7 +109,7 @@ def test_everything_a_template_says_is_there() -> None:
     assert main["env"] == [{"name": "A", "value": "1"}, {"name": "B", "value": "$$(A)"}]
     assert main["workingDir"] == "/app"
     assert [port["containerPort"] for port in main["ports"]] == [80, 8000]
-    # What is expected to be written needs a place; who writes more must not be removed for it.
+    # Expected writes need a place; a sandbox that writes more must not be removed for it.
     assert main["resources"] == {
         "limits": {"memory": "1073741824", "cpu": "1500m"},
         "requests": {"ephemeral-storage": "5000000"},
@@ -225,7 +225,7 @@ def test_what_is_no_handle_is_refused(handle: str) -> None:
 
 
 def test_handles_and_paths() -> None:
-    """A handle is read as it was written, and leads to the object's place in the API."""
+    """A handle is read back unchanged, and leads to the object's path in the API."""
     ref = Ref.parse("job/space/thunderagent-a1")
     assert (ref, ref.handle) == (Ref("job", "space", "thunderagent-a1"), "job/space/thunderagent-a1")
     assert ref.resource.path(ref.namespace, ref.name) == "/apis/batch/v1/namespaces/space/jobs/thunderagent-a1"
@@ -252,7 +252,7 @@ def test_no_network_allows_nothing() -> None:
 
 
 def test_a_network_of_its_own_lets_in_each_other_and_callers() -> None:
-    """Other sandboxes are kept out, of the ports too; everybody else reaches the ports."""
+    """Other sandboxes are kept out, also from the ports; all other callers reach the ports."""
     made = order(network="own", ports=(80,))
     policy = policy_manifest(made, OWNER, "space")
     sandbox = sandbox_manifest(made, OWNER, "space", ttl_s=1)
@@ -452,7 +452,7 @@ def test_a_pod_that_may_yet_become_ready(state: dict[str, Any], words: str, *, i
 
 
 def test_a_pod_that_is_ready() -> None:
-    """It runs, has an address, is ready, and nobody has removed it."""
+    """It runs, has an address, is ready, and is not being removed."""
     state = pod("Running", podIP="10.0.0.1", conditions=ready("True"))
     assert is_ready(state)
     assert address_of(state) == "10.0.0.1"

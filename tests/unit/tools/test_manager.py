@@ -203,7 +203,7 @@ async def test_a_preparation_has_a_deadline() -> None:
 
 
 async def test_an_engine_that_stops_loses_nothing_but_what_ran_on_it() -> None:
-    """Who waits is served when it is back; what was unused is made again, what was in use is told of."""
+    """Waiting requests are served when it is back; unused sandboxes are made again, used ones are reported."""
     async with running() as world:
         await world.has_ready("used")
         world.admits("used")
@@ -280,7 +280,7 @@ async def test_a_command_in_a_sandbox_is_a_tool_of_its_program() -> None:
     """It begins with the first of several, and is through with the last."""
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]
-        world.driver.runs(handle, "early", "ls")  # nobody uses it yet
+        world.driver.runs(handle, "early", "ls")  # not used yet
         await asyncio.sleep(0.01)
         world.admits("p")
         world.driver.runs(handle, "e-1", "pytest")
@@ -349,7 +349,7 @@ async def test_a_command_ends_with_its_sandbox(how: str) -> None:
 
 
 async def test_commands_of_sandboxes_that_are_shared_are_nobodys_tool() -> None:
-    """Whose it is is not known; in one that was given, by its label, they are."""
+    """The owner is unknown; in a given sandbox its label names the owner."""
     async with running() as world:
         shared = await world.has_ready("p", template="plain", share="both")
         await world.asks("q", template="plain", share="both")
@@ -626,7 +626,7 @@ async def test_what_a_lost_preparation_left_is_removed() -> None:
 
 
 async def test_a_sandbox_whose_time_is_over_is_told_of_though_no_engine_says_so() -> None:
-    """One that nobody used is made again; a given one has no time that we know."""
+    """An unused one is made again; a given one has no known time."""
     templates = {"short": Template(image="i", ttl_s=0.3), "plain": Template(image="plain")}
     async with running(templates=templates) as world:
         await world.has_ready("used", template="short")

@@ -1,4 +1,4 @@
-"""The sandbox table: what is prepared when, who shares, who gives way, and that nothing is forgotten."""
+"""The sandbox table: order of preparation, sharing, giving way, and no lost sandboxes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_hands_bound_how_many_are_prepared_at_a_time() -> None:
 
 
 def test_who_is_not_due_leaves_room_for_who_will_be() -> None:
-    """Of four places three may be taken early; the fourth waits for somebody who is due."""
+    """Of four places three may be taken early; the fourth waits for a program that is due."""
     table = table_with(sandbox_count=4, early_ratio=0.75, hands_count=8)
     ready(table, "first", took_s=2.0)  # preparations take 2 s
     for number in range(4):
@@ -293,7 +293,7 @@ def test_who_waits_for_another_try_keeps_no_warm_one_from_being_made() -> None:
 
 
 def test_a_warm_one_is_replaced_while_most_of_its_life_is_left() -> None:
-    """Who gets it needs it for long."""
+    """Its user needs it for long."""
     template = Template(image="plain", ttl_s=100.0)
     table = table_with()
     table.keep_warm({"t": (template, 1)})

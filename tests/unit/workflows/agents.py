@@ -1,4 +1,4 @@
-"""Agents of the tests: plain classes, which know nothing of workflows except where they use managed state."""
+"""Agents for the tests: plain classes without knowledge of workflows, except where they use managed state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunderagent.workflows import Preempted, checkpoint, managed_dict, managed_
 
 
 class Echo:
-    """Says what it was told."""
+    """Returns its argument."""
 
     async def say(self, text: Any) -> Any:
         return text
@@ -46,7 +46,7 @@ class Blocking:
 
 
 class Patient:
-    """Coroutines that wait until a test lets them go."""
+    """Coroutines that wait until a test releases them."""
 
     gates: dict[str, asyncio.Event] = {}  # noqa: RUF012
 
@@ -65,7 +65,7 @@ class Patient:
 
 
 class Stoppable:
-    """A plain method that looks now and then whether it is to stop."""
+    """A plain method that checks now and then whether it must stop."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -82,7 +82,7 @@ class Stoppable:
 
 
 class Rememberer:
-    """Keeps what a session said."""
+    """Keeps a session's messages."""
 
     said = managed_list("said")
     counts = managed_dict("counts")
@@ -94,7 +94,7 @@ class Rememberer:
 
 
 class Counter:
-    """State of its own, which only the same instance has."""
+    """State that belongs to one instance."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[int]] = {}
@@ -116,7 +116,7 @@ class Batcher:
 
 
 class Holder:
-    """Holds something that it gives back in the thread that took it, when nothing runs any more."""
+    """Holds a resource that it releases in the acquiring thread, when nothing runs any more."""
 
     gates: dict[str, threading.Event] = {}  # noqa: RUF012 - the test's, across instances
     closed: list[str] = []  # noqa: RUF012
@@ -136,7 +136,7 @@ class Holder:
 
 
 class AsyncHolder(Holder):
-    """The same on the loop."""
+    """The same on the event loop."""
 
     async def hold(self, name: str) -> str:  # type: ignore[override]
         return name
@@ -147,7 +147,7 @@ class AsyncHolder(Holder):
 
 
 class Faulty(Holder):
-    """Fails to give it back."""
+    """Fails to release it."""
 
     def close(self) -> None:
         self.closed.append("faulty")
@@ -155,14 +155,14 @@ class Faulty(Holder):
 
 
 class Door(Holder):
-    """Has a method of that name which is for others to call."""
+    """Has a method of that name that others call."""
 
     def close(self) -> None:
         self.closed.append("called")
 
 
 class Broken:
-    """Cannot be made."""
+    """Cannot be constructed."""
 
     def __init__(self) -> None:
         raise RuntimeError("no licence")

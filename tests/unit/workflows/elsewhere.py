@@ -1,4 +1,4 @@
-"""Hosts without Ray: on the deployment's own loop, with all that travels pickled, and processes that can be lost."""
+"""Hosts without Ray: on the deployment's own loop, with pickled messages, and processes that can be lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LocalPeer:
         await self.host.open()
 
     def deliver(self, batch: list[Parcel]) -> None:
-        """Bring each second batch before the one ahead of it, as Ray may."""
+        """Deliver each second batch before its predecessor, as Ray may."""
         self._held.append((self._batches_count, pickle.dumps(batch)))
         self._batches_count += 1
         asyncio.get_running_loop().call_soon(self._bring)
@@ -77,7 +77,7 @@ class LocalLauncher:
         return self.peers[location]
 
     async def close(self) -> None:
-        for peer in self.peers.values():  # what a process takes with it
+        for peer in self.peers.values():  # what is lost with a process
             peer.kill()
             if hasattr(peer, "host"):
                 await peer.host.close(is_over=True)

@@ -1,4 +1,4 @@
-"""A deployment made of the pure machines alone, whose messages arrive in whatever order a test chooses."""
+"""A deployment of the pure state machines alone, whose messages arrive in any order that a test chooses."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SESSIONS = ("s0", "s1", "s2")
 
 
 class AgentError(Exception):
-    """What an agent raises."""
+    """An agent's error."""
 
 
 class Model:
     """Two nodes with an origin each, instances of some agents, and the directory.
 
-    `choose(n)` gives a number below n: it decides all that chance decides. Messages are copied on their way, as between
+    `choose(n)` returns a number below n: it makes all random choices. Messages are copied on their way, as between
     processes.
     """
 
@@ -99,7 +99,7 @@ class Model:
         message = self.channels[channel].popleft()
         if to in self.machines:
             self.handle(to, message)
-        elif sender in self.machines:  # whoever carries it says that nobody is there any more
+        elif sender in self.machines:  # its carrier reports that the receiver is gone
             self.send(to, sender, m.Gone(to, is_clean=to in self.retired))
 
     def waiting_channels(self) -> list[tuple[str, str]]:
@@ -180,7 +180,7 @@ class Model:
         self.handle(location, m.Interrupted(call.call_id, ("checkpoint", call.call_id)))
 
     def crash(self, names: list[str]) -> None:
-        """Lose machines, and of what they sent a tail; who is left hears of it at some time."""
+        """Lose machines, and a tail of what they sent; the others learn of it at some time."""
         self.crashed = True
         for name in names:
             self.machines.pop(name, None)
@@ -238,7 +238,7 @@ class Model:
 
     def some_loss(self, kind: int) -> None:
         if not self.choose(4):
-            self.crashed = True  # what is checked of a session's whole life does not hold any more
+            self.crashed = True  # the checks of a session's whole life no longer apply
             ended = SESSIONS[self.choose(3)]
             for to in sorted(self.machines, key=lambda name: name != DIRECTORY):
                 self.send("n0", to, m.SessionEnded(ended))
@@ -251,7 +251,7 @@ class Model:
         self.refill()
 
     def refill(self) -> bool:
-        """Provide what has no instance; say whether there was such an agent."""
+        """Provide instances for agents without any; return whether there was such an agent."""
         empty = [agent for agent in self.agents if not self.controllers(agent)]
         for agent in empty:
             self.provision(agent)
@@ -280,7 +280,7 @@ class Model:
             self.finish(name, call, fails=not self.choose(10))
 
     def settle(self) -> None:
-        """Let everything that is under way come to its end."""
+        """Run everything in flight to its end."""
         while True:
             self.deliver_all()
             if self.refill():
@@ -294,13 +294,13 @@ class Model:
             else:
                 self.finish(name, call)
 
-    # --- what must hold
+    # --- invariants
 
     def check_running(self, controller: Controller) -> None:
         assert len(controller.running) <= controller.rules.batch_count
 
     def check_settled(self) -> None:
-        """Every record has its outcome, and no machine holds anything that is over."""
+        """Check that every record has its outcome, and no machine holds anything finished."""
         for record in self.records:
             if record.call.origin not in self.machines:
                 continue
@@ -327,7 +327,7 @@ class Model:
             self.check_sessions()
 
     def check_sessions(self) -> None:
-        """Stateful calls ran in order at one instance; state went with its session whole."""
+        """Check that stateful calls ran in order at one instance, and state moved with its session completely."""
         for (agent, session), ran in self.order.items():
             if RULES[agent].is_stateful:
                 assert len(self.places[agent, session]) == 1, f"{agent} of {session} ran at two instances"

@@ -131,7 +131,7 @@ def test_a_declaration_is_held_against_the_class(changes: dict[str, Any], said: 
     ],
 )
 def test_a_parameter_takes_what_is_at_least_as_narrow(wanted: Any, declared: str) -> None:
-    """And what nobody can tell: types that are there for a type checker alone are compared by their names."""
+    """Types that exist only for a type checker cannot be resolved, and are compared by name."""
     assert takes(wanted, declared, {"Path": Path})
 
 

@@ -1,4 +1,4 @@
-"""What a deployment says of its sessions' next turns: what it has learned, how sure it is, and which branches ended."""
+"""A deployment's hints about its sessions' next turns: learned times, confidence, and ended branches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _clock() -> None:
 
 
 async def said_by(agent: str, times_s: list[float]) -> list[dict[str, Any]]:
-    """Let an agent work so often, with tools that take so long; return what was said."""
+    """Make an agent work a number of times, with given tool times; return the hints."""
     said: list[dict[str, Any]] = []
 
     async def main() -> list[str]:
@@ -63,7 +63,7 @@ async def said_by(agent: str, times_s: list[float]) -> list[dict[str, Any]]:
 
 
 async def test_what_a_tool_took_before_it_will_take_again() -> None:
-    """Nothing is said of what nobody has seen; from then on in how long the next turn comes, and how sure that is."""
+    """There is no hint for unseen tools; later hints give the time until the next turn, and the confidence."""
     said = await said_by("thinker", [5.0] * 8)
     hints = [each for each in said if "next_turn_in_s" in each]
     assert {each["session"] for each in hints} == {"s"}
@@ -90,7 +90,7 @@ async def test_a_branch_ends_with_its_call() -> None:
 
 
 async def test_instances_elsewhere_say_it_through_the_driver_s_node() -> None:
-    """When a branch ended, from where it ran; when the next turn comes, from who waits: as long as such calls took."""
+    """The branch's node reports its end; the waiter reports the next turn's time, from earlier calls."""
 
     async def main() -> None:
         for _ in range(8):

@@ -156,7 +156,7 @@ def test_a_session_whose_state_is_lost_fails_until_it_has_ended() -> None:
 
 
 def test_a_home_that_was_lost_before_it_said_that_it_is_one_is_lost() -> None:
-    """Its word, and that of who sent the session there, may come after the news of its loss."""
+    """Its message, and that of the session's sender, may arrive after the news of its loss."""
     model = moving(m.Transfer)
     model.deliver(("managed/0", "managed/1"))
     model.crashed = True
@@ -197,7 +197,7 @@ def test_an_end_that_overtakes_a_call_leaves_nothing_of_it(again: bool) -> None:
 
 
 def test_a_call_that_moved_with_a_home_that_is_over_runs_at_the_new_home() -> None:
-    """Its origin heard of the old home after the end. The session has begun anew where the call moves."""
+    """Its origin learned of the old home after the end. The session has restarted where the call moves."""
     model = Model(lambda _: 0, ("managed", "plain"), instances=2)
     model.crashed = True  # the session's life is no whole one
     busy = model.call("managed", "s1")

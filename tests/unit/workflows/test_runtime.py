@@ -142,7 +142,7 @@ def test_settle_sleeps_until_one_more_is_there() -> None:
 
 
 def test_an_error_says_where_it_was_and_brings_the_traceback() -> None:
-    """Through another agent, and to whoever depends on it."""
+    """It passes through another agent, and to all calls that depend on it."""
 
     def main() -> None:
         failed = call("echo", "through", "why")

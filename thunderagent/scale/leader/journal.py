@@ -1,17 +1,17 @@
-"""What a scheduler that leads writes down for the next one: gathered while it works, written some milliseconds later.
+"""What a leading scheduler writes down for its successor: gathered while it works, written some milliseconds later.
 
 Theory of operation
 ===================
-Pure: it is told what happened, and says what is to be written. Of a program nothing is kept here but that it changed;
-how it is, is asked when an entry is made, so that a store that is away costs no memory: a program that changes a
-thousand times meanwhile is written once, and so are a gateway that comes and goes, and what was learned. The entry that
-is being written stays until it is: it may be written twice.
+Pure: it is told what happened, and returns what to write. Of a program it keeps only the fact that it changed, and
+reads its state when it makes an entry. So a store that is away costs no memory: a program that changes a thousand
+times meanwhile is written once. The same holds for a gateway that comes and goes, and for what was learned. An entry
+stays until it is written: it may be written twice.
 
-An entry has a bound, because a store takes no more than so much in the time that it is given. What is left follows in
-the next ones. Which turns were counted is never left: it is in one entry with the sums.
+An entry is bounded, because a store takes only a limited amount in its time limit. The rest follows in the next
+entries. Which turns were counted never waits for a later one: it is in one entry with the sums.
 
-A turn that was counted waits here for its entry. Past `WAITING_COUNT` such turns, while the store is away, they are
-acknowledged without: else gateways would have to keep them all. What a crash loses then are statistics.
+A counted turn waits here for its entry. While the store is away, turns past `WAITING_COUNT` are acknowledged without
+an entry: otherwise gateways would have to keep them all. A crash then loses statistics.
 """
 
 from __future__ import annotations

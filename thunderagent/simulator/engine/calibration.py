@@ -2,19 +2,19 @@
 
 Theory of operation
 -------------------
-What an iteration takes is linear in its work (see `timing.py`), so what several take together is linear in the sums.
-A time to first token is that of the iterations that a prompt needs, and a constant beside them: the request's way to
-the engine and the token's way back. The time between two tokens is one iteration. So every observation is one
-equation, all of them are one system, and no constant is fitted from a single experiment.
+The time of an iteration is linear in its work (see `timing.py`), so the time of several is linear in the sums. A time
+to first token is the time of the prompt's iterations plus a constant: the request's way to the engine and the token's
+way back. The time between two tokens is one iteration. So every observation is one equation, all equations form one
+system, and no constant is fitted from a single experiment.
 
-**Relative errors count**: each equation is divided by its time, or else the longest prompts would decide alone.
-**No constant is negative**: it would be noise, and would make some iteration take less than nothing.
+**Relative errors count**: each equation is divided by its time; otherwise the longest prompts would decide alone.
+**No constant is negative**: it would be noise, and would make the time of some iterations negative.
 **Noise of a shared machine only ever adds**, sometimes a lot. So the repetitions of a measurement become one, their
-median, and equations that are still far off what the others agree on weigh less (Huber's weights).
-**What cannot be told apart is not guessed**: a constant whose column depends on the others' is left out where the model
-can do without it, and else the fit is refused.
-**How many tokens one iteration takes at most** decides how many iterations a long prompt needs, and is not linear. So
-the fit is made for each of the usual sizes, and one is told only if its errors are clearly smaller than all others'.
+median, and equations that are still far from the others weigh less (Huber's weights).
+**What cannot be told apart is not guessed**: a constant whose column depends on the others' is left out if the model
+can do without it; otherwise the fit is refused.
+**The token limit of an iteration** decides how many iterations a long prompt needs, and is not linear. So the fit is
+made for each of the usual sizes, and a size is reported only if its errors are clearly smaller than all others'.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say how many turns a second no scheduler can pass, so that a result is a per cent of something.
+"""Compute upper bounds on turns a second for any scheduler, so that results can be given as a per cent of them.
 
 Theory of operation
 -------------------
@@ -11,44 +11,44 @@ iteration (`timing.py`), X turns a second on one replica of C tokens, and for th
         prefill, its context in each of its decode iterations
     H   tokens times seconds that its program is held between the turn before and this one
 
-an engine that is never idle makes (1 - X·g)/a iterations a second, each a/(1 - X·g) seconds long in the mean. What is
+an engine that is never idle makes (1 - X·g)/a iterations a second; each takes a/(1 - X·g) seconds in the mean. What is
 resident has to fit:
 
     X·W·a/(1 - X·g) + X·H <= C
 
 which has one smallest root X (a quadratic). Holding a context costs H, dropping it costs g and W for its recomputation.
 
-- **L0**: every gap is free: nothing recomputed (least g and W), nothing held (H = 0). X = 1/(g + W·a/C).
+- **L0**: every gap is free: nothing is recomputed (least g and W), nothing is held (H = 0). X = 1/(g + W·a/C).
 - **L1**: clairvoyant hold-or-drop. Each gap is known beforehand; a context is held if its gap is shorter than a
-  threshold, else dropped and recomputed. The best threshold of all is searched: both costs grow with the context, so
-  the break-even gap is nearly the same for every program.
-- **L2**: a closed loop of N programs: none is faster than alone on an idle replica, so X <= N · turns / time alone. And
-  they are in each other's way: a turn of n iterations at least (first token with the last one of its prefill) takes
-  n·a/(1 - X·g) of them as long as they are in the mean, and then its tool z seconds, so that of N programs
+  threshold, else dropped and recomputed. A search finds the best threshold: both costs grow with the context, so the
+  break-even gap is nearly the same for every program.
+- **L2**: a closed loop of N programs. No program is faster than alone on an idle replica, so
+  X <= N · turns / time alone. The programs also slow each other down: a turn needs at least n iterations (its first
+  token comes with the last iteration of its prefill), which take n·a/(1 - X·g) in the mean, and then its tool takes z
+  seconds. So for N programs
 
       X·n·a/(1 - X·g) + X·z <= N
 
-  with the least g. It is the inequality above, with programs in place of tokens; X of one replica, N those on it. That
-  no iteration is idle is the best case: of fewer ones each does more.
+  with the least g. This is the inequality above with programs in place of tokens; X and N are those of one replica.
+  It assumes that no iteration is idle, which is the best case: with fewer iterations each does more.
 - **L3**: tools: with K processors and the mean tool time t, X <= K/t.
 
-Where the engines have a tier behind their pools, a context that was dropped may come back from there: dropping costs
-what is less, its recomputation or its restoring, as if the tier held everything.
+If engines have a tier behind their pools, a dropped context may come back from there: dropping then costs the smaller
+of recomputation and restoring, as if the tier held everything.
 
 All are upper bounds, in turns a second of the whole system. L0, L3 and the first of L2 hold for every schedule on the
-engine model, but for what is left out on purpose, all of which can only lower the truth: blocks of 16 tokens, the
-sequence limit, prefixes computed once. L1 holds gaps in the order of their length, which is the best order where
-holding and recomputing both grow with the context alone; where attention or unequal prefixes count for much, another
-order could be a little better. L1 and the second of L2 also assume what continuous batching does: that what is resident
-sees iterations of mean length. A schedule that did all its prefill while little is resident could pass them; none here
-does.
+engine model, except for what is left out on purpose, which can only lower the truth: blocks of 16 tokens, the sequence
+limit, prefixes computed once. L1 holds gaps in the order of their length. That is the best order if the costs of
+holding and recomputing both grow with the context alone; if attention or unequal prefixes count for much, another order
+could be a little better. L1 and the second of L2 also assume continuous batching: what is resident sees iterations of
+mean length. A schedule that did all its prefill while little is resident could pass them; none here does.
 
 A **batch** of programs that all begin at once and run once ends no earlier than the latest of
 
-- all its turns at the rate L1: between its begin and its end its schedule is one of those that L1 bounds, and for these
-  very turns; it may be far below L1 at the end, when few programs are left, and can at no time make up for that;
-- all its tools on the processors that there are (L3);
-- its longest program alone, on an idle engine: its turns follow one another, and its tools lie between them.
+- all its turns at the rate L1: from begin to end its schedule is one of those that L1 bounds, for these very turns. It
+  may be far below L1 at the end, when few programs are left, and can at no time make up for that;
+- all its tools on the available processors (L3);
+- its longest program alone on an idle engine: its turns follow one another, with its tools between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run depends on besides its policy and its workload, and whether it would fit in memory."""
+"""The settings of a run besides its policy and its workload, and whether the run would fit in memory."""
 
 from __future__ import annotations
 

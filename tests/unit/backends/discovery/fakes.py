@@ -1,4 +1,4 @@
-"""A listener that remembers what sources tell it."""
+"""A listener that records the reports of sources."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recorder:
 
 @asynccontextmanager
 async def following(source: Source) -> AsyncIterator[Recorder]:
-    """Follow a source for the length of the block; a bug in it is raised."""
+    """Follow a source during the block; raise an error in it."""
     recorder = Recorder()
     task = asyncio.create_task(source.run(recorder))
     try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Scripted:
-    """A resolver that answers as it is told; the last answer is for good."""
+    """A resolver with scripted answers; the last one is repeated."""
 
     answers: list[Sequence[str] | Exception]
     names: list[str] = field(default_factory=list)

@@ -77,7 +77,7 @@ def test_when_a_tool_begins_its_program_keeps_its_claim() -> None:
 
 @pytest.mark.parametrize(("hold_s", "waits"), [(FOREVER, True), (0.0, False)])
 def test_an_expired_program_goes_when_somebody_needs_its_room(hold_s: float, waits: bool) -> None:
-    """And one that is held does not."""
+    """A held one does not."""
     driver = driver_with(hold_ratio=hold_s)
     opens(driver, a=600)
     turn = driver.arrives("b", 600)
@@ -92,7 +92,7 @@ def test_an_expired_program_goes_when_somebody_needs_its_room(hold_s: float, wai
 
 
 def test_an_expired_program_stays_while_nobody_needs_its_room() -> None:
-    """Not a second more or less: an hour of ticks takes nothing from it."""
+    """An hour of ticks takes nothing from it."""
     driver = driver_with(hold_ratio=0.0)
     opens(driver, a=400, b=400)
     assert [driver.ticks(10.0) for _ in range(360)] == [[]] * 360
@@ -114,7 +114,7 @@ def test_with_the_expired_goes_what_they_would_grow_by() -> None:
 
 @pytest.mark.parametrize("someone_works", [False, True])
 def test_all_who_expired_go_for_one_that_fits_only_alone(someone_works: bool) -> None:
-    """Together they claim less than is foreseen to be missing; but if they went, nobody would be there."""
+    """Together they claim less than the expected shortage; but without them the replica would be empty."""
     driver = driver_with(hold_ratio=0.0, foresight_ratio=1e9)
     opens(driver, a=200)
     if someone_works:
@@ -133,7 +133,7 @@ def test_no_more_of_the_expired_go_than_need_be() -> None:
 
 
 def test_a_program_is_held_until_its_tool_returns_less_than_once_in_the_threshold() -> None:
-    """A tool of 10 s is held for 20 s at a threshold of 20 s; nobody gets the room before its rate has fallen."""
+    """A tool of 10 s is held for 20 s at a threshold of 20 s; no program gets the room before its rate has fallen."""
     driver = driver_with(hold_ratio=holds_for(20.0))
     for _ in range(100):
         driver.scheduler.knowledge.tool_times.returned("compile", 10.0)
@@ -195,7 +195,7 @@ def test_whoever_is_through_for_least_goes_first() -> None:
 
 
 def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
-    """Four times the median life of programs: until then smaller ones go before it, from then on nobody does."""
+    """The limit is four times the median life: until then smaller programs go before it, afterwards none."""
     driver = driver_with(wait_ratio=0.5)
     driver.takes_turn("lived", 10)
     driver.passes(100.0)
@@ -257,7 +257,7 @@ def test_a_few_behind_the_first_may_pass_it() -> None:
 
 
 def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
-    """At its arrival, too; `pass_count` 0 switches it off, and the reason says so."""
+    """This includes its arrival; `pass_count` 0 switches it off, and the reason says so."""
     for pass_count in (0, 4):
         driver = driver_with(pass_count=pass_count, order=Fcfs())
         opens(driver, a=700)
@@ -282,7 +282,7 @@ def test_whoever_passes_takes_nothing_from_the_expired() -> None:
 
 
 def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() -> None:
-    """Half of the median life of programs: until then others pass, from then on the room is kept until it fits."""
+    """The limit is half of the median life: until then others pass, afterwards the room is kept until it fits."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000}, order=Fcfs())
     driver.takes_turn("lived", 10)
     driver.passes(100.0)
@@ -384,7 +384,7 @@ def test_until_growth_is_known_much_of_it_is_expected() -> None:
 
 
 def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None:
-    """Five of 400 tokens with what they grow by fit in 2,100 and the sixth does not; what is foreseen is much more."""
+    """Five of 400 tokens with their growth fit in 2,100 and the sixth does not; the expectation is much more."""
     driver = driver_with(foresight_ratio=1e9, replicas={"r0": 2100})
     grown(driver, whole_tokens=300)
     opens(driver, large=700)
@@ -448,7 +448,7 @@ def test_what_programs_have_in_common_is_claimed_once(share_prefixes: bool, fitt
 
 
 def test_up_to_the_low_watermark_programs_are_let_in_and_above_the_high_one_paused() -> None:
-    """800 and 1,000 of 1,000: between the two nobody comes and nobody goes."""
+    """The marks are 800 and 1,000 of 1,000: between them none is admitted or paused."""
     driver = driver_with(low_ratio=0.8)
     opens(driver, a=400)
     turn = driver.arrives("b", 400)
@@ -550,7 +550,7 @@ def test_who_becomes_the_last_of_its_group_while_its_tool_runs_goes_last_too() -
 
 
 def test_a_group_of_one_is_no_group() -> None:
-    """Whoever gives each program a group of its own still has the youngest paused first."""
+    """With a separate group for each program the youngest is still paused first."""
     driver = driver_with()
     for name in ("a", "b"):
         driver.takes_turn(name, 300, group=f"only {name}")
@@ -563,7 +563,7 @@ def test_a_group_of_one_is_no_group() -> None:
 
 
 def away_from_home(driver: Driver, tokens: int) -> None:
-    """Let a program take its turn on r0 and be paused there, with its history left; r1 has the most room then."""
+    """Run a program's turn on r0 and pause it there, with its history kept; then r1 has the most room."""
     driver.takes_turn("a", tokens)
     driver.drains("r0")
     driver.comes_up("r0", 1000)
@@ -660,7 +660,7 @@ def test_a_replica_whose_capacity_is_not_known_has_room_for_everyone() -> None:
 
 
 def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:
-    """Programs that act, one that is paused, one that waits: nobody bounces."""
+    """With acting, paused and waiting programs none moves back and forth."""
     driver = driver_with(hold_ratio=0.75, adapt_capacity=True, low_ratio=0.95)
     busy = driver.arrives("busy", 600)
     driver.takes_turn("a", 300)

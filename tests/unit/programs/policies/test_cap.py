@@ -44,7 +44,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_a_program_stays_on_its_replica_and_new_ones_go_where_demand_is_smallest() -> None:
-    """Tokens decide for new programs; nobody moves."""
+    """Tokens decide for new programs; none moves."""
     driver = capped(8)
     for name, tokens in (("a", 500), ("b", 300), ("c", 100)):
         driver.takes_turn(name, tokens)

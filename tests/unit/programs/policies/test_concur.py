@@ -54,7 +54,7 @@ class Congested:
     ],
 )
 def test_the_law_is_the_papers(used_ratio: float, hit_ratio: float, window_count: int, why: str) -> None:
-    """2 more under 0.2; half over 0.5 where under 0.2 is found; else as it was."""
+    """2 more under 0.2; half over 0.5 if the hit ratio is under 0.2; otherwise unchanged."""
     assert Concur(first_count=10).next_window(used_ratio, hit_ratio) == (window_count, why)
 
 
@@ -67,7 +67,7 @@ def test_the_window_is_a_whole_number_and_never_under_one() -> None:
 
 
 def test_it_grows_by_two_while_it_is_full_and_memory_is_not() -> None:
-    """Each five seconds; who waits outside begins as it grows, and each change is signalled."""
+    """It grows every five seconds; waiting programs begin as it grows, and each change is signalled."""
     world = Congested(first_count=1)
     turns = [world.driver.arrives(f"p{number}", 10) for number in range(4)]
     assert [turn_id for turn_id in turns if not world.driver.held(turn_id)] == turns[:1]
@@ -75,7 +75,7 @@ def test_it_grows_by_two_while_it_is_full_and_memory_is_not() -> None:
     assert [turn_id for turn_id in turns if not world.driver.held(turn_id)] == turns[:3]
     assert world.is_looked_at(0.3, 0.0) == 3
     assert world.is_looked_at(0.1, 0.0) == 5
-    assert world.is_looked_at(0.1, 0.0) == 5  # nobody waits, and there is a place
+    assert world.is_looked_at(0.1, 0.0) == 5  # none waits, and there is a place
     assert world.updates == [(3, "under-used"), (5, "under-used")]
 
 

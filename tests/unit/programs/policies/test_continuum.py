@@ -174,7 +174,7 @@ def test_the_delay_of_who_lost_its_memory_is_worth_holding_for() -> None:
 
 
 def test_programs_are_served_as_they_came_also_by_engines() -> None:
-    """Who waits is restored by age, the youngest is paused first, and the priority is the age."""
+    """Waiting programs are restored by age, the youngest is paused first, and the priority is the age."""
     driver = Driver(Continuum(ttl_s=100.0, reserve_tokens=0), replicas={"r0": 1000})
     driver.takes_turn("first", 400)
     driver.passes(1.0)
@@ -220,7 +220,7 @@ def test_what_is_remembered_of_tools_is_bounded() -> None:
 
 
 def test_a_turn_that_was_left_while_it_was_held_is_no_delay() -> None:
-    """Only what a turn that is granted was held counts, not the time since one came that nobody waits for any more."""
+    """Only the hold of a granted turn counts, not the time since the arrival of an abandoned one."""
     policy = Continuum(reserve_tokens=0, prefill_token_s=PREFILL_TOKEN_S)
     driver = Driver(policy, replicas={"r0": 1000})
     driver.takes_turn("a", 600)

@@ -57,7 +57,7 @@ def test_what_all_share_is_counted_once() -> None:
 
 
 def test_alone_a_program_shares_with_nobody() -> None:
-    """One that grew beyond the capacity is paused, whatever it would share with others."""
+    """A program that grew beyond the capacity is paused, even if it could share with others."""
     driver = driver_with(Fitting(shared_tokens=300))
     driver.takes_turn("a", 1100)
     assert of_kind(Pause, driver.events[-1][1]) == ["a"]

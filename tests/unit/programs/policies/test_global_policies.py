@@ -44,7 +44,7 @@ def crowd(driver: Driver, replica_id: str, **sizes: int) -> None:
 
 
 def test_balance_moves_from_the_fullest_to_the_emptiest() -> None:
-    """Until what is left of the gap is small, the youngest first, and only who makes it smaller."""
+    """It moves until the gap is small, the youngest first, and only programs that reduce it."""
     driver = driven("balance")
     crowd(driver, "r0", a=300, b=300, c=200)
     decisions = driver.ticks(1.0)
@@ -55,7 +55,7 @@ def test_balance_moves_from_the_fullest_to_the_emptiest() -> None:
 
 
 def test_balance_lets_nobody_go_back_and_forth() -> None:
-    """Who was moved stays for a while; a replica without a capacity is compared by what is claimed."""
+    """A moved program stays for a while; a replica without a capacity is compared by its claims."""
     driver = driven("balance", {"gap_ratio": 0.1, "rest_s": 5.0}, r0=None, r1=None)
     crowd(driver, "r0", a=300)
     assert restored_on(driver.ticks(1.0)) == {}, "the gap would be as large the other way round"
@@ -69,7 +69,7 @@ def test_balance_lets_nobody_go_back_and_forth() -> None:
 
 
 def test_balance_needs_two_replicas_and_somebody_to_move() -> None:
-    """Who has a turn in flight stays."""
+    """A program with a turn in flight stays."""
     driver = driven("balance", r0=1000)
     driver.takes_turn("a", 900)
     assert driver.ticks(1.0) == []
@@ -82,7 +82,7 @@ def test_balance_needs_two_replicas_and_somebody_to_move() -> None:
 
 
 def test_migrate_takes_from_behind_a_long_turn() -> None:
-    """Who waits for a replica by its route goes to another one of it that has room."""
+    """A program that waits for a replica of its route goes to another one of it with room."""
     driver = driven("migrate", {"long_turn_s": 10.0, "wait_s": 1.0}, r0=1000, r1=1000)
     driver.routes("tenant", "t", r0=1000, r1=1)
     driver.arrives("a", 900, tenant="t")
@@ -98,7 +98,7 @@ def test_migrate_takes_from_behind_a_long_turn() -> None:
 
 
 def test_migrate_leaves_who_fits_nowhere_and_who_waits_for_nothing_long() -> None:
-    """Where there is no room a move helps nobody."""
+    """Without room a move does not help."""
     driver = driven("migrate", {"long_turn_s": 10.0, "wait_s": 0.0}, r0=1000, r1=400)
     driver.routes("tenant", "t", r0=1000, r1=1)
     turn_id = driver.arrives("a", 900, tenant="t")
@@ -146,7 +146,7 @@ QUICK = {"waiting_count": 2, "patience_s": 2.0, "rest_s": 10.0}
 
 
 def test_reassign_gives_a_replica_to_who_is_short_of_them() -> None:
-    """From the tenant that has one to spare; who waits is served there at once."""
+    """It comes from the tenant with one to spare; waiting programs are served there at once."""
     driver = driven("reassign", QUICK, r0=1000, r1=1000, r2=1000)
     driver.routes("tenant", "rich", r0=1, r1=1)
     driver.routes("tenant", "poor", r2=1)
@@ -193,7 +193,7 @@ def test_reassign_starts_a_replica_when_all_are_full_and_ends_one_to_spare() -> 
 
 
 def test_reassign_asks_for_nothing_where_nobody_starts_or_ends_replicas() -> None:
-    """Nothing is decided, and no rest begins: routes change as soon as they are called for."""
+    """Nothing is decided, and no pause begins: routes change as soon as they are needed."""
     driver = driven("reassign", QUICK, provisions=False, r0=1000, r1=1000, r2=1000)
     assert [decision for _ in range(3) for decision in driver.ticks(1.0)] == []
     view = driver.scheduler.view

@@ -11,7 +11,7 @@ from thunderagent.programs.policies.papers.infercept import InferCept
 
 
 def preserve_waste_token_s(context_tokens: float, elapsed_s: float) -> float:
-    """Return what it wastes to hold a context for so long [Eq. 2]."""
+    """Return the waste of holding a context for a time [Eq. 2]."""
     return elapsed_s * context_tokens
 
 
@@ -61,7 +61,7 @@ def test_the_crossover_is_where_the_two_wastes_are_equal() -> None:
 
 
 def test_programs_are_served_as_they_came_and_the_large_ones_are_held_longer() -> None:
-    """A large context wastes more when it is computed again; who waits is let in by age."""
+    """A large context wastes more when it is recomputed; waiting programs are admitted by age."""
     driver = driver_with()
     driver.takes_turn("small", 200)
     driver.takes_turn("large", 1200)
@@ -78,7 +78,7 @@ def test_programs_are_served_as_they_came_and_the_large_ones_are_held_longer() -
 
 
 def test_what_grows_over_the_capacity_is_mended_by_waste() -> None:
-    """Who is nearest to its t* is paused first: the small one that is away for as long as the large one."""
+    """The program nearest to its t* is paused first: the small one that is away for as long as the large one."""
     driver = driver_with()
     driver.takes_turn("large", 900)
     driver.takes_turn("small", 300)

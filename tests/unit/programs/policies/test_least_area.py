@@ -27,7 +27,7 @@ from thunderagent.programs.policies.parts.least_area import LeastArea
 
 
 def driver_with(order: LeastArea) -> Driver:
-    """Nobody is held: what is learned does not depend on who goes first."""
+    """Return a driver that holds nothing: what is learned does not depend on the order."""
     return Driver(Composed(Passthrough(), order=order), replicas={"r0": 10_000_000})
 
 
@@ -186,7 +186,7 @@ def test_what_was_seen_long_ago_weighs_little() -> None:
 
 
 def test_the_smallest_of_those_that_wait_goes_first() -> None:
-    """Whoever came first."""
+    """The order of arrival does not count."""
     driver = one_at_a_time()
     driver.arrives("holder", 10)
     large, small = driver.arrives("large", 50_000), driver.arrives("small", 500)
@@ -196,7 +196,7 @@ def test_the_smallest_of_those_that_wait_goes_first() -> None:
 
 
 def test_nobody_waits_for_those_that_come_later_for_longer_than_the_bound() -> None:
-    """A large program among small ones that never cease to come: it is let in soon after the bound, and not before."""
+    """A large program among an endless stream of small ones is admitted soon after the bound, and not before."""
     driver = one_at_a_time(bound_ratio=5.0)
     for number in range(8):  # the median residence is a second
         turn_id = driver.arrives(f"first{number}", 500)
@@ -218,7 +218,7 @@ def test_nobody_waits_for_those_that_come_later_for_longer_than_the_bound() -> N
 
 
 def test_the_waits_of_all_its_turns_count_together() -> None:
-    """Half of the bound for its first turn, and half for its second: by then nobody goes before it."""
+    """Half of the bound for its first turn, and half for its second: then none goes before it."""
     driver = one_at_a_time(bound_ratio=10.0)
     for number in range(8):  # the median residence is a second
         turn_id = driver.arrives(f"first{number}", 500)

@@ -18,7 +18,7 @@ def driver_with(capacity_tokens: int | None = 100_000, **settings: float) -> Dri
 
 
 def test_a_program_in_is_granted_where_it_is_and_newcomers_by_their_size() -> None:
-    """Both parts are asked: the admission who begins, the priority what the engine is told."""
+    """Both parts are used: the admission decides what begins, the priority what the engine gets."""
     driver = driver_with()
     driver.takes_turn("a", 3000)
     driver.passes(1.0)
@@ -31,7 +31,7 @@ def test_a_program_in_is_granted_where_it_is_and_newcomers_by_their_size() -> No
 
 
 def test_room_is_made_of_who_expired() -> None:
-    """A claim that is held for too long goes once somebody needs the room, and not before."""
+    """A claim that is held for too long goes once a program needs the room, and not before."""
     driver = driver_with(warm_ratio=0.0)
     driver.takes_turn("a", 70_000)
     driver.ticks(50.0)

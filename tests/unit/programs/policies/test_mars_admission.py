@@ -1,4 +1,4 @@
-"""`mars` and `mars-few-long`, admissions: a window that both pressures move, its clamps, and who goes in."""
+"""`mars` and `mars-few-long`, admissions: a window that both pressures move, its clamps, and the admitted programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def admission_of(driver: Driver) -> MarsAdmission:
 
 
 def admitted(driver: Driver) -> list[str | None]:
-    """Who went in, in order."""
+    """The admitted programs, in order."""
     grants = [each for _, decisions in driver.events for each in decisions if isinstance(each, Grant)]
     return list(dict.fromkeys(grant.program_id for grant in grants))
 
@@ -181,7 +181,7 @@ def long_ones_behind_a_full_window(admission: str) -> Driver:
 
 
 def test_where_all_are_long_the_first_that_fits_goes() -> None:
-    """First fit: an oversized one at the head blocks nobody, and a smaller one does not overtake who fits."""
+    """First fit: an oversized one at the head blocks none, and a smaller one does not overtake one that fits."""
     assert admitted(long_ones_behind_a_full_window("mars"))[4:] == ["long"]
     assert admitted(long_ones_behind_a_full_window(FEW_LONG))[4:] == ["shorter"]
 
@@ -199,7 +199,7 @@ def test_a_short_one_outside_ends_first_fit() -> None:
 
 
 def test_as_many_long_programs_are_in_as_there_are_places() -> None:
-    """The paper knows no bound on their number, and has nobody wait for short ones that may come."""
+    """The paper has no bound on their number, and no program waits for short ones that may come."""
     driver = driver_with(10_000_000, window_max_count=8)
     for number in range(5):
         driver.arrives(f"long{number}", 60_000)
@@ -281,7 +281,7 @@ def test_a_long_program_waits_for_short_ones() -> None:
 
 
 def test_where_nobody_is_in_one_goes_whatever_it_takes() -> None:
-    """A program that is larger than what is left under the mark would wait for ever."""
+    """Otherwise a program larger than the rest under the mark would wait for ever."""
     driver = driver_with(window_min_count=1, window_max_count=1)
     turn_id = driver.arrives("a", 100)
     giant = driver.arrives("giant", 99_000)
@@ -292,7 +292,7 @@ def test_where_nobody_is_in_one_goes_whatever_it_takes() -> None:
 
 
 def test_it_says_when_the_window_moves_and_why() -> None:
-    """For whoever listens to the information stream."""
+    """It signals this on the information stream."""
     driver = driver_with(window_max_count=10, window_min_count=2)
     heard: list[Signal] = []
     driver.scheduler.listen(heard.append)

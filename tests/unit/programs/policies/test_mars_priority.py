@@ -1,4 +1,4 @@
-"""`mars`, the engine priority and the order: levels by what is to be computed and was served, and promotion."""
+"""`mars`, the engine priority and the order: levels by tokens to compute and service so far, and promotion."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_order_is_the_begin_of_the_wait_and_a_time_for_each_level() -> None:
 
 
 def test_who_comes_back_from_a_long_tool_passes_nobody_that_waited_meanwhile() -> None:
-    """It waits from now on, and not since its tool began: also when it is asked whether it may go at once."""
+    """Its wait counts from now, not since its tool began; this also holds for the check whether it may go at once."""
     driver = Driver(load_policy("ttl", {"order": "mars", "ttl_s": 1.0, "reserve_tokens": 0}), replicas={"r0": 1000})
     driver.takes_turn("back", 300)
     driver.ticks(5.0)

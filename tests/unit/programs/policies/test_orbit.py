@@ -1,4 +1,4 @@
-"""ORBIT's priorities: fewer turns first, or what a judge says; then shorter answers; then who came first."""
+"""ORBIT's priorities: fewer turns first, or a judge's verdict; then shorter answers; then order of arrival."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_verdicts_take_the_place_of_steps() -> None:
 
 
 def test_a_verdict_moves_who_waits() -> None:
-    """At once: the next place goes to who is expected to succeed."""
+    """It acts at once: the next place goes to a program that is expected to succeed."""
     driver = driver_of("orbit-judge")
     driver.takes_turn("doubtful", 10)
     driver.ticks(301.0)  # its tool takes longer than the idle limit

@@ -80,7 +80,7 @@ def test_who_is_admitted_may_still_wait_for_room() -> None:
 
 
 def test_the_idle_limit_takes_the_place_too() -> None:
-    """A program that never says release keeps nobody out for ever, and waits like a new one when it comes back."""
+    """An unreleased program keeps none out for ever, and waits like a new one when it comes back."""
     settings = SchedulerSettings(idle_limit_s=10.0)
     driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}), settings=settings)
     driver.takes_turn("a", 10)
@@ -94,7 +94,7 @@ def test_the_idle_limit_takes_the_place_too() -> None:
 
 
 def test_the_idle_limit_takes_the_place_of_one_that_has_no_claim_any_more() -> None:
-    """Who was paused and never comes back keeps nobody out for longer than who was not; who comes back is still in."""
+    """A paused program that never returns keeps none out for longer than others; one that returns is still in."""
     policy = load_policy("ttl", {"ttl_s": 1.0, "admission": "window", "admission.n": 2})
     driver = Driver(policy, settings=SchedulerSettings(idle_limit_s=10.0))
     driver.takes_turn("gone", 100)
@@ -200,7 +200,7 @@ def test_a_client_that_says_when_its_tool_runs_is_believed() -> None:
 
 
 def test_signals_tell_of_turns_and_tools() -> None:
-    """In the order in which things happened, each with its figures; nothing is made for nobody."""
+    """They come in order of events, each with its figures; without listeners none is made."""
     driver = Driver()
     heard: list[Signal] = []
     stop = driver.scheduler.listen(heard.append)

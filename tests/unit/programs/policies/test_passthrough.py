@@ -49,7 +49,7 @@ def test_nobody_is_paused_for_memory() -> None:
 
 
 def test_after_an_outage_the_oldest_program_goes_first() -> None:
-    """Whoever waited for a replica is restored as soon as there is one, in order of age."""
+    """Programs that waited for a replica are restored as soon as there is one, in order of age."""
     driver = Driver(Passthrough(), replicas={})
     turns = [driver.arrives(name, 10) for name in "cab"]
     driver.comes_up("r0", 1000)

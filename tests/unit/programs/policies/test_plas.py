@@ -1,4 +1,4 @@
-"""`plas` and `atlas`: levels of attained service, and who starves; `autellix`: where its calls go."""
+"""`plas` and `atlas`: levels of attained service, and starvation; `autellix`: where its calls go."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def runs_for(driver: Driver, turn_id: int, first_token_s: float, rest_s: float, 
 def test_who_waits_twice_as_long_as_it_was_served_goes_first() -> None:
     """A prefill of 0.2 s is service, the 3 s before it are not: over 2; after 1 s more of service it is under."""
     driver = driver_with(Plas(starved_ratio=2.0))
-    for _ in range(6):  # so much is learned of the speed of prefill
+    for _ in range(6):  # enough to learn the speed of prefill
         runs_for(driver, driver.arrives("other", 4000), 0.2, 0.5, 4000)
     runs_for(driver, next_priority(driver, "a")[0], 3.2, 1.0, 4000)
     turn_id, priority = next_priority(driver, "a")
@@ -103,7 +103,7 @@ def test_a_second_tool_is_no_waiting() -> None:
 
 
 def test_inf_promotes_nobody() -> None:
-    """However long it waited."""
+    """This holds after any wait."""
     driver = driver_with(Plas(starved_ratio=float("inf")))
     turn_id, _ = next_priority(driver, "a")
     driver.passes(100.0)

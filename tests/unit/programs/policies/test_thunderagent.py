@@ -73,7 +73,7 @@ def test_a_half_life_of_zero_lets_a_check_fill_what_acting_programs_claim() -> N
 
 
 def test_between_checks_an_acting_program_counts_in_full() -> None:
-    """After ten half-lives its weight is next to nothing, and still nobody is let in beside it before the check."""
+    """After ten half-lives its weight is almost zero, and still none is admitted beside it before the check."""
     driver = driver_with(delta_s=20.0, half_life_s=1.0)
     driver.takes_turn("a", 600)
     driver.ticks(10.0)
@@ -99,7 +99,7 @@ def test_a_check_is_made_up_for_when_ticks_come_late() -> None:
     assert driver.ticks(2.9) == []
 
 
-# --- Who is paused [Eq. 11]
+# --- Pauses [Eq. 11]
 
 
 def test_acting_programs_are_paused_before_reasoning_ones_the_shortest_first() -> None:
@@ -147,7 +147,7 @@ def test_each_replica_is_relieved_by_itself() -> None:
     assert restored_on(driver.ticks(5.0)) == {"c": "r0"}
 
 
-# --- Who is restored [Eq. 10]
+# --- Restores [Eq. 10]
 
 
 def test_reasoning_programs_are_restored_before_acting_ones_the_shortest_first() -> None:
@@ -232,7 +232,7 @@ def test_new_programs_of_unknown_size_are_spread() -> None:
 
 
 def test_a_new_program_does_not_overtake_the_queue() -> None:
-    """Room for both appears between two checks: whoever waits goes first, the larger newcomer is held."""
+    """Room for both appears between two checks: the waiting one goes first, the larger newcomer is held."""
     driver = driver_with()
     driver.takes_turn("a", 900)
     first = driver.arrives("waits", 300)

@@ -36,7 +36,7 @@ def test_a_turn_within_the_time_stays_and_begins_it_again() -> None:
 
 
 def test_the_end_of_a_tool_begins_it_again_where_the_client_did_not_say_that() -> None:
-    """Whom a client promised back is held as long as it takes; a command that ended promises nothing."""
+    """A program that its client promised back is held as long as needed; an ended command promises nothing."""
     driver = driver_with()
     for program_id in ("promised", "inferred"):
         driver.takes_turn(program_id, 400)

@@ -225,7 +225,7 @@ def test_a_paused_program_whose_tool_runs_neither_waits_nor_holds() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("capacity_tokens", [1000, None])
 def test_every_policy_s_programs_are_told_of(name: str, capacity_tokens: int | None) -> None:
-    """Whatever happens, whoever waits is told what for, and nobody else is."""
+    """At any event each waiting program shows what it waits for, and no other does."""
     driver = Driver(load_policy(name, {"n": 2} if name == "cap" else {}), replicas={"r0": capacity_tokens})
     turn_ids = [driver.arrives(f"p{number}", 300) for number in range(6)]
     driver.finishes(turn_ids[0], 300, 10)

@@ -27,7 +27,7 @@ A, B, C = "http://a:1", "http://b:2", "http://c:3"
 
 @dataclass
 class FakeConnections:
-    """The client, without any connection."""
+    """The client without connections."""
 
     open: dict[str, int] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class FakeConnections:
 
 @dataclass
 class FakeFollower:
-    """Who refuses some, and remembers the rest."""
+    """A follower that refuses some replicas, and records the rest."""
 
     refuses: set[str] = field(default_factory=set)
     followed: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Setup:
 
     @property
     def known(self) -> list[str]:
-        """Which replicas there are; all who must know agree."""
+        """Return the known replicas, after a check that all parts agree."""
         known = list(self.replicas.known)
         assert sorted(self.follower.followed) == sorted(self.connections.open) == sorted(known)
         assert set(self.runtime.scheduler.replicas) <= set(known)

@@ -1,4 +1,4 @@
-"""Breakers alone: who waits for a probe, whose leaving ends it, and which replicas they are about."""
+"""Breakers alone: waits for a probe, the end of a probe by leaving, and the affected replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trip(breakers: Breakers, replica_id: str) -> None:
 
 
 async def half_open(runtime: Runtime, breakers: Breakers) -> None:
-    """Trip `a`, and have it tried early, as nobody else can serve."""
+    """Trip `a`, and have it tried early, because no other can serve."""
     trip(breakers, "a")
     runtime.replica_down("b")
     await asyncio.sleep(0)
@@ -90,7 +90,7 @@ async def test_who_waits_for_a_probe_that_fails_is_not_sent() -> None:
 
 
 async def test_a_probe_that_computes_holds_nobody_up_for_long() -> None:
-    """A whole answer has no byte before its last, which may take minutes."""
+    """A whole answer has no byte before its end, which may take minutes."""
     runtime, breakers = breakers_of("a", "b")
     await half_open(runtime, breakers)
     assert await breakers.admit("a") is not None

@@ -31,7 +31,7 @@ def test_other_paths_lead_nowhere(path: str) -> None:
 
 
 def test_the_oldest_are_forgotten_first() -> None:
-    """An answer that is made again is new, and who made it last is its maker."""
+    """An answer that is made again counts as new, and belongs to its last maker."""
     made = MadeAnswers(PARTS_COUNT)
     last = PARTS_COUNT + 2
     for number in (1, 2, 3, 1, *range(4, last + 1)):

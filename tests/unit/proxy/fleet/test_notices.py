@@ -109,7 +109,7 @@ async def test_an_engine_that_hangs_delays_no_other_kind_and_gets_few_at_once() 
 
 
 async def test_a_replica_that_is_gone_is_no_error() -> None:
-    """Nobody listens, or nobody knows it any more: the next one is served all the same."""
+    """It does not listen, or is no longer known: the next one is served all the same."""
     async with sending() as (sender, engine):
         sender.send("b", ABORT)
         sender.send("never heard of", ABORT)

@@ -74,7 +74,7 @@ def test_a_reading_says_what_happened_since_the_one_before() -> None:
 
 
 def test_a_quiet_replica_is_not_heard_of() -> None:
-    """Nothing looked up, nobody preempted, the same size."""
+    """No lookups, no preemptions, the same size."""
     assert heard(reading(500, 100, 7), reading(500, 100, 7)) == [polled()]
 
 
@@ -116,7 +116,7 @@ async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> 
 
 
 def test_a_tier_is_told_of_by_what_was_asked_of_it_since() -> None:
-    """Totals may begin anew; an engine that has none, or asks nothing of it, is told of nothing."""
+    """Totals may restart; nothing is reported for an engine without a tier, or without queries to it."""
     runtime, events = overheard()
     polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
     for asked, found in ((None, None), (100, 40), (100, 40), (250, 190), (30, 10), (60, 40)):

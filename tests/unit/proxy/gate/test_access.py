@@ -1,4 +1,4 @@
-"""The table of who may call what."""
+"""The access table: which callers may call which endpoints."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_engines_do_for_programs_controls_nothing(path: str) -> None:
     ],
 )
 def test_a_path_that_nobody_knows_is_for_whom_the_operator_says(method: str, path: str) -> None:
-    """What an engine will do there tomorrow is not known, so a list says what is data, and not what is not."""
+    """An engine's future use of a path is unknown, so the list names data paths, not the others."""
     target = Target.parse(path)
     assert engine_access(target, method, ForwardUnknown.ADMIN) is Access.ADMIN
     assert engine_access(target, method, ForwardUnknown.DATA) is Access.DATA
@@ -144,7 +144,7 @@ def test_a_path_that_nobody_knows_is_for_whom_the_operator_says(method: str, pat
     ],
 )
 def test_what_engines_do_for_programs_takes_a_data_key(method: str, path: str) -> None:
-    """Whatever the operator says of other paths."""
+    """The operator's setting for other paths does not matter."""
     assert {engine_access(Target.parse(path), method, each) for each in ForwardUnknown} == {Access.DATA}
 
 

@@ -353,7 +353,7 @@ async def test_the_oldest_is_dropped_where_too_many_wait() -> None:
 
 
 async def test_no_answer_in_time_is_a_failure_and_others_go_on() -> None:
-    """A judge that is silent keeps nobody from being asked about, as far as it has places."""
+    """A silent judge does not prevent questions about other programs, as far as it has places."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=1, timeout_s=0.05)
     court.oracle.may_answer.clear()
     for number in range(40):
@@ -398,7 +398,7 @@ async def test_so_many_questions_are_open_at_a_time() -> None:
 
 
 async def test_a_verdict_on_who_ended_meanwhile_is_nobody_s() -> None:
-    """Nor on the next program of that id."""
+    """It does not count for the next program of that id either."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=1)
     court.oracle.may_answer.clear()
     court.takes_turns("a")

@@ -205,7 +205,7 @@ def test_a_response_that_is_made_in_the_background_has_no_usage_yet() -> None:
     ],
 )
 def test_a_path_is_spoken_by_one_dialect(path: str, kind: type) -> None:
-    """That of its API; of OpenAI where it is nobody's."""
+    """It is the dialect of its API; OpenAI's for unknown paths."""
     assert type(dialect_of(path)) is kind
 
 

@@ -218,7 +218,7 @@ def test_bytes_of_a_header_that_are_no_text_are_refused() -> None:
     "name", ["X-Program-ID", "X-Program-Branch", "X-Program-Group", "X-Program-Parent", "X-Program-Tenant"]
 )
 def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None:
-    """Which of two is meant nobody knows, and a template that was not filled in is better found early."""
+    """Two values are ambiguous, and an unfilled template should be found early."""
     with pytest.raises(InvalidProgramIdError, match="empty"):
         identified(headers={name: ""})
     with pytest.raises(InvalidProgramIdError, match=f"{name} stands there 2 times"):
@@ -226,7 +226,7 @@ def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None
 
 
 def test_an_empty_header_of_somebody_elses_is_none() -> None:
-    """A client that only changed its base URL is not refused for a header of its own."""
+    """A client that only changed its base URL is not refused for its own header."""
     headers = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "", "X-Dynamo-Parent-Session-ID": ""}
     turn = identified(headers=headers)
     assert (turn.program_id, turn.branch_id, turn.parent_id) == ("s", "", "")
@@ -234,7 +234,7 @@ def test_an_empty_header_of_somebody_elses_is_none() -> None:
 
 @pytest.mark.parametrize("name", list(PROGRAM_HEADERS)[1:])
 def test_an_empty_header_of_somebody_elses_names_no_program(name: str) -> None:
-    """Clients send it before they have a session; what comes after it in the order may name one."""
+    """Clients send it before they have a session; a later source in the order may name one."""
     assert identified(headers={name: ""}).source == "anonymous"
     turn = identified(b'{"program_id":"b"}', headers={name: ""})
     assert (turn.program_id, turn.source) == ("b", "body")
@@ -302,7 +302,7 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
 
 
 def test_where_nobody_wants_to_know_no_prefix_is_digested() -> None:
-    """Everything else about a turn is read as ever."""
+    """Everything else about a turn is read as usual."""
     body = json.dumps({"model": "m", "program_id": "p", "messages": [{"role": "user", "content": "x" * 500}]}).encode()
     headers = CIMultiDictProxy(CIMultiDict())
     with_it, without = (identify(None, headers, body, IdentityRules(reads_prefixes=reads)) for reads in (True, False))
@@ -363,7 +363,7 @@ def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text
 
 
 def test_of_a_large_body_that_only_python_reads_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its headers say whose it is, and it goes to its engine as it came; one that is no object is nobody's."""
+    """Its headers name its program, and it goes to its engine unchanged; a body that is no object is anonymous."""
     read_bytes: list[int] = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: (read_bytes.append(len(text)), loads(text))[1])

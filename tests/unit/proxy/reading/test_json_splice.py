@@ -184,7 +184,7 @@ def steps_count(size_bytes: int) -> int:
 
 
 def test_a_member_that_stands_there_a_thousand_times_costs_one_pass() -> None:
-    """Twice the body is twice the work, or any client could stop everybody for seconds."""
+    """Twice the body is twice the work; otherwise any client could stop all others for seconds."""
     assert steps_count(40_000) < 3 * steps_count(20_000)
 
 

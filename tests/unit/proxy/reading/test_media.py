@@ -121,7 +121,7 @@ def test_audio_files_and_images_elsewhere_are_found() -> None:
     ],
 )
 def test_a_text_that_holds_a_mark_is_text(text: str) -> None:
-    """In a text its quotes are escaped: nobody makes a claim smaller by writing so."""
+    """In a text its quotes are escaped: text cannot make a claim smaller."""
     assert media_of(json.dumps({"messages": [{"role": "user", "content": text}]}).encode()) == NO_MEDIA
 
 

@@ -1,4 +1,4 @@
-"""What a request asks for: one reading of its target, for whoever judges it and for whoever sends it."""
+"""The target of a request: one reading, for the access check and for the sender."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_doubled_v1_is_mended_without_a_program_too() -> None:
     ],
 )
 def test_a_target_that_servers_read_in_different_ways_is_refused(raw: str) -> None:
-    """With what is wrong in words; nobody guesses."""
+    """The refusal names the error; nothing is guessed."""
     with pytest.raises(RequestError, match=r"the (target|path) of a request") as refused:
         Target.parse(raw, "proxy.example")
     assert refused.value.status == 400

@@ -136,7 +136,7 @@ def test_an_idempotency_key_ends_no_attempt_of_another_tenants() -> None:
 
 
 def test_what_nobody_came_back_for_is_let_go_in_time() -> None:
-    """The next that ends without an answer sweeps out what is too old, and keeps what was renewed meanwhile."""
+    """The next one that ends without an answer removes those that are too old, and keeps renewed ones."""
     attempts = Attempts()
 
     def ends(program_id: str, now_s: float) -> None:

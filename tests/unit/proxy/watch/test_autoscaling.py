@@ -76,7 +76,7 @@ def test_a_capacity_that_is_not_known_gives_no_number() -> None:
 
 
 def test_the_oldest_hold_is_of_any_turn_that_waits() -> None:
-    """One of the queue, one that its place keeps waiting, and one of nobody."""
+    """One in the queue, one that waits in its place, and an anonymous one."""
     driver = Driver(Cap(1), replicas={"r0": 1000})
     runtime = runtime_of(driver)
     assert oldest_hold_s(runtime.pools.schedulers, runtime.now_s()) is None

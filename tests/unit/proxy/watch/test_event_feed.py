@@ -1,4 +1,4 @@
-"""The feed of events: who hears what, what a slow or returning listener is told, and that silence costs nothing."""
+"""The event feed: filters, slow or returning listeners, and no cost without listeners."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_who_comes_back_goes_on_after_its_last_message() -> None:
     with world.feed.listen() as listener:
         world.turns(2, first=1)
         messages = await heard(listener)
-    world.turns(1, first=3)  # nobody listens; the recording goes on for a while
+    world.turns(1, first=3)  # no listener; the recording continues for a while
     with world.feed.listen(after_id=messages[3]["id"]) as listener:
         assert parsed(listener.greeting()) == []
         again = await heard(listener)
@@ -249,7 +249,7 @@ def test_every_kind_is_named() -> None:
 
 
 async def test_of_a_turn_that_is_refused_as_it_comes_nothing_is_kept() -> None:
-    """Nothing else is heard of it; its client may try again and again while somebody listens for days."""
+    """It has no other events; its client may retry again and again while a listener stays for days."""
     world = World()
     with world.feed.listen(kinds={"reject", "turn_abandoned"}) as listener:
         world.runtime.scheduler.hopeless_ids["p"] = None

@@ -115,7 +115,7 @@ def test_hits_are_what_grew_whatever_engine_began_anew() -> None:
 
 
 def test_most_turns_are_anonymous_once_there_were_a_few() -> None:
-    """A part is told of any number; that it is most of them only of more than a few, and only of the last minute."""
+    """A part is shown for any number; "most" needs more than a few turns, and covers only the last minute."""
     world = World()
     counts = world.runtime.decision_counts
     counts[Grant, Reason.ANONYMOUS] += 3

@@ -1,4 +1,4 @@
-"""Streams of bytes that are nearly HTTP: what has been used to smuggle requests, mixed at random from a seed."""
+"""Byte streams that are almost HTTP: known request smuggling tricks, mixed at random from a seed."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ NOISE = (b"\r", b"\n", b"\x00", b" ", b":", b"\r\n", b";", b"0", b"\t", b"\xff",
 
 
 def requests(rng: Random) -> bytes:
-    """Return one to three requests, more or less."""
+    """Return one to three requests, possibly malformed."""
     return _damaged(rng, b"".join(_request(rng) for _ in range(rng.choice((1, 1, 2, 2, 3)))))
 
 
 def answer(rng: Random) -> bytes:
-    """Return the answer to one request, more or less, perhaps after interim ones, and perhaps something behind it."""
+    """Return a possibly malformed answer to one request, perhaps after interim ones, perhaps with data behind it."""
     parts = [_interim(rng) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
     line = _mostly(rng, b"HTTP/1.1", VERSIONS) + b" " + rng.choice(STATUS) + rng.choice(REASONS)
     parts.append(_message(rng, line, []))
@@ -140,7 +140,7 @@ def answer(rng: Random) -> bytes:
 
 
 def pieces(rng: Random, stream: bytes) -> list[bytes]:
-    """Return the stream cut at random."""
+    """Return the stream, split at random."""
     cuts = sorted(rng.randrange(len(stream) + 1) for _ in range(rng.choice((0, 0, 1, 2, 5, 20))))
     return [piece for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True) if (piece := stream[start:end])]
 
@@ -209,7 +209,7 @@ def _mostly(rng: Random, usual: bytes, odd: tuple[bytes, ...], ratio: float = 0.
 
 
 def _damaged(rng: Random, stream: bytes) -> bytes:
-    """Change a byte or two, in one of eight."""
+    """Change a byte or two, in one of eight cases."""
     for _ in range(rng.choice((0,) * 14 + (1, 2))):
         at = rng.randrange(len(stream) + 1)
         stream = stream[:at] + rng.choice((b"", *NOISE)) + stream[at + rng.choice((0, 0, 1, 2)) :]

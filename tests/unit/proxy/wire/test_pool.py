@@ -113,7 +113,7 @@ async def test_a_request_says_what_it_was_given_and_no_more() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/x#y", "/v1/x y", "/v1/x\r\nA: b", "v1/x", "", "http://h/", "/é"])
 async def test_a_path_that_is_not_sent_as_it_stands_is_not_sent(path: str) -> None:
-    """Whoever judged it saw all of it; nothing is cut off or written otherwise here."""
+    """The access check saw all of it; nothing is cut off or rewritten here."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for _ in heads(reader):
@@ -176,7 +176,7 @@ async def test_what_the_engine_may_have_done_is_not_sent_again(may_repeat: bool,
 
 
 async def test_an_engine_that_dies_with_a_request_is_not_one_that_was_never_reached() -> None:
-    """The second try finds nobody; the first may have been read."""
+    """The second try finds no server; the first may have been read."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for _ in heads(reader):
@@ -248,7 +248,7 @@ async def test_the_newest_idle_connection_is_taken_so_that_the_others_grow_old()
 
 
 async def test_what_comes_unasked_on_an_idle_connection_is_nobody_s_answer() -> None:
-    """Else each later answer on it would go to the wrong client."""
+    """Otherwise each later answer on it would go to the wrong client."""
     came = asyncio.Event()
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -332,7 +332,7 @@ async def test_each_request_has_the_limit_for_silence_that_it_came_with() -> Non
 
 
 async def test_who_answers_before_it_has_read_the_body_gets_no_other_request_on_that_connection() -> None:
-    """And the answer is read although the body was not: engines refuse what is too large so."""
+    """The answer is read although the body was not: engines refuse too large bodies this way."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for _ in heads(reader):

@@ -243,7 +243,7 @@ async def test_who_sends_far_ahead_waits_and_is_answered_in_order() -> None:
 
 
 async def test_a_client_that_is_far_ahead_and_leaves_is_noticed() -> None:
-    """Its end stands behind what nobody reads."""
+    """Its end of stream is behind unread data."""
     async with serving() as served:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request("/wait"))

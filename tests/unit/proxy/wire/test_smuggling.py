@@ -63,7 +63,7 @@ Message = tuple[bytes, bytes, tuple[tuple[bytes, bytes], ...], bytes]
 
 @dataclass
 class Reading:
-    """What somebody made of a stream."""
+    """A parser's reading of a stream."""
 
     messages: list[Message] = field(default_factory=list)
     end: str = "idle"

@@ -53,7 +53,7 @@ def keys(result: ComparisonResult) -> list[tuple[str, int, int]]:
 
 
 def stop_after(count: int) -> Callable[[ComparisonProgress], None]:
-    """Press Ctrl-C when so many runs are done."""
+    """Press Ctrl-C after a number of runs."""
 
     def on_progress(progress: ComparisonProgress) -> None:
         if progress.done_count == count:
@@ -81,7 +81,7 @@ def test_a_run_is_what_simulate_makes_of_it(result: ComparisonResult) -> None:
 
 
 def test_latencies_have_all_percentiles(result: ComparisonResult) -> None:
-    """Nearest-rank, as those of the figures: for a plot of how many took at most so long."""
+    """They are nearest-rank, like those of the figures, for a plot of the distribution."""
     assert quantiles_s([]) == ()
     assert quantiles_s([7.0]) == (7.0,) * 101
     assert quantiles_s([float(value) for value in range(200, 0, -1)]) == (1.0, *range(2, 201, 2))
@@ -231,7 +231,7 @@ def test_the_first_contestant_is_the_baseline_if_nobody_says_otherwise() -> None
 
 
 def test_more_at_a_time_than_memory_has_room_for_is_refused() -> None:
-    """And the message says how many would fit; nobody asked for a number, so many run."""
+    """The message gives the number that fits; without a requested number that many run."""
     with pytest.raises(ConfigurationError, match=r"1000000 runs at a time would need about .* enough for \d+;"):
         compare(replace(PLAN, process_count=1_000_000))
     huge = replace(PLAN.scenario, engine=EngineConfig(kv_tokens=10**15))
@@ -250,7 +250,7 @@ def test_no_more_processes_than_runs_and_cores() -> None:
 
 
 def test_an_interrupt_keeps_what_is_done() -> None:
-    """Seed by seed, so that who is compared is there with the same seed."""
+    """Results are kept seed by seed, so that all contestants have the same seeds."""
     result = compare(PLAN, on_progress=stop_after(5))
     assert (result.done_count, result.planned_count, result.complete) == (5, 8, False)
     assert "interrupted" in result.stopped_by

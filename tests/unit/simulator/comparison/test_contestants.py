@@ -1,4 +1,4 @@
-"""Who is compared: texts, presets, and the oracle."""
+"""Contestants: texts, presets, and the oracle."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_is_wrong_is_named(text: str, named: str) -> None:
 
 
 def test_the_oracle_knows_what_nobody_else_does() -> None:
-    """On a load that thrashes it is nearer to the limit than passing through, and never over it."""
+    """On a thrashing load it is nearer to the limit than `passthrough`, and never over it."""
     small = replace(SCENARIO, engine=EngineConfig(kv_tokens=60_000, timing=profile("demo")), programs_count=48)
     oracle, passthrough = (Contestant.parse(text).run(small, STANDARD) for text in ("oracle", "passthrough"))
     assert passthrough.limit_ratio < 0.6
@@ -84,7 +84,7 @@ def test_the_oracle_knows_what_nobody_else_does() -> None:
 
 
 def test_the_oracle_holds_by_its_threshold() -> None:
-    """With a threshold of 0 it drops everybody at the end of each turn."""
+    """With a threshold of 0 it drops every program at the end of each turn."""
     result = Contestant.parse("oracle:hold_below_s=0").run(replace(SCENARIO, horizon_s=200, warmup_s=0), STANDARD)
     goes_on = result.turn_count - result.program_count
     assert result.decision_counts["pause policy"] >= 0.95 * goes_on

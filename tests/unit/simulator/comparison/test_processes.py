@@ -92,7 +92,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("process_count", [1, 2])
 def test_all_is_done_and_more_may_come(tasks: ModuleType, process_count: int) -> None:
-    """Who hears of a result may add tasks, even when none is left."""
+    """The receiver of a result may add tasks, even when none is left."""
     todo, done = deque([1, 2, 3]), {}
 
     def note(task: int, result: int) -> None:

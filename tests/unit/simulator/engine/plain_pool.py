@@ -1,4 +1,4 @@
-"""A pool of KV blocks without runs: what the one with runs must say, block by block."""
+"""A pool of KV blocks without runs: the reference for the pool with runs, block by block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class PlainPool:
-    """A pool that keeps each block by itself, as vLLM's does."""
+    """A pool that keeps each block separately, as vLLM's does."""
 
     def __init__(self, block_count: int) -> None:
         self._reference_counts = [0] * block_count
@@ -20,12 +20,12 @@ class PlainPool:
 
     @property
     def free_count(self) -> int:
-        """Return how many blocks nobody references."""
+        """Return the number of unreferenced blocks."""
         return len(self._free)
 
     @property
     def used_count(self) -> int:
-        """Return how many blocks somebody references."""
+        """Return the number of referenced blocks."""
         return len(self._reference_counts) - len(self._free)
 
     def find(self, hashes: Iterable[int]) -> list[int]:
@@ -40,7 +40,7 @@ class PlainPool:
         return found
 
     def allocate(self, count: int) -> list[int]:
-        """Take that many free blocks, the longest freed first; what they held is lost."""
+        """Take a number of free blocks, the longest freed first; their contents are lost."""
         assert count <= self.free_count, self
         blocks: list[int] = []
         for _ in range(count):
@@ -62,9 +62,9 @@ class PlainPool:
             reference_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give references back; blocks that nobody else holds become free, to be taken in this order.
+        """Release references; blocks without other references become free, to be taken in this order.
 
-        One without a key is worth nothing to anybody: it is taken before all others (vLLM's `BlockPool.free_blocks`).
+        A block without a key has no value: it is taken before all others (vLLM's `BlockPool.free_blocks`).
         """
         reference_counts, free, hashes = self._reference_counts, self._free, self._hashes
         keyless = []
@@ -79,20 +79,20 @@ class PlainPool:
             free.move_to_end(block, last=False)
 
     def expire(self, keys: Iterable[int]) -> None:
-        """Have the free blocks with these keys taken first, the last of them before all others."""
+        """Make the free blocks with these keys be taken first, the last of them before all others."""
         for key in keys:
             block = self._block_by_hash.get(key)
             if block is not None and block in self._free:
                 self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, key: int) -> None:
-        """Let a full block be found by its key, unless another block already is."""
+        """Publish a full block under its key, unless another block has it."""
         if key not in self._block_by_hash and self._hashes[block] is None:
             self._block_by_hash[key] = block
             self._hashes[block] = key
 
     def reset(self) -> bool:
-        """Forget what every block holds; refuse, as vLLM does, while any is referenced."""
+        """Forget the contents of all blocks; refuse, as vLLM does, while any is referenced."""
         if self.used_count:
             return False
         self._block_by_hash.clear()

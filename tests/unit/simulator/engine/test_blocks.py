@@ -11,7 +11,7 @@ from thunderagent.simulator.engine.blocks import ROOT_HASH, BlockPool, Holding, 
 
 
 def fill(pool: BlockPool, *keys: int) -> Holding:
-    """Let a request compute the blocks of a context."""
+    """Compute the blocks of a context for a request."""
     holding = pool.allocate(len(keys))
     pool.publish(holding, keys, ROOT_HASH)
     return holding
@@ -47,7 +47,7 @@ def test_blocks_that_hold_nothing_are_taken_before_all_others() -> None:
 
 
 def test_expired_blocks_are_taken_first_unless_somebody_uses_them() -> None:
-    """The last of them before all others; a key that is not there is nothing."""
+    """The last of them goes before all others; unknown keys are ignored."""
     pool = BlockPool(5)
     freed, used, other = fill(pool, 1, 2, 3), fill(pool, 4), fill(pool, 5)
     pool.release(other)

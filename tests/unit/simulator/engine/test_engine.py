@@ -550,7 +550,7 @@ PER_TOKEN = TimingProfile("per token", 0.02, 1e-4, 1e-5, 1e-7, 1e-9)
 
 
 def test_an_iteration_in_which_all_decode_is_one_like_others() -> None:
-    """Whoever takes the short way there comes to the same state at the same times, also while somebody is refused."""
+    """The shortcut reaches the same state at the same times, also while a request is refused."""
     quick, plain = (
         make_engine(blocks=40, max_num_batched_tokens=24, max_num_seqs=6, timing=PER_TOKEN) for _ in range(2)
     )

@@ -1,4 +1,4 @@
-"""Iterations end when the model says, whatever the waits in between did; nobody is told of what he left."""
+"""Iterations end at the model's times, whatever the waits in between; a client that left gets no messages."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_the_cost_of_a_turn_by_hand() -> None:
 
 
 def test_what_is_shared_takes_no_room_but_is_attended_to() -> None:
-    """Of 100 tokens 60 lie in memory for everybody."""
+    """Of 100 tokens 60 are in memory for all."""
     engines = Engines(TIMING, 1000)
     alone, shared = (
         engines.turn_cost(prompt_tokens=100, computed_tokens=40, output_tokens=2, shared_tokens=tokens)
@@ -227,7 +227,7 @@ def test_the_root_of_the_loop_solves_its_equation(n: float, g: float, z: float, 
 
 @given(plans=PLANS, pool=POOLS)
 def test_where_nobody_is_away_everybody_is_held(plans: list[ProgramPlan], pool: int) -> None:
-    """Without gaps holding is free: L1 is L0."""
+    """Without gaps holding is free, so L1 is L0."""
     busy = [replace(each, turns=tuple(replace(turn, tool_s=0.0) for turn in each.turns)) for each in plans]
     found = bounds(shapes(*busy), Engines(TIMING, pool))
     assert found.hold_or_drop_per_s == pytest.approx(found.no_recompute_per_s)

@@ -14,7 +14,7 @@ from thunderagent.simulator.figures.restores import RestoreCounter, RestoreFigur
 
 
 def scheduler_with(*claims: tuple[str, int]) -> Scheduler:
-    """Two replicas of 1,000 tokens, and programs that claim so much; where they are is the scheduler's choice."""
+    """Return a scheduler with two replicas of 1,000 tokens and programs with these claims; it chooses their places."""
     scheduler = Scheduler(Cap(100))
     for replica_id in ("r0", "r1"):
         scheduler.handle(ReplicaPolled(0.0, replica_id, 1000))

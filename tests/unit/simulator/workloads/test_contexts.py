@@ -1,4 +1,4 @@
-"""A context without tokens, and with keys that nobody hashed: they say what the tokens and their hashes would."""
+"""A context without tokens, with keys that are no hashes: it behaves as the tokens and their hashes would."""
 
 from __future__ import annotations
 

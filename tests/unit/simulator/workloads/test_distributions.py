@@ -163,7 +163,7 @@ def test_a_group_has_one_first_prompt_and_eight_members() -> None:
 
 
 def test_bursts_come_at_once() -> None:
-    """32 programs together, then nobody for two minutes."""
+    """32 programs together, then none for two minutes."""
     arrivals_s = [program.arrival_s for program in programs_of("bursts", 65)]
     assert arrivals_s == [0.0] * 32 + [120.0] * 32 + [240.0]
 

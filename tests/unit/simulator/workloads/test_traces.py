@@ -60,7 +60,7 @@ def test_a_prompt_that_shrank_a_little_is_made_up_for(tmp_path: Path) -> None:
 
 
 def test_a_context_that_was_compacted_begins_a_new_program(tmp_path: Path) -> None:
-    """Who reuses less than half of the last prompt has another context: a plan can only append."""
+    """A turn that reuses less than half of the last prompt has a new context: a plan can only append."""
     row = {"id": "a", "start_s": 5.0, "turns": [FIRST, [7, 500, 10, 448, 1.0, None, "x"]]}
     trace = load_recorded(jsonl(tmp_path / "day.jsonl", row))
     assert [(program.program_id, program.arrival_s) for program in trace.programs] == [("a", 5.0), ("a+1", 7.0)]
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_mooncake_requests_are_joined_by_their_blocks(tmp_path: Path) -> None:
-    """Who begins with all full blocks of an earlier request is its next turn; others share what they have in common."""
+    """A request that begins with all full blocks of an earlier one is its next turn; others share common blocks."""
     path = jsonl(
         tmp_path / "mooncake.jsonl",
         {"timestamp": 0, "input_length": 1100, "output_length": 52, "hash_ids": [1, 2, 3]},

@@ -1,4 +1,4 @@
-"""What `least-area` knows of programs, and whom it lets in first by that, without its settings."""
+"""What `least-area` learns about programs, and the order of admission that follows from it, without its settings."""
 
 # compiled: every turn is learned from, and every wait is ranked
 

@@ -42,7 +42,7 @@ def test_a_key_is_added_with_its_expiry_and_limits(tmp_path: Path) -> None:
 
 
 def test_a_key_lets_nobody_in_once_it_has_expired(tmp_path: Path) -> None:
-    """From that second on, with no reload."""
+    """It ends at that second, without a reload."""
     path, now_s = tmp_path / "keys.json", 1_000_000.0
     key = add_key(path, "ci", admin=False, expires=datetime.fromtimestamp(now_s + 10, UTC), limits=NONE)
     keyring = Keyring(has_file=True, wall_clock=lambda: now_s)
@@ -56,7 +56,7 @@ def test_a_key_lets_nobody_in_once_it_has_expired(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
-    """Where keys come from a file they are asked for, whatever is in it."""
+    """With a key file keys are required, whatever its contents."""
     path = tmp_path / "keys.json"
     path.write_text('{"keys": []}')
     keyring = Keyring(has_file=True)

@@ -29,7 +29,7 @@ def mended(outgoing: Outgoing, **headers: str) -> dict[str, str]:
 
 
 def test_a_key_is_random_and_its_line_does_not_tell_it() -> None:
-    """What is in the configuration lets nobody in."""
+    """The configuration's line does not give access."""
     key, line = mint_key("app")
     assert key not in line
     assert key != DATA_KEY

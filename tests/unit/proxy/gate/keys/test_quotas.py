@@ -49,7 +49,7 @@ def key(name: str = "ci", **limits: float) -> Key:
 
 
 async def test_turns_of_a_minute_begin_at_once_and_then_one_after_the_other() -> None:
-    """Another key has turns of its own, and who gives up leaves no debt."""
+    """Another key has its own turns, and a client that gives up leaves no debt."""
     world, ours = World(), key(turns_per_min=6)
     assert [await world.begins(ours) for _ in range(8)] == [True] * 6 + [False] * 2
     assert await world.begins(key("other", turns_per_min=6))
@@ -76,7 +76,7 @@ async def test_waiting_turns_go_on_in_the_order_in_which_they_came() -> None:
 
 
 async def test_only_so_many_turns_of_a_key_wait() -> None:
-    """Whoever may hold so many turns may have no more in line; who leaves makes room."""
+    """The limit of held turns is also the limit in line; a client that leaves makes room."""
     world, ours = World(), key(turns_per_min=1, held_turns_count=2)
     assert await world.begins(ours)
     waiting = [asyncio.create_task(world.quotas.wait(ours)) for _ in range(2)]
@@ -109,7 +109,7 @@ async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() ->
 
 
 async def test_a_program_too_many_is_refused_until_another_has_ended() -> None:
-    """One that is known goes on, whoever began it; one of another key does not count."""
+    """A known program continues, whatever key began it; programs of another key do not count."""
     world, ours = World(), key(programs_count=2)
     world.opens(ours, "a")
     world.opens(key("other", programs_count=2), "x")
