@@ -126,7 +126,6 @@ class _Watched:
     told_s: float | None = None
     """When others last reported it, or were first asked to poll it; None if nobody else does."""
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
 
 
 class Poller:
@@ -163,7 +162,7 @@ class Poller:
             self._added_count += 1
             self._by_url[key] = self._by_number[watched.number] = watched
             if self._start is not None:
-                watched.task = self._start(watched)
+                self._start(watched)
         watched.endpoints[replica.replica_id] = replica
         self._watched[replica.replica_id] = watched
         self._say(watched)
@@ -192,9 +191,7 @@ class Poller:
             del self._by_url[watched.key], self._by_number[watched.number]
             if self.elsewhere is not None:
                 self.elsewhere.unwatch(watched.number)
-            # A task in which a listener removes the reported replica ends by itself: it closes its connections then.
-            if watched.task is not None and watched.task is not asyncio.current_task():
-                watched.task.cancel()
+            watched.suspected.set()  # its task ends by itself: a client cancelled while it connects may leak a socket
 
     def suspect(self, replica_id: str) -> None:
         """Poll a replica at once, because a request just failed there. An unknown id is ignored."""
@@ -236,7 +233,7 @@ class Poller:
                     self._watch_with_client(watched), name=f"poll {next(iter(watched.endpoints), 'a replica')}"
                 )
                 for watched in self._by_url.values():
-                    watched.task = self._start(watched)
+                    self._start(watched)
                 await asyncio.get_running_loop().create_future()
         finally:
             self._start = None
@@ -255,6 +252,8 @@ class Poller:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await watched.suspected.wait()
+            if not watched.endpoints:
+                return
             is_suspected = watched.suspected.is_set()
             watched.suspected.clear()
             if self._is_told(watched):
@@ -273,6 +272,8 @@ class Poller:
 
     async def _poll(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
         answers = await watched.asker.ask(client)
+        if not watched.endpoints:  # it was removed meanwhile
+            return
         watch = _watch_of(watched)
         self._heard(watched, watched.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks))
 

@@ -393,6 +393,31 @@ async def test_a_listener_may_remove_the_replica_it_hears_of(engines: Callable[[
         assert repr(poller) == "<Poller 0 up of 0>"
 
 
+async def test_a_poll_of_a_removed_replica_ends_by_itself_and_says_nothing(engines: Callable[[], Engine]) -> None:
+    """A client that is cancelled while it connects may leak a socket, so nothing is cancelled."""
+
+    def polls() -> list[asyncio.Task[object]]:
+        return [task for task in asyncio.all_tasks() if task.get_name().startswith("poll ")]
+
+    engine = engines()
+    await engine.start()
+    async with polling(endpoint(engine)) as (poller, recorder):
+        await recorder.until(lambda: recorder.heard)
+        engine.hangs = True
+        before_count = engine.health_count
+        await eventually(lambda: engine.health_count > before_count)
+        (task,) = polls()
+        heard = list(recorder.heard)
+        poller.remove("a")
+        await asyncio.sleep(0)
+        assert not task.done()
+        engine.hangs = False
+        await eventually(task.done)
+        assert not task.cancelled()
+        assert recorder.heard == heard
+        assert engine.health_count == before_count + 1
+
+
 async def test_unknown_replicas_are_suspected_and_removed_in_vain() -> None:
     """A request may fail on a replica that was removed meanwhile: no error."""
     async with polling() as (poller, recorder):
