@@ -56,8 +56,12 @@ class Load:
 
 
 def build(policy_name: str, programs_count: int, replicas_count: int, capacity_tokens: int) -> Load:
-    """Return a scheduler on which every program has had one turn and is acting now."""
-    load = Load(Scheduler(load_policy(policy_name, {})), random.Random(1))
+    """Return a scheduler on which every program has had one turn and is acting now.
+
+    `policy_name` may name an order, too: `breakeven+order=fcfs`.
+    """
+    name, _, order = policy_name.partition("+order=")
+    load = Load(Scheduler(load_policy(name, {"order": order} if order else {})), random.Random(1))
     handle = load.scheduler.handle
     for index in range(replicas_count):
         handle(ReplicaPolled(load.now_s, f"r{index}", capacity_tokens))
