@@ -248,7 +248,7 @@ class Poller:
         loop = asyncio.get_running_loop()
         origin_s = loop.time() + watched.first_poll_after_s
         wait_s = watched.first_poll_after_s
-        while watched.endpoints:
+        while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await watched.suspected.wait()
