@@ -6,7 +6,6 @@ All times are of the processor, not of the clock, so that what else runs on the 
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
@@ -16,13 +15,10 @@ from typing import Any
 
 from benchmarks import core
 
-YOUNG_COUNT, NEVER_COUNT = 20_000, 2**30
-
 
 def main(policy: str, programs_count: int, replicas_count: int, events_count: int) -> None:
     """Print one line of JSON: milliseconds, by figure."""
     vars(core)["perf_counter"] = time.thread_time
-    gc.set_threshold(YOUNG_COUNT, NEVER_COUNT, NEVER_COUNT)  # as `serve` has it
     if not hasattr(core, "plain_turns"):  # the earlier commit knows no orders
         policy = policy.partition("+")[0]
     load = core.build(policy, programs_count, replicas_count, core.CAPACITY_TOKENS)
