@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import uvloop
 
 from tests.integration.support import ask, command, engine, events_of, get, metrics_of
 from tests.real.redis_server import redis_server
@@ -236,7 +237,7 @@ async def test_who_is_cancelled_while_it_asks_the_store_ends(
         store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)
         cancelled_count = 0
         for turns_count in [*range(12)] * 20:
-            asking = asyncio.create_task(store.has_standby())
+            asking = asyncio.create_task(store.has_standby("a"))
             for _ in range(turns_count):
                 await asyncio.sleep(0)
             if asking.cancel():
@@ -244,6 +245,46 @@ async def test_who_is_cancelled_while_it_asks_the_store_ends(
                 assert asking.cancelled()
                 cancelled_count += 1
         assert cancelled_count
+        await store.close()
+
+
+def test_a_store_that_ends_connections_at_once_is_away(
+    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it ends them. uvloop raises an error of its own when the client writes after that."""
+    with redis_server(require_real, tmp_path) as server:
+        monkeypatch.syspath_prepend(server.packages)
+    module = importlib.import_module("thunderagent.scale.leader.redis_store")
+
+    async def look() -> None:
+        turns_count = 0
+
+        async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for _ in range(turns_count):
+                await asyncio.sleep(0)
+            writer.transport.abort()
+
+        async with await asyncio.start_server(end, "127.0.0.1", 0) as listening:
+            store = module.RedisStore("redis://{}:{}".format(*listening.sockets[0].getsockname()), "c", LOCK_S)
+            for turns_count in [*range(6)] * 5:  # noqa: B007 - `end` reads it
+                with pytest.raises(StoreError, match="the store refused"):
+                    await store.look("0")
+            await store.close()
+
+    uvloop.run(look())
+
+
+async def test_a_scheduler_is_not_its_own_standby(
+    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it announced before it led counts for nobody."""
+    with redis_server(require_real, tmp_path) as server:
+        monkeypatch.syspath_prepend(server.packages)
+        store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)
+        assert not await store.has_standby("a")
+        await store.stand_by("a")
+        assert not await store.has_standby("a")
+        assert await store.has_standby("b")
         await store.close()
 
 

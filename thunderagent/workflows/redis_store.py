@@ -91,5 +91,5 @@ class RedisStore:
     async def _errors(self) -> AsyncIterator[None]:
         try:
             yield
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RuntimeError) as error:  # the last: a connection whose end uvloop already knows
             raise StoreError(f"Redis: {error}") from error

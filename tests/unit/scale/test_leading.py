@@ -98,9 +98,9 @@ class MemoryStore:
         if self.owner == owner:
             self.owner = ""
 
-    async def stand_by(self) -> None: ...
+    async def stand_by(self, owner: str) -> None: ...
 
-    async def has_standby(self) -> bool:
+    async def has_standby(self, owner: str) -> bool:
         if self.fails_for_standby:
             raise StoreError("it does not say")
         return False

@@ -265,13 +265,13 @@ class KubernetesStore:
         """Cut off what is before an entry."""
         await self._log.trim(where)
 
-    async def stand_by(self) -> None:
+    async def stand_by(self, owner: str) -> None:
         """Announce a standby."""
-        await self._log.stand_by()
+        await self._log.stand_by(owner)
 
-    async def has_standby(self) -> bool:
-        """Return whether a standby was announced."""
-        return await self._log.has_standby()
+    async def has_standby(self, owner: str) -> bool:
+        """Return whether another standby was announced."""
+        return await self._log.has_standby(owner)
 
     async def warnings(self) -> list[str]:
         """Return settings of the other store that may lose data."""

@@ -136,7 +136,7 @@ class Leading:
                     await self._take(expected)
                 elif now_s() - said_s >= self._lock_s / 3:
                     said_s = now_s()
-                    await self._store.stand_by()
+                    await self._store.stand_by(self.owner)
             except StoreError as error:  # for example if it may be read but not written
                 if error.message != told:
                     told = error.message
@@ -232,7 +232,7 @@ class Leading:
             kept = await self._store.renew(self.owner, self.epoch)
             self._answers(True)
             self._renewed(kept)
-            self._has_standby = await self._store.has_standby()
+            self._has_standby = await self._store.has_standby(self.owner)
         except StoreError as error:
             self._answers(False, error)
 
@@ -313,7 +313,7 @@ class Leading:
         if self.role != "leader":
             raise OperationRefusedError("this scheduler does not lead")
         try:
-            self._has_standby = await self._store.has_standby()
+            self._has_standby = await self._store.has_standby(self.owner)
         except StoreError as error:
             raise OperationRefusedError(f"no scheduler can take over: {error.message}") from error
         if not self._has_standby and "force" not in request.query:

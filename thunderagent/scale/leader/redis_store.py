@@ -153,15 +153,15 @@ class RedisStore:
         async with _errors():
             await self._give_up(keys=[self._lock], args=[owner])
 
-    async def stand_by(self) -> None:
+    async def stand_by(self, owner: str) -> None:
         """Announce a standby for as long as a lock lasts."""
         async with _errors():
-            await self._client.set(self._standby, "1", px=self._lock_ms)
+            await self._client.set(self._standby, owner, px=self._lock_ms)
 
-    async def has_standby(self) -> bool:
-        """Return whether a standby was announced."""
+    async def has_standby(self, owner: str) -> bool:
+        """Return whether another standby was announced."""
         async with _errors():
-            return bool(await self._client.exists(self._standby))
+            return await self._client.get(self._standby) not in (None, owner.encode())
 
     async def warnings(self) -> list[str]:
         """Return settings that may lose data, as far as they can be read."""
@@ -189,10 +189,13 @@ class RedisStore:
 
 @contextlib.asynccontextmanager
 async def _errors() -> AsyncIterator[None]:
-    """Convert the client's errors, and limit its time."""
+    """Convert the client's errors, and limit its time.
+
+    A client that writes to a connection whose end uvloop already knows gets a `RuntimeError` from it.
+    """
     try:
         async with asyncio.timeout(2 * ANSWER_LIMIT_S):
             with heeds_cancellation():
                 yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except (RedisError, OSError, TimeoutError, RuntimeError) as error:
         raise StoreError(f"the store refused a command: {error or type(error).__name__}") from error

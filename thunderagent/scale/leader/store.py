@@ -76,11 +76,11 @@ class Store(Protocol):
     async def give_up(self, owner: str) -> None:
         """Empty the lock, if it is still the owner's."""
 
-    async def stand_by(self) -> None:
+    async def stand_by(self, owner: str) -> None:
         """Announce that a standby is ready to lead."""
 
-    async def has_standby(self) -> bool:
-        """Return whether a standby was announced recently."""
+    async def has_standby(self, owner: str) -> bool:
+        """Return whether a standby other than `owner` announced itself recently."""
 
     async def warnings(self) -> list[str]:
         """Return settings that may lose data."""
