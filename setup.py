@@ -1,6 +1,7 @@
 """Build thunderagent; with THUNDERAGENT_COMPILE=1 in the environment what is hot is compiled ahead of time, by mypyc.
 
-All else is in pyproject.toml. A compiled build needs a C compiler and Python's headers, and takes two minutes. What is
+All else is in pyproject.toml, except the description on an index: the README without pictures and links to files,
+which an index does not have. A compiled build needs a C compiler and Python's headers, and takes two minutes. What is
 compiled, `thunderagent/compilation.py` says; the version of mypy is the one that pyproject.toml pins for development.
 With THUNDERAGENT_COMPILE=parts each module is a C file of its own, and as many are compiled at once as there are
 processors: sooner done, for tests. In one file the compiler can write the code of one module into another's.
@@ -8,6 +9,7 @@ processors: sooner done, for tests. In one file the compiler can write the code 
 
 import importlib.util
 import os
+import re
 import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +78,12 @@ class BuildCompiled(build_ext):
         )
 
 
+def _description(readme: str) -> str:
+    """Return the README without pictures and links that point into the repository."""
+    without_pictures = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", readme)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", without_pictures)
+
+
 def _compiled(how: str, made_in: str) -> dict[str, Any]:
     """Return the arguments of a compiled build, whose C files and objects lie in that folder."""
     if {"editable_wheel", "develop"} & set(sys.argv):
@@ -103,4 +111,8 @@ def _compiled(how: str, made_in: str) -> dict[str, Any]:
 
 with TemporaryDirectory(prefix="thunderagent-build-") as folder:
     how = os.environ.get("THUNDERAGENT_COMPILE", "")
-    setup(**(_compiled(how, folder) if how in ("1", "parts") else {}))
+    setup(
+        long_description=_description(Path("README.md").read_text("utf-8")),
+        long_description_content_type="text/markdown",
+        **(_compiled(how, folder) if how in ("1", "parts") else {}),
+    )

@@ -98,6 +98,7 @@ def test_the_metadata_is_whole(built: Path, name: str) -> None:
     assert said.summary
     assert said.description
     assert said.description_content_type == "text/markdown"
+    assert re.findall(r"\]\((?!https?:)", said.description) == [], "an index does not have what is linked"
     assert said.license_expression == "Apache-2.0"
     assert said.license_files == ["LICENSE"]
     assert said.author
