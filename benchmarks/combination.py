@@ -53,7 +53,7 @@ RUNS = RESULTS / "combination-runs.json"
 
 COMBINATION = "breakeven"
 OLDEST_FIRST = "breakeven + fcfs"
-"""Without its own order, `least-area`."""
+"""The same without its own order, `least-area`."""
 FCFS, STICKY, CAP = "fcfs", "sticky", "cap"
 CONTESTANTS = {
     COMBINATION: "breakeven",
@@ -229,7 +229,7 @@ MEASURES = (
     Measure("in_time_ratio", "goodput, programs within 3 x ideal", more_is_better=True),
 )
 WHOLE = Measure("whole_turns_per_min", "turns/min until the last is through", more_is_better=True)
-"""Beside them, without a bar."""
+"""Shown beside them, without a bar."""
 
 WORST_BAR = 0.95
 LEAST_RATIO = 1e-3

@@ -1,10 +1,10 @@
-"""A load that does everything which a proxy must forget again: programs that come and go, in every form that they have.
+"""A load with everything that a proxy must later forget: programs of every form come and go.
 
-So many programs run at a time, and one that ends is replaced by one with a new id. Each draws, from its number: an
-API, how it names itself, how it ends (some never say so), how long its tools run. Its turns are streamed or whole, some
-with a body of 400 KB; some of its clients leave in the middle, some of those come back, some ask again while the first
-attempt is with the engine. Engines fail now and then: before the first byte, in mid-stream, with a 500. Between turns
-come side calls, and an operator looks on.
+A fixed number of programs run at a time; one that ends is replaced by one with a new id. Each draws from its number:
+its API, how it names itself, how it ends (some never say so), how long its tools run. Its turns are streamed or whole,
+some with a body of 400 KB. Some of its clients leave in the middle; some of those come back, others ask again while the
+first attempt is with the engine. Engines fail now and then: before the first byte, in mid-stream, with a 500. Side
+calls come between turns, and an operator looks on.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Comings:
             listener.cancel()
 
     async def fill(self, turns_count: int) -> None:
-        """Create `turns_count` responses at once, whose ids the proxy remembers: that table is full before the hour."""
+        """Create `turns_count` responses at once: the proxy's table of their ids is then full before the hour."""
         numbers = iter(range(turns_count))
         headers = {"X-Program-ID": "filler"}
 
@@ -196,7 +196,7 @@ class _Program:
         self._made_id = ""
 
     async def run(self) -> None:
-        """Send some turns, and announce the end at the end, or not."""
+        """Send some turns; then announce the end, or not."""
         turns_count = self._rng.randint(2, 10)
         final_by_header = self._naming == "header" and not self._silent and self._rng.random() < 0.3
         for index in range(turns_count):

@@ -116,7 +116,7 @@ def mixed_events(load: Load, events_count: int, programs_count: int) -> dict[str
 def pausing_tick(programs_count: int, replicas_count: int, *, is_first: bool = False) -> tuple[float, int]:
     """Return the seconds of a tick that must pause half of all programs, and how many it paused.
 
-    The first tick that pauses anybody on a replica also ranks all its programs, and keeps them so from then on.
+    The first tick that pauses a program on a replica also ranks all programs there, and keeps them ranked.
     """
     load = build("thunderagent", programs_count, replicas_count, 10**9)
     for replica in load.scheduler.replicas.values():

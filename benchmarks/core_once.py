@@ -1,7 +1,7 @@
-"""Run `benchmarks.core` of the folder that is first in PYTHONPATH once, whichever commit that is of; print figures.
+"""Run `benchmarks.core` once from the first folder in PYTHONPATH, whatever its commit; print the figures.
 
-`core --beside` starts it, by its path: of the package it uses nothing but what that benchmark had at its first commit.
-All times are of the processor, not of the clock, so that what else runs on the machine counts for less.
+`core --beside` starts it by its path. It uses only parts of the package that the benchmark used at its first commit.
+All times are processor times, not clock times, so that other work on the machine counts for less.
 """
 
 from __future__ import annotations

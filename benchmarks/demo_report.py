@@ -24,7 +24,7 @@ COSTS = ("decode", "prefill", "recompute", "caching", "unused")
 """What memory is spent on, useful work first."""
 
 WINDOW_S = 10.0
-"""Throughput over time is that of this many last seconds."""
+"""Throughput over time is measured over this many last seconds."""
 
 CLEARLY_MORE = 1.1
 """Below this ratio of turns/min the text claims nothing: it may be chance."""
@@ -162,7 +162,7 @@ def _draw_throughput(axes: Axes, runs: Sequence[RunReport]) -> None:
             fontsize=9,
         )
     axes.set_xlim(0, max(run.makespan_s for run in runs) * 1.01)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the words above the curves
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the text above the curves
     axes.set_xlabel("seconds since all programs began")
     _plain_axes(axes)
 

@@ -1,9 +1,9 @@
-"""The global policies alone: a period of the global policies, and one turn on its way, with 131,072 turns that wait.
+"""The global policies alone: one period, and one turn on its way, while 131,072 turns wait.
 
-No HTTP and no engines, one core. `routed`: the programs of 48 tenants wait for the replica of their tenant, and 16
-further replicas are in their routes, where there is now and then room. `anywhere`: all wait in the one paused queue.
-Between two periods a second of the load goes by: turns end, programs leave, others come and wait. Times are those that
-the processor spent, so that what else runs on the machine does not count.
+No HTTP and no engines, one core. `routed`: the programs of 48 tenants wait for the replica of their tenant; their
+routes also have 16 further replicas, which have room now and then. `anywhere`: all wait in the one paused queue.
+Between two periods a second of the load goes by: turns end, programs leave, others come and wait. Times are processor
+times, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from thunderagent.serving.process import calm_garbage_collector
 CAPACITY_TOKENS = 400_000
 PROGRAM_TOKENS = (4_000, 16_000)
 ROUTED_PART = 0.75
-"""Ratio of the replicas that have a tenant; the others take from all."""
+"""Ratio of the replicas that have a tenant; the others serve all tenants."""
 ROUTE_WEIGHTS = (1000.0, 1.0)
-"""Of a tenant's own replica, and of the further one."""
+"""Weights of a tenant's own replica and of the further one."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ def build(waiting_count: int, replicas_count: int, *, routed: bool, policy: str,
 
 
 def periods(fleet: Fleet, periods_count: int, waiting_count: int) -> dict[str, float | int | dict[str, int]]:
-    """Time the ticks that control: those in which they hear of all who wait, which all came before, then later ones."""
+    """Time the ticks that control: first those that hear of all turns that wait from before, then later ones."""
     calm_garbage_collector()  # as the server runs
     burst = [_period(fleet)[0]]
     while fleet.scheduler.global_policies.unseen_count:

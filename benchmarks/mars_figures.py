@@ -63,7 +63,7 @@ SHORT_SATURATION_PER_S = {"S-ILR1": 0.24, "S-ILR2": 0.22, "S-ILR3": 0.20}
 
 FRAMEWORK_S = 1.5
 FRAMEWORK_SPREAD = 0.8
-"""Of the logarithm of what a tool's time is multiplied by."""
+"""Standard deviation of the logarithm of the factor of a tool's time."""
 
 WITHOUT_COORDINATOR = "no coordinator"
 WITHOUT_CONTROL = "no control plane"
@@ -210,7 +210,7 @@ class Plan:
     places: tuple[Place, ...]
     policies: tuple[str, ...]
     baselines: tuple[str, ...]
-    """Whose best is compared with; in Fig. 13 it is `mars` whose time stands below."""
+    """The policies of which the best is compared; in Fig. 13 that is `mars`, so its time is the numerator."""
 
 
 REGIMES = ("125k", "167k", "220k", "263k")

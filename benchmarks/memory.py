@@ -59,7 +59,7 @@ class Slope:
     mb_per_hour: float
     half_width_mb_per_hour: float
     at_begin_mb: float
-    """Of the line, where it begins."""
+    """The value of the line at its begin."""
     samples_count: int
     independent_count: float
     """The equivalent number of independent samples."""

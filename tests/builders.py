@@ -428,7 +428,7 @@ def grew(tokens: int | None, output_tokens: int, cycle_s: float) -> TurnEnded:
 
 
 def prefilled(first_token_s: float | None, duration_s: float, uncached_tokens: int, output_tokens: int) -> TurnEnded:
-    """Return the record of a turn of whose prompt this much was computed."""
+    """Return the record of a turn that computed this much of its prompt."""
     return ended(prompt=uncached_tokens, output=output_tokens, duration_s=duration_s, first_token_s=first_token_s)
 
 

@@ -16,8 +16,8 @@ from thunderagent.compilation import STALE, build_kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# The time of an example depends on the machine: a pause of it must fail no test. With CI=true hypothesis would try the
-# same examples each time: here they differ too, and `scripts/test` prints the seed.
+# The time of an example depends on the machine; a pause of the machine must not fail a test. With CI=true hypothesis
+# would try the same examples each time. Here they differ too, and `scripts/test` prints the seed.
 settings.register_profile(
     "any_machine",
     deadline=None,

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOOK_S = 0.0005
-"""How long a local socket may take to deliver data: the loop waits this long before time passes."""
+"""Time for a local socket to deliver data: the loop waits this long before time passes."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Runs coroutines that wait for times and for each other's sockets, as in real time, but without the waiting.
+    """Runs coroutines that wait for times and for each other's sockets, as in real time, but without waiting.
 
     Input from others, such as processes, comes too late for it. It waits for work on its own threads.
     """

@@ -18,7 +18,7 @@ from tests.integration.test_pools import engine
 
 try:
     from playwright.async_api import expect
-except ImportError:  # then there is no browser either, and its fixture says so
+except ImportError:  # then there is no browser either, and its fixture reports that
     expect: Any = None  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def rows(page: Page) -> Any:
 
 
 async def test_the_figures_are_the_apis(world: World, open_page: OpenPage) -> None:
-    """Key figures, bars, queue and table say what the admin API says."""
+    """Key figures, bars, queue and table agree with the admin API."""
     async with open_page(world.url) as page:
         await expect(page.locator("#connection")).to_have_text("Live · 1 replica")
         await expect(page.locator("#tile-programs")).to_have_text("5")
@@ -112,7 +112,7 @@ async def test_the_figures_are_the_apis(world: World, open_page: OpenPage) -> No
 
 
 async def test_the_charts_tell_the_last_sample(world: World, open_page: OpenPage) -> None:
-    """The legend has the figures of the history, and something is drawn."""
+    """The legend shows the figures of the history, and something is drawn."""
     async with open_page(world.url) as page:
         chart = page.locator(".chart", has=page.get_by_role("heading", name="Programs", exact=True))
         await expect(chart.locator(".key li")).to_have_text(["reasoning 0", "acting 2", "held 3", "paused 0"])
@@ -145,12 +145,12 @@ async def test_a_program_that_waits_tells_what_must_happen(world: World, open_pa
 
 
 async def test_a_timeline_has_turns_tools_and_the_claim(world: World, open_page: OpenPage) -> None:
-    """By keyboard alone, and by its address."""
+    """The keyboard alone opens it, and so does its address."""
     async with open_page(world.url, path="/dashboard#program=first") as page:
         story = page.get_by_role("dialog")
         await expect(story.locator(".span.turn.finished")).to_have_count(3)
         tools_count = await story.locator(".span.tool").count()
-        assert 1 <= tools_count <= 3  # gaps under a millisecond are none
+        assert 1 <= tools_count <= 3  # gaps under a millisecond do not count
         await expect(story.locator(".span.claim")).to_have_count(1)
         (replica,) = (await world.get("/replicas"))["replicas"]
         await expect(story.locator(".lane")).to_have_text(["held", f"on {replica['replica_id']}", "tools"])
@@ -232,7 +232,7 @@ async def test_ids_are_text_whatever_they_look_like(world: World, open_page: Ope
 
 
 async def test_dark_and_light(world: World, open_page: OpenPage) -> None:
-    """As the system says; the button changes it, and the choice stays."""
+    """The page follows the system; the button changes it, and the choice stays."""
     ground = "getComputedStyle(document.body).backgroundColor"
     async with open_page(world.url, color_scheme="dark") as page:
         dark = await page.evaluate(ground)
@@ -262,7 +262,7 @@ async def test_nothing_is_wider_than_the_screen(world: World, open_page: OpenPag
 
 
 async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: OpenPage) -> None:
-    """No program, no waiting turn, and a replica that is down, with the reason."""
+    """The page shows that no program is live, that no turn waits, and why a replica is down."""
     async with serving(tmp_path / "proxy.log", *NO_REPLICA, ready=False) as server, open_page(server.url) as page:
         await expect(page.locator("#no-rows")).to_contain_text("No program is live. Send a turn to")
         await expect(page.locator("#queue")).to_have_text("No turn waits.")

@@ -1,4 +1,4 @@
-"""The documentation site in a browser: newcomers' questions are answered, nothing is too wide or asked of others."""
+"""The documentation site in a browser: it answers newcomers' questions, nothing is too wide, no other host is asked."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ QUESTIONS = {
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
-    """Serves files and says nothing of it."""
+    """Serves files without a log."""
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -138,7 +138,7 @@ async def test_no_page_is_wider_than_the_screen(width: int, scheme: str, site: s
 
 
 async def test_every_page_is_there_as_markdown_and_listed(site: str) -> None:
-    """For programs that read: `llms.txt` lists all pages, each of which is whole, with its generated parts."""
+    """`llms.txt` lists all pages for programs that read; each page is complete, with its generated parts."""
     folder = Path(SITE, __version__)
     listed = re.findall(r"\]\((.+)\)", (folder / "llms.txt").read_text())
     assert listed == pages()

@@ -28,7 +28,7 @@ SETS = st.lists(WANTED, max_size=3, unique_by=lambda each: each.url)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run what waits for nothing but its turn, without a loop."""
+    """Run a coroutine that waits for nothing external, without a loop."""
     with suppress(StopIteration):
         while True:
             work.send(None)
@@ -43,7 +43,7 @@ def _nothing_is_logged() -> Iterator[None]:
 
 
 class DiscoveryMachine(RuleBasedStateMachine):
-    """In any order of events all parts that know a replica agree; once nothing is in flight, it is in that state."""
+    """In any order of events all parts agree on each replica; once nothing is in flight, it is in the wanted state."""
 
     @initialize()
     def begin(self) -> None:
@@ -143,7 +143,7 @@ class DiscoveryMachine(RuleBasedStateMachine):
         run(self.discovery.remove_drained())
 
     def everything_ends(self) -> None:
-        for _ in range(2):  # one that is named in another way leaves, and comes again
+        for _ in range(2):  # a replica with another name leaves, and comes again
             for replica_id in self.setup.connections.open:
                 self.setup.connections.open[replica_id] = 0
             run(self.discovery.remove_drained())

@@ -28,7 +28,7 @@ from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 
 HISTORIES_COUNT = int(os.environ.get("HISTORIES_COUNT", "1"))
-"""Of each combination; `scripts/test --compiled` has 18."""
+"""Number of histories for each combination; `scripts/test --compiled` has 18."""
 
 THINGS_COUNT = 100
 
@@ -37,14 +37,14 @@ CALLBACKS = {
     *("pause_rank", "restore_rank", "hold_s", "hold_threshold_s", "place", "balance", "observe"),
     *("admission.rank", "admission.next", "priority.engine_priority", "global_policy.decide"),
 }
-"""What the core calls of a policy and of its parts."""
+"""The callbacks of a policy and of its parts that the core calls."""
 
 
 class Watched:
     """A policy, or a part of one, that checks the sums of the core before each answer."""
 
     def __init__(self, asked: Any, sums_hold: Callable[[str], None], kind: str = "") -> None:
-        """Answer as `asked` does, which is the whole policy, or the part of that kind."""
+        """Answer as `asked`, which is the whole policy or the part of that kind."""
         self._asked, self._sums_hold, self._kind = asked, sums_hold, kind
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class Watched:
 
 
 def history_of(name: str, number: int, watched: Callable[[Policy], Policy] = lambda policy: policy) -> History:
-    """Return a history under a combination, which is yet to happen."""
+    """Return a history under a combination, before it runs."""
     settings = dict(POLICY_SETTINGS[name])
     fair_tenants = bool(settings.pop("fair_tenants", False))
     limits = replace(LEARNED_LIMITS if number % 2 else SETTINGS, fair_tenants=fair_tenants)
@@ -72,7 +72,7 @@ def history_of(name: str, number: int, watched: Callable[[Policy], Policy] = lam
 
 
 def calls_with_whole_sums(name: str, number: int = 0) -> Counter[str]:
-    """Let a history happen; return how often each callback came. At each call every sum is that of its parts."""
+    """Run a history; return how often each callback came. At each call every sum equals its parts."""
     calls: Counter[str] = Counter()
     scheduler: Scheduler | None = None
 
@@ -89,7 +89,7 @@ def calls_with_whole_sums(name: str, number: int = 0) -> Counter[str]:
 
 
 def decided(name: str, number: int) -> str:
-    """Let one history happen; return a digest of all events and decisions."""
+    """Run one history; return a digest of all events and decisions."""
     digest = sha256()
     for event, decisions in history_of(name, number).record(THINGS_COUNT).events:
         for told in (event, *decisions):
@@ -104,7 +104,7 @@ def decided_in_all() -> dict[str, list[str]]:
 
 
 def test_the_sources_decide_as_the_core_that_is_installed(tmp_path: Path) -> None:
-    """So compiled is as interpreted, and nothing hangs on the order of a set."""
+    """Compiled code decides as interpreted code, and nothing depends on the order of a set."""
     sources = core_at(tmp_path)
     said = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(PACKAGE.parent)!r}]\n"
     said += "import json, thunderagent.programs.scheduler as core; from tests.property import test_histories\n"
@@ -122,7 +122,7 @@ def test_the_sources_decide_as_the_core_that_is_installed(tmp_path: Path) -> Non
 
 
 def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
-    """Each of them, under each combination: at every call every sum is that of its parts."""
+    """For each callback under each combination: at every call every sum equals its parts."""
     calls = [calls_with_whole_sums(name) for name in POLICY_SETTINGS]
     assert set().union(*calls) == CALLBACKS
 
@@ -160,7 +160,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
 def test_a_move_that_is_split_is_found(
     tmp_path: Path, name: str, file: str, moved: str, after: str, found: str
 ) -> None:
-    """In a copy of the core in which one line of a move is done too early or too late: a callback is between."""
+    """A copy of the core makes one line of a move too early or too late: a callback comes in between."""
     source = core_at(tmp_path) / file
     text = source.read_text()
     assert (text.count(moved), text.count(after)) == (1, 1)

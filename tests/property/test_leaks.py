@@ -1,4 +1,4 @@
-"""A core that never sees a program id twice keeps nothing of ended programs, and no memory."""
+"""A core that never sees a program id twice keeps nothing of ended programs, and no memory for them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CAPACITY_TOKENS = 400_000
 
 
 class Load:
-    """Programs that come, take some turns and go, more of them than fit; every id is new."""
+    """Programs that come, take some turns and go; more of them than fit; every id is new."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -128,7 +128,7 @@ class Load:
 
 
 def held_count(root: object) -> int:
-    """Return how many entries the containers have that can be reached from an object."""
+    """Return the number of entries in all containers that can be reached from an object."""
     seen, found, entry_count = {id(root)}, [root], 0
     while found:
         each = found.pop()

@@ -1,4 +1,4 @@
-"""What was learned, kept and taken in again: the same guesses, now and after whatever is learned next."""
+"""What was learned is saved and loaded: guesses are the same, now and after whatever is learned next."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LESSONS = st.lists(
 
 
 class Learner:
-    """A knowledge of two replicas, and the time."""
+    """The knowledge about two replicas, and the time."""
 
     def __init__(self, learned: LearnedRecord | None = None, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -133,14 +133,14 @@ def test_who_takes_it_in_guesses_and_learns_as_who_learned_it(
     second = Learner(record.learned, first.now_s)
     assert second.guesses() == first.guesses()
     assert msgspec.to_builtins(second.knowledge.export()) == msgspec.to_builtins(first.knowledge.export())
-    for lesson in (each for each in after if each[0] not in ("lost", "hint")):  # these go on from more than is kept
+    for lesson in (each for each in after if each[0] not in ("lost", "hint")):  # these need more than is kept
         first.learn(lesson)
         second.learn(lesson)
     assert second.guesses() == first.guesses()
 
 
 def test_what_is_kept_is_bounded() -> None:
-    """However clients name their tools, roles and tenants."""
+    """This holds whatever names clients give to tools, roles and tenants."""
     learner = Learner()
     for number in range(3000):
         learner.learn(("returned", f"tool-{number}", 1.0))

@@ -51,14 +51,14 @@ class Scheduler(Member):
     """A member of a cell that may have very many programs."""
 
     def lead(self) -> None:
-        """Lead, and check that no program is older than the world, whatever clocks say."""
+        """Lead, and check that no program is older than the world, whatever clocks show."""
         assert all(record.age_s <= self.cell.time.now_s + 1e-6 for _, record in self.kept.programs(self.now_s))
         super().lead()
         assert self.ledger is not None
         self.ledger.usage = Usage(self.ledger.usage)
 
     def changes(self) -> list[Record]:
-        """Give the programs that changed."""
+        """Yield the programs that changed."""
         assert self.ledger is not None
         usage = self.ledger.usage
         assert isinstance(usage, Usage)
@@ -73,7 +73,7 @@ class Gateway(Carrier):
     slow_until_s = 0.0
 
     def die(self) -> None:
-        """Lose all, and begin anew with nothing a second later."""
+        """Lose everything, and restart empty a second later."""
         self.cut()
         self.is_dead = True
         again = [row.ask for row in self.turns.rows.values() if row.end is None]
@@ -119,7 +119,7 @@ class Gateway(Carrier):
         super().send(link, way, data)
 
     def silence(self, ways: tuple[str, ...], for_s: float) -> None:
-        """Have nothing arrive for a while; a link that is silent for long is given up, and there is no other."""
+        """Let nothing arrive for a while; a link that is silent for long is given up, and there is no other."""
         if self.link is None or self.at is None:
             return
         world, link, member = self.world, self.link, self.at
@@ -143,7 +143,7 @@ class FaultyStore(Store):
             raise StoreError("it did as told, and nobody heard so")
 
     def take(self, name: str, owner: str, expected: str, least_epoch: int) -> int:
-        """Take the lock; a scheduler that misses the answer holds it all the same, until it expires."""
+        """Take the lock; a scheduler that misses the answer still holds it, until it expires."""
         epoch = super().take(name, owner, expected, least_epoch)
         self._heard(name)
         return epoch
@@ -187,7 +187,7 @@ class FaultyCell(Cell):
         return Gateway(self, gateway_id)
 
     def keep(self, count: int) -> None:
-        """Have a leader before have left programs in the log."""
+        """Let an earlier leader leave programs in the log."""
         records: list[Record] = [At("", ProgramRecord(f"kept-{n}", output_tokens_total=7)) for n in range(count)]
         records = [Begins(), *records, Whole()]
         self.store.epoch = 1
@@ -232,7 +232,7 @@ class FaultyCell(Cell):
         next_one()
 
     def kill_in_snapshot(self) -> None:
-        """Kill the leader while it tells all again."""
+        """Kill the leader while it writes everything again."""
         self.store.epoch = 0
         self.time.after(self.random.uniform(0.0, LOCK_S), lambda: self.kill(self.leader, 1.0))
 
@@ -255,7 +255,7 @@ class FaultyCell(Cell):
         self.time.after(for_s, lambda: self.store.deaf.discard(name))
 
     def mistake(self) -> None:
-        """Have the standby take the leader's process for dead, which it is not."""
+        """Make the standby believe that the leader's process is dead, which it is not."""
         if self.store.owner:
             self.members[1 - self.leader].candidacy.died(self.store.owner)
 
@@ -278,13 +278,13 @@ class FaultyCell(Cell):
         self.store.epoch = 0
 
     def trim(self) -> None:
-        """Have all be told again, and the log be cut off behind that, while the standby hangs; kill the leader."""
+        """Have everything written again and the log trimmed before that, while the standby hangs; kill the leader."""
         self.pause(1 - self.leader, 2 * LOCK_S)
         self.store.epoch = 0
         self.time.after(3 * LOCK_S, lambda: self.kill(self.leader, 1.0))
 
     def burst(self) -> None:
-        """Send as many turns at once as all others together: the arrivals of 30 s, which take 15."""
+        """Send as many extra turns at once as all others together: the arrivals of 30 s, which take 15."""
         for client in self.clients:
             client.turns_count = 2 * TURNS_COUNT
             for turn_id in range(TURNS_COUNT + 1, client.turns_count + 1):
@@ -339,7 +339,7 @@ FAULTS: dict[str, Callable[[FaultyCell], None]] = {
 
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT))
 def test_a_fault_loses_leaks_and_doubles_nothing(seed: int) -> None:
-    """One fault after another in turn with the seeds."""
+    """One fault after another, in turn with the seeds."""
     name = list(FAULTS)[seed % len(FAULTS)]
     kept_count = PROGRAMS_COUNT if seed < MANY_SEEDS_COUNT else 0
     cell = FaultyCell(name, seed, kept_count)

@@ -28,7 +28,7 @@ END_S = 120.0
 
 
 class Store:
-    """A store as the scripts on Redis have it, with its own clock; answers get lost on the way."""
+    """A store that acts as the scripts on Redis, with its own clock; some answers get lost."""
 
     def __init__(self, world: Cell) -> None:
         self.world = world
@@ -390,7 +390,7 @@ def a_cell(seed: int) -> Cell:
 
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT))
 def test_whoever_leads_nothing_is_lost_leaked_or_counted_twice(seed: int) -> None:
-    """Each turn starts once and is counted once, over all epochs; and the log says what the last leader knows."""
+    """Each turn starts once and is counted once, over all epochs; the log has the last leader's knowledge."""
     check(a_cell(seed))
 
 

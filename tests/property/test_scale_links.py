@@ -1,4 +1,4 @@
-"""Gateways, links that lose, double and delay frames, and schedulers that start anew, in virtual time."""
+"""Gateways, links that lose, double and delay frames, and schedulers that restart, in virtual time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TURNS_COUNT = 40
 
 
 class Time:
-    """What happens when."""
+    """The virtual clock and its schedule."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -130,7 +130,7 @@ class Ledger:
 
 @dataclass
 class Link:
-    """One connection: frames in order, each some time on its way, until it is cut; then the rest is lost."""
+    """One connection: frames arrive in order, each after some time, until it is cut; then the rest is lost."""
 
     number: int
     is_cut: bool = False
@@ -165,7 +165,7 @@ class World:
         self.ledger = Ledger()
 
     def flush(self) -> None:
-        """Send gateways what their scheduler has to say."""
+        """Send gateways their scheduler's messages."""
         for each in self.gateways:
             gateway = each.link.at_scheduler if each.link is not None else None
             if self.ledger is not None and each.link is not None and gateway is not None and gateway.has_news:
@@ -184,7 +184,7 @@ class Client:
         self.abandoned: set[int] = set()
         self.finished: set[int] = set()
         self.untold: set[int] = set()
-        """Turns that began without leave while a link began: their scheduler may learn only of their ends."""
+        """Turns that began without a lease while a link began: their scheduler may learn only of their ends."""
         self.epochs: list[int] = []
         self.asked_ids: set[int] = set()
         world.time.after(0.0, self.connect)
@@ -230,7 +230,7 @@ class Client:
         self.flush()
 
     def fail_open(self) -> None:
-        """Run held turns without leave; even between the begin of a link and its lead, which a gateway must not do."""
+        """Run held turns without a lease; even between a link's begin and its lead, where a gateway must not do so."""
         if self.turns.is_led:
             return
         for turn_id, row in list(self.turns.rows.items()):
@@ -279,7 +279,7 @@ class Client:
                 return
 
     def send(self, link: Link, way: str, data: bytes) -> None:
-        """Put a frame on its way: sometimes twice, sometimes not at all; then its connection does not last."""
+        """Send a frame: sometimes twice, sometimes not at all; then its connection does not last."""
         chance = 1.0 if self.world.is_calm else self.world.random.random()
         if chance < 0.005:
             self.world.time.after(self.world.random.uniform(0, 6), lambda: self.cut() if self.link is link else None)
@@ -360,7 +360,7 @@ def busy_world(seed: int) -> World:
 
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT))
 def test_no_lease_is_lost_or_leaked_and_no_usage_counted_twice(seed: int) -> None:
-    """Whatever is cut, doubled, lost or started anew: a turn starts once, and each scheduler counts its end once."""
+    """Whatever is cut, doubled, lost or restarted: a turn starts once, and each scheduler counts its end once."""
     world = busy_world(seed)
     for tick in range(600):
         world.time.run(float(tick) / 4)
@@ -393,7 +393,7 @@ def check(client: Client, ledgers: list[Ledger]) -> None:
 
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT // 4))
 def test_no_two_attempts_at_a_turn_run_at_once(seed: int) -> None:
-    """The earlier one is ended by its gateway, wherever the next one came to, and only then does that run."""
+    """The gateway of the earlier one ends it, wherever the next one arrived, and only then does the next one run."""
     world = World(seed, is_calm=True)
     for gateway in world.gateways:
         ask_now_and_then(world, gateway, 15.0)

@@ -70,7 +70,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 
 EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))
-"""Of each policy, each of 50 steps; new ones each time, and scripts/nightly has many more."""
+"""Number of examples for each policy, each of 50 steps; they are new each time, and scripts/nightly has many more."""
 
 POLICY_SETTINGS = {
     "breakeven": {"hold_ratio": 40.0, "reserve_tokens": 100, "foresight_ratio": 20.0, "wait_ratio": 0.3},
@@ -155,7 +155,7 @@ POLICY_SETTINGS = {
         "victims": "youngest",
     },
 }
-"""By a name for the case, which is the policy's if none is said."""
+"""Each case by its name, which is the policy's name if none is given."""
 SETTINGS = SchedulerSettings(
     idle_limit_s=20.0,
     forget_limit_s=60.0,
@@ -197,10 +197,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.next_turn_id = 0
         self.answered: set[int] = set()
         self.asked: dict[int, str] = {}
-        """Which turns are for a model that only some replicas serve, as these were all along."""
+        """Turns for a model that only some replicas serve, as these always did."""
         self.serving: dict[str, tuple[str, ...]] = {}
         self.leaving: dict[int, set[int]] = {}
-        """The turns in flight of programs that are to leave their replicas, by generation."""
+        """The turns in flight of programs that are marked to leave their replicas, by generation."""
         self.there_was_token_s: dict[Account, float] = {}
         self.counted_until_s = self.now_s
         for replica_id in ("r0", "r1"):
@@ -239,7 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.who_leaves_gets_nothing_new(decisions)
 
     def who_leaves_gets_nothing_new(self, decisions: list[Decision]) -> None:
-        """With `check`, by which a program leaves with its last turn in flight: it leaves within those it has."""
+        """With `check` a program leaves with its last turn in flight: until then it gets no new turns."""
         began_anew = {decision.program_id for decision in decisions if isinstance(decision, Unmark | Pause | Release)}
         before = self.leaving
         self.leaving = {
@@ -357,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         arrived = TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, parent_id=parent_id, tenant=tenant)
         replica = self.scheduler.replicas.get(replica_id)
         grants = replica is not None and replica.grants
-        self.leaving = {}  # it runs beside those of a program that leaves
+        self.leaving = {}  # it runs beside the turns of a program that leaves
         self.send(TurnAdopted(self.now_s, turn_id, replica_id, arrived))
         turn = self.scheduler.turns.get(turn_id)
         assert (turn is not None and turn.account_id == replica_id) == grants, "counted elsewhere, or nowhere"
@@ -371,7 +371,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tool_runs=st.booleans(),
     )
     def program_is_adopted(self, program_id: str, standing: str, replica_id: str, size: int, tool_runs: bool) -> None:
-        """Of another scheduler: it is taken in once, and has its claim if its replica is open."""
+        """The program comes from another scheduler: it is taken in once, and has its claim if its replica is open."""
         branches = (BranchRecord("", size, size), BranchRecord("b", size, 0, 0.25, ""))[: 1 + size % 2]
         record = ProgramRecord(
             program_id,
@@ -404,7 +404,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             replica = self.scheduler.replicas[earlier.account_id or ""]
             marked = earlier.program is not None and earlier.program.marked
             leaves = marked and not replica.open_to_programs
-            granted = not marked and not replica.suspended_for  # else the next attempt is held where this one was
+            granted = not marked and not replica.suspended_for  # otherwise the next attempt is held where this one was
         left_id = earlier.account_id if earlier is not None else None
         turn_count = 0 if earlier is None or earlier.program is None else earlier.program.turn_count
         turn_id = self.turn_arrives(
@@ -708,7 +708,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.open_replicas
 
     def what_was_heard_adds_up(self) -> None:
-        """Every turn that went to a replica came back or is there, and so did every tool."""
+        """Every turn that went to a replica came back or is still there, and so is every tool."""
         gone = {signal.turn_id for signal in self.heard if isinstance(signal, GpuSubmit)}
         back = [signal.turn_id for signal in self.heard if isinstance(signal, GpuEnd)]
         there = {turn_id for program in self.scheduler.programs.values() for turn_id in program.in_flight}

@@ -42,8 +42,8 @@ BACK_S = 1.0
 """Time after which the supervisor restarts a killed process."""
 
 BACK_LIMIT_S = 120.0
-"""A scheduler leads, or stands by, within that time. To start one takes a second of a core, and a quarter of a minute
-where thirty programs want the core: two of them, one after another, were once not back within a minute."""
+"""Time limit until a scheduler leads or stands by. A start takes a second of a core, and a quarter of a minute while
+thirty programs want the core: two of them, one after another, were once not back within a minute."""
 
 FORGOTTEN_S = 3600.0
 KEYS = "ta:{default}:"

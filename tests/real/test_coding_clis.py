@@ -109,7 +109,7 @@ async def test_claude_code_with_a_sub_agent_is_one_program(programs_folder: Path
 
 
 async def test_claude_code_says_which_sub_agent_called_which(programs_folder: Path, tmp_path: Path) -> None:
-    """A sub-agent of a sub-agent is a branch below it, which is forgotten when the caller continues."""
+    """A sub-agent of a sub-agent is a branch below it, which is forgotten when its caller continues."""
     asked = {"description": "ask", "prompt": "What is the weather?", "run_in_background": False}
     script = ScriptedModel(tool="Agent", arguments=asked, leaf_header="X-Claude-Code-Parent-Agent-Id")
     async with script.running() as model, running_proxy(model.url) as proxy:

@@ -243,7 +243,7 @@ async def test_a_sandbox_that_cannot_be_set_up_is_told_of(
 
 
 async def test_what_a_setup_command_leaves_running_delays_nothing_for_long(driver: DockerDriver) -> None:
-    """It keeps the command's output open; the command has ended all the same."""
+    """The process keeps the command's output open, although the command itself has ended."""
     async with asyncio.timeout(10):
         place = await driver.prepare(order(setup=("sleep 1000 & echo started",)))
     await driver.reclaim(place.handle)

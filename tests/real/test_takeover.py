@@ -202,7 +202,7 @@ async def cell(
 async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
     require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a restart with older data between two commands: no command failed, so nothing else would notice."""
+    """A restart with older data between two commands does that: no command failed, so nothing else would notice."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
         redis_store = importlib.import_module("thunderagent.scale.leader.redis_store")
@@ -231,7 +231,7 @@ async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
 async def test_who_is_cancelled_while_it_asks_the_store_ends(
     require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds in every turn of the loop: the client missed it in every second one."""
+    """This holds in every turn of the loop: the client missed the cancellation in every second one."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
         store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)
@@ -251,7 +251,7 @@ async def test_who_is_cancelled_while_it_asks_the_store_ends(
 def test_a_store_that_ends_connections_at_once_is_away(
     require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it ends them. uvloop raises an error of its own when the client writes after that."""
+    """It may end them at any time. uvloop raises an error of its own when the client writes after that."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
     module = importlib.import_module("thunderagent.scale.leader.redis_store")
@@ -277,7 +277,7 @@ def test_a_store_that_ends_connections_at_once_is_away(
 async def test_a_scheduler_is_not_its_own_standby(
     require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it announced before it led counts for nobody."""
+    """Its announcements from before it led do not count."""
     with redis_server(require_real, tmp_path) as server:
         monkeypatch.syspath_prepend(server.packages)
         store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)

@@ -177,7 +177,7 @@ async def _find_the_others(app: Deployment, nodes: TwoNodes) -> None:
     alone = nodes.cluster.head_node.node_id
     assert {(await call("worker", "where"))[0] for _ in range(4)} == {alone}
     assert await call("keeper", "hear", "x") == ["x"]
-    nodes.add()  # Ray wants the main thread for it
+    nodes.add()  # Ray needs the main thread for it
     await until(lambda: len(places(app, "worker")) == 3)
     assert set(places(app, "worker").values()) == {alone, nodes.second.node_id}
 

@@ -121,7 +121,7 @@ def incident(policy: str) -> Driver:
 
 
 def told_of(program_id: str | None) -> dict[str, Any]:
-    """All agents have the same first prefix, each half of them the same task; each half ends together."""
+    """All agents share the first prefix, each half of them also a task; each half ends together."""
     if program_id is None:
         return {}
     half = "even" if int(program_id[-1]) % 2 == 0 else "odd"
