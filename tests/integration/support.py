@@ -393,7 +393,7 @@ def _bound_socket(port: int) -> socket.socket:
 
 
 class FakeReplica:
-    """A vLLM to the poller, and to all others whatever a test sets."""
+    """A vLLM for the poller; for all others it behaves as a test sets."""
 
     def __init__(self, behaviour: Callable[[Call], Awaitable[None]], *, capacity_tokens: int = 1_000_000) -> None:
         self.behaviour = behaviour
@@ -728,7 +728,7 @@ async def running_proxy(
             "event_log": Path(folder, "events"),
         }
         if "policy" not in config:
-            # So that a claim is a context, to the token.
+            # Then a claim equals the context, to the token.
             defaults["policy_args"] = {"reserve_tokens": "0", "growth_quantile": "0"}
         settings = ServeConfig.load(**{**defaults, **config})
         runtime, event_log = build_runtime(settings)

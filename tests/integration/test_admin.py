@@ -1,4 +1,4 @@
-"""What the proxy says about itself."""
+"""The proxy's reports about itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECRET = "only-the-programs-name"
 
 
 async def test_health_is_the_processs_and_ready_the_replicas() -> None:
-    """Alive without any replica; ready when the first is up, and no longer when it is gone."""
+    """The process is alive without replicas; it is ready while at least one replica is up."""
     async with fake_replica() as replica:
         await replica.stop()
         async with running_proxy(replica.url, up=0) as proxy:
@@ -50,7 +50,7 @@ async def test_health_is_the_processs_and_ready_the_replicas() -> None:
 
 
 async def test_an_unhealthy_replica_is_not_ready() -> None:
-    """One that answers, but not well, is out after the configured number of failures."""
+    """A replica that answers with failures goes down after the configured number of them."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         replica.healthy = False
         await proxy.up(0)
@@ -113,7 +113,7 @@ async def test_a_wrong_query_is_refused(query: str) -> None:
 
 
 async def test_a_program_tells_its_story() -> None:
-    """What happened to it, why and where, with its claim: enough to explain a hold."""
+    """The story tells what happened, why and where, with the claim: enough to explain a hold."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         await ask(proxy.url, "first")
         held = asyncio.create_task(ask(proxy.url, "some/one"))
@@ -160,7 +160,7 @@ async def test_a_program_says_why_it_waits_and_what_it_holds() -> None:
 
 
 async def test_who_waits_for_memory_is_told_how_much() -> None:
-    """The default policy, and a replica too small for two."""
+    """The default policy, with a replica that is too small for two programs."""
     async with fake_replica(capacity_tokens=1000) as replica, running_proxy(replica.url) as proxy:
         gate = replica.behaviour = Gate()
         first = asyncio.create_task(ask(proxy.url, "first", content="a" * 3000))
@@ -203,7 +203,7 @@ async def test_replicas_report_ledger_and_engine() -> None:
 
 
 async def test_a_replica_of_unknown_capacity_has_no_limit() -> None:
-    """Null, which JSON has in place of infinity; and no sample in the metrics."""
+    """The API says null, since JSON has no infinity; the metrics have no sample."""
     async with fake_replica() as replica:
         replica.metrics = None
         async with running_proxy(replica.url) as proxy:
@@ -215,7 +215,7 @@ async def test_a_replica_of_unknown_capacity_has_no_limit() -> None:
 
 
 async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
-    """Behind all that wait for room, with the reason; the story says what must happen."""
+    """It stands behind all that wait for room, with the reason; its story says what must happen."""
     gate = Gate()
     config = {"policy": "passthrough", "admission": "window", "policy_args": {"admission.n": "1"}}
     async with fake_replica(gate) as replica, running_proxy(replica.url, **config) as proxy:
@@ -280,7 +280,7 @@ FAMILIES = {
 
 
 async def test_latencies_are_counted_by_replica_and_status() -> None:
-    """A stream by its first token and the time between tokens, every turn by its duration; a removed replica's end."""
+    """Streams count by first token and time between tokens, every turn by its duration, until its replica goes."""
     stream = streams(word("one"), word("two"), word("three"), DONE)
     async with fake_replica(stream) as replica, running_proxy(replica.url, retries_count=0) as proxy:
         name = replica.replica_id
@@ -324,7 +324,7 @@ async def test_metrics_have_their_names_and_labels_and_no_program() -> None:
 
 
 async def test_metrics_count_what_happens() -> None:
-    """A held turn, a lease, a finished turn, their programs and claims, each where it belongs."""
+    """A held turn, a lease, a finished turn, their programs and claims are each counted in the right place."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         await ask(proxy.url, "first")
         held = asyncio.create_task(ask(proxy.url, "second"))
@@ -370,7 +370,7 @@ async def test_a_head_request_is_answered_without_a_body(target: str) -> None:
 
 
 async def test_the_ready_line_names_the_policy_with_its_parts() -> None:
-    """As the report of the replicas does."""
+    """The line names it as the report of the replicas does."""
     async with fake_replica() as replica, serve("--backends", replica.url, "--global-policy", "reassign") as server:
         assert server.ready_line == f"thunderagent ready at {server.url}: policy breakeven+global_policy=reassign\n"
         assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+global_policy=reassign"

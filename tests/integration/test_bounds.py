@@ -76,7 +76,7 @@ async def held(proxy: RunningProxy, count: int) -> None:
 
 
 async def test_a_lease_whose_answer_cannot_be_written_ends(replica: FakeReplica) -> None:
-    """Twenty callers ask and are killed: long before the limit nothing is left of them."""
+    """Twenty callers ask and are killed: their leases end long before the limit."""
     async with running_proxy(replica.url) as proxy:
         for number in range(20):
             async with Wire.open(proxy.url) as wire:
@@ -95,7 +95,7 @@ async def test_a_lease_is_short_where_nothing_is_said(replica: FakeReplica) -> N
 
 
 async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has() -> None:
-    """At its begin, in its progress, and at its end; nor does it teach what others' bytes are worth."""
+    """This holds at its begin, in its progress and at its end; nor does it affect the size of others' bytes."""
     async with fake_replica(capacity_tokens=1000) as replica, running_proxy(replica.url) as proxy:
         scheduler = proxy.runtime.scheduler
         lease = (await post(proxy.url, "/leases", {"program_id": "a", "prompt_tokens": 2**31 - 1})).json()
@@ -120,7 +120,7 @@ async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has()
 
 
 async def test_what_a_data_key_says_of_its_leases_teaches_of_its_own_programs_alone() -> None:
-    """Not what others' bytes are worth, nor what the engine keeps and computes; an admin key's word does."""
+    """They teach neither the size of others' bytes nor what engines keep and compute; an admin key's leases do."""
     async with (
         fake_replica(capacity_tokens=10_000) as replica,
         running_proxy(replica.url, policy="breakeven", **KEYS) as proxy,
@@ -151,7 +151,7 @@ PASSWORD = "s3cret-of-the-replica"
 
 
 async def test_no_answer_log_metric_or_error_shows_a_replicas_password() -> None:
-    """Every route that answers, failing turns, a replica that is added and one that does not start."""
+    """The test asks every route that answers, fails turns, and adds a replica and one that does not start."""
     async with fake_replica() as replica:
         url = replica.url.replace("//", f"//user:{PASSWORD}@")
         provision = ("--provision", "command", "--provision-min", "1", "--provision-ready-limit-s", "0.2")
@@ -223,7 +223,7 @@ async def floods(call: Call) -> None:
 
 @pytest.mark.parametrize("target", [CHAT, "/v1/embeddings"])
 async def test_a_client_that_stops_reading_loses_its_lease_and_the_engines_connection(target: str) -> None:
-    """A turn and a side call alike; one that reads slowly, but reads, is left alone."""
+    """This holds for turns and side calls; a client that reads slowly is left alone."""
     async with fake_replica(floods) as replica, running_proxy(replica.url, client_stall_limit_s=0.5) as proxy:
         address = urlsplit(proxy.url)
         with socket.create_connection((address.hostname, address.port)) as client:
@@ -263,7 +263,7 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
 
 
 async def test_an_answer_that_is_too_large_to_be_kept_is_passed_on_as_it_comes() -> None:
-    """It is not read, and is whole for its client all the same; one that breaks off breaks off there, too."""
+    """The proxy does not read it; its client still gets it whole, or broken off where the engine breaks off."""
     size_bytes, broken = 96 * 2**20, asyncio.Event()
     last = asyncio.Event()
 
@@ -357,7 +357,7 @@ async def test_held_bodies_are_bounded_and_all_that_were_held_are_answered(repli
 
 @pytest.mark.parametrize("named", [True, False], ids=["programs", "nobody"])
 async def test_bodies_of_turns_that_run_are_bounded_too(replica: FakeReplica, *, named: bool) -> None:
-    """Nobody is held, and past the bound a turn gets 503 all the same; when those that run have ended there is room."""
+    """No turn is held, but past the bound a turn gets 503; when the running turns have ended there is room."""
     gate = Gate()
     replica.behaviour = gate
     async with running_proxy(replica.url, policy="passthrough", max_running_bytes=250_000) as proxy:
@@ -366,7 +366,7 @@ async def test_bodies_of_turns_that_run_are_bounded_too(replica: FakeReplica, *,
             body = turn(f"p{number}" if named else None, content="x" * (50_000 if named else 100_000))
             return asyncio.create_task(post(proxy.url, CHAT, body))
 
-        tasks = [one(number) for number in range(2)]  # a body with program_id is kept as it came, and as it goes on
+        tasks = [one(number) for number in range(2)]  # a body with program_id is kept as received and as forwarded
         await until(lambda: len(replica.calls) == 2)
         refused = await one(2)
         assert (refused.status, refused.error["code"]) == (503, "too_many_held")
@@ -421,7 +421,7 @@ async def test_a_key_holds_no_more_than_its_part(replica: FakeReplica) -> None:
 
 
 async def test_past_what_patience_may_overdraw_a_turn_is_told_the_truth() -> None:
-    """Before its client gives up, and with when to come again."""
+    """It gets 503 before its client gives up, with the time to come again."""
     gate = Gate()
     async with fake_replica(gate, capacity_tokens=1000) as replica, running_proxy(replica.url, **cap(1)) as proxy:
         patience = ("X-Program-Patience", "0.8")
@@ -492,7 +492,7 @@ async def test_where_the_option_is_off_the_header_counts(replica: FakeReplica) -
 
 
 async def test_a_data_key_touches_programs_of_its_own_tenant_alone(replica: FakeReplica) -> None:
-    """Whatever the route: to blue there is no program of red's, and red's other key has all of it."""
+    """On every route blue sees no program of red's; red's other key has full access to them."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         table = proxy.runtime.scheduler.programs
         await post(proxy.url, CHAT, turn("a"), RED)
@@ -564,7 +564,7 @@ async def test_a_prompt_that_begins_with_anothers_is_not_taken_for_its_next(repl
 
 
 async def test_on_the_data_port_a_key_sees_its_own_programs(replica: FakeReplica) -> None:
-    """And only there where its tenant is known: all of them are for the admin port."""
+    """Only keys with a tenant see any; the list of all programs is on the admin port alone."""
     async with running_proxy(replica.url, **KEYS, admin_port=0) as proxy:
         await post(proxy.url, CHAT, turn("a"), RED)
         assert (await call(proxy.url, "GET", "/programs", RED)).json()["total"] == 1
@@ -578,7 +578,7 @@ async def test_on_the_data_port_a_key_sees_its_own_programs(replica: FakeReplica
 
 
 async def test_a_body_that_needs_no_key_is_small(replica: FakeReplica) -> None:
-    """Before anybody is known, 64 KiB are read and no more, whether announced or in chunks."""
+    """At most 64 KiB are read before the client is known, whether announced or in chunks."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         for announced in (("Content-Length", str(65 * 1024)), ("Transfer-Encoding", "chunked")):
             async with Wire.open(proxy.url) as wire:

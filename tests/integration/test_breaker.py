@@ -122,7 +122,7 @@ async def test_after_the_first_byte_the_limit_between_two_bytes_counts() -> None
 
 @pytest.mark.parametrize("before", [[], [stream_head(), chunk(word("one"))]], ids=["no byte", "some bytes"])
 async def test_an_answer_that_takes_too_long_in_all_is_cut(before: list[bytes]) -> None:
-    """504 before the head, an event after it; the replica is left either way, and nothing is tried again."""
+    """It gets 504 before the head, an event after it; the replica is left either way, and nothing is tried again."""
 
     async def drip(call: Call) -> None:
         await call.write_apart(*before)
@@ -143,11 +143,11 @@ async def test_an_answer_that_takes_too_long_in_all_is_cut(before: list[bytes]) 
 
 
 async def test_a_connection_that_is_not_made_in_time_is_a_504_or_a_failover() -> None:
-    """A backlog that is full: connections are neither accepted nor refused."""
+    """The backlog is full: connections are neither accepted nor refused."""
     with socket.socket() as full, contextlib.ExitStack() as stack:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(3):  # fill it
+        for _ in range(3):  # fill the backlog
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
@@ -187,7 +187,7 @@ async def test_a_replica_that_fails_turn_after_turn_gets_none_for_a_while() -> N
 
 
 async def test_a_replica_whose_while_is_over_gets_one_turn() -> None:
-    """And when that is answered, all of its share again."""
+    """After that turn is answered, it gets all of its share again."""
     async with two_replicas(**BREAKS) as (broken, _, proxy):
         await trip(proxy, broken)
         broken.behaviour = answers()
@@ -202,7 +202,7 @@ async def test_a_replica_whose_while_is_over_gets_one_turn() -> None:
 
 
 async def test_turns_that_chose_their_replica_count_too() -> None:
-    """They fail there and nowhere else, each once; and one that is answered there closes the breaker again."""
+    """Each of them fails there once and is not tried elsewhere; one that is answered there closes the breaker again."""
     async with two_replicas(**BREAKS) as (broken, healthy, proxy):
         path = f"/workers/{broken.replica_id}{CHAT}"
         for number in range(3):
@@ -276,7 +276,7 @@ async def test_a_probe_whose_client_leaves_makes_way_for_another() -> None:
 
 
 async def test_the_last_replica_is_never_taken_away() -> None:
-    """Failing there is no worse than waiting: every turn fails at once, and the first possible one is served."""
+    """Failing there is no worse than waiting: turns fail at once, and the first one that can be served is served."""
     async with (
         fake_replica(writes()) as broken,
         running_proxy(broken.url, **BREAKS, retries_count=0) as proxy,
@@ -290,7 +290,7 @@ async def test_the_last_replica_is_never_taken_away() -> None:
 
 @pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Service Unavailable", "400 Bad Request"])
 async def test_what_an_engine_answers_is_no_failure(status: str) -> None:
-    """Whatever its status: it is the client's, and a client could else take one replica after the other away."""
+    """Every status is the client's affair; otherwise a client could take one replica after the other away."""
     async with two_replicas(**BREAKS) as (broken, _, proxy):
         broken.behaviour = answers({"error": "no"}, status=status)
         for number in range(12):
@@ -322,7 +322,7 @@ async def test_a_replica_that_went_down_begins_anew() -> None:
 
 
 async def test_a_client_that_tries_again_itself_gets_fewer_of_our_tries() -> None:
-    """Three tries of its, with ours: 3 + 2 + 1 in all, not 9."""
+    """A client that tries three times causes 3 + 2 + 1 tries in all, not 9."""
     async with contextlib.AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(fake_replica(writes())) for _ in range(4)]
         urls = [replica.url for replica in replicas]
@@ -334,7 +334,7 @@ async def test_a_client_that_tries_again_itself_gets_fewer_of_our_tries() -> Non
 
 
 async def test_tries_of_all_turns_together_are_limited() -> None:
-    """Where every replica fails: no more than a hundred, or a fifth of the turns, whatever each turn may still have."""
+    """When every replica fails, they are at most a hundred, or a fifth of the turns, whatever each turn has left."""
     async with (
         fake_replica(writes()) as one,
         fake_replica(writes()) as other,

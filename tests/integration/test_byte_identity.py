@@ -71,10 +71,10 @@ class Case:
     """None: the sent bytes."""
     head: bytes
     pieces: list[bytes]
-    """The body of the answer; of a stream that has no usage unless that is asked for, the usage is the last but one."""
+    """The body of the answer; in a stream that reports usage only on request, the usage is the last piece but one."""
     usage_is_asked_for: bool
     values: list[bytes]
-    """The values of the body's members, as they are written."""
+    """The values of the body's members, as they are spelt."""
 
     @property
     def may_change(self) -> bool:

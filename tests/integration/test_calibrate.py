@@ -51,7 +51,7 @@ def worst_error_ratio(found: TimingProfile, true: TimingProfile) -> float:
 
 
 def test_a_calibrated_profile_predicts_the_engine_that_was_measured() -> None:
-    """From what the engine answers when come the iteration times that it keeps."""
+    """The arrival times of the engine's answers yield the iteration times that it keeps."""
     loop = VirtualTimeLoop()
     true = profile("demo")
     config = EngineConfig(kv_tokens=16_000, block_size=16, max_num_batched_tokens=2048, timing=true)
@@ -224,7 +224,7 @@ async def test_a_busy_engine_is_warned_of_and_no_request_is_longer_than_its_cont
     made_up = MadeUpEngine(max_model_len=500, metrics='vllm:num_requests_running{engine="0"} 3.0\n')
     calibration = await calibrated(made_up)
     assert any("busy with other requests" in warning for warning in calibration.warnings)
-    assert any("2048 was assumed" in warning for warning in calibration.warnings)  # no prompt could tell
+    assert any("2048 was assumed" in warning for warning in calibration.warnings)  # no prompt showed the limit
     assert "2048 tokens in an iteration at most (assumed)" in calibration.timing.source
     assert max(map(len, made_up.prompts)) < 500
     assert len({tuple(prompt[:16]) for prompt in made_up.prompts}) > len(made_up.prompts) / 2
@@ -268,7 +268,7 @@ def test_a_command_that_cannot_be_carried_out_says_so_in_a_line(
 ) -> None:
     try:
         exited = main(["calibrate", "--out", str(tmp_path / "x.toml"), *options])
-    except SystemExit as error:  # argparse's way of saying no
+    except SystemExit as error:  # argparse refuses this way
         exited = int(error.code or 0)
     assert exited == status
     assert says in capsys.readouterr().err.splitlines()[-1]

@@ -98,7 +98,7 @@ async def test_a_client_leaves_before_the_first_byte(how: str, streamed: bool) -
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("asks_for_usage", [False, True])
 async def test_a_client_leaves_a_stream(how: str, asks_for_usage: bool) -> None:
-    """In the middle of a stream, between two events."""
+    """It leaves in the middle of a stream, between two events."""
     gate = Gate([stream_head(), chunk(word("one"))])
     options = {"stream_options": {"include_usage": True}} if asks_for_usage else {}
     async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
@@ -112,7 +112,7 @@ async def test_a_client_leaves_a_stream(how: str, asks_for_usage: bool) -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_a_client_leaves_a_whole_answer(how: str) -> None:
-    """While the proxy has read half of an answer that is not streamed."""
+    """It leaves while the proxy has read half of an answer that is not streamed."""
     gate = Gate([HALF_ANSWER])
     async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
         send(wire, "a")

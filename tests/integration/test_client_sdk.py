@@ -71,7 +71,7 @@ IDS = ["task-7", "team/7", "a task", "tâche 七", "a%2Fb", "v1", "x/v1", "a/../
 
 
 async def test_a_block_is_a_program(proxy: RunningProxy) -> None:
-    """Whatever its id is, sync and async: its turns are its own, and the proxy knows it no more afterwards."""
+    """Any id works, sync and async: its turns are its own, and the proxy forgets the program afterwards."""
 
     def agent(program_id: str, http_client: Any) -> None:
         with program(program_id) as p:
@@ -121,7 +121,7 @@ async def test_an_error_and_a_cancellation_release_too(replica: FakeReplica, pro
 
 
 async def test_a_program_that_is_cancelled_in_a_turn_leaves_nothing() -> None:
-    """Both in flight and held: the next program continues."""
+    """It is cancelled in flight or while held; the next program continues."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
 
@@ -213,7 +213,7 @@ print(turn.usage.completion_tokens)
 
 
 async def test_a_child_process_runs_as_the_program(proxy: RunningProxy) -> None:
-    """It knows nothing of us: the openai client reads the environment."""
+    """It does not know the SDK: the openai client reads the environment."""
     async with program("père/1") as p:
         environment = {"OPENAI_API_KEY": "none", **os.environ, **p.environment}
         child = await asyncio.create_subprocess_exec(
@@ -267,7 +267,7 @@ async def test_sandboxes_that_are_off_are_a_refusal(proxy: RunningProxy) -> None
 async def test_the_examples_of_the_page_run(
     engine_url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As they stand; the turns are the engine's, and every program is released with its sandbox."""
+    """They run unchanged; an engine serves the turns, and every program is released with its sandbox."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     async with elsewhere() as service:

@@ -86,7 +86,7 @@ async def test_the_openai_client_understands_our_errors(engine_url: str) -> None
 
 
 async def test_a_broken_stream_is_an_error_for_the_openai_client() -> None:
-    """Not an answer that is merely short."""
+    """The client gets an error, not a shorter answer."""
     async with (
         fake_replica(writes(stream_head(), chunk(word("one")))) as replica,
         running_proxy(replica.url) as proxy,

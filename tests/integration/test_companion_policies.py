@@ -1,4 +1,4 @@
-"""The companion systems' policies behind a proxy: turns are served, with the priorities and the window of each."""
+"""The companion systems' policies behind a proxy: turns are served, with each one's priorities and window."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_programs_are_served_and_engines_get_the_priorities_of_those_that_
 
 
 async def test_the_window_is_cut_where_the_engine_says_that_it_thrashes() -> None:
-    """Full and missing: of four programs one is in at last, and the next comes in when that is released."""
+    """The engine is full and misses its cache: in the end one of four programs is in; its release admits the next."""
     async with fake_replica() as engine:
         concur = {"policy": "concur", "policy_args": {"admission.first_count": "4", "admission.interval_s": "0.2"}}
         async with running_proxy(engine.url, **concur) as proxy:

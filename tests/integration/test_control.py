@@ -1,4 +1,4 @@
-"""Engine control: what trainers tell all replicas, or one of them, and what becomes of the turns meanwhile."""
+"""Engine control: what trainers tell all replicas or one of them, and what happens to the turns meanwhile."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def id_of(replica: FakeReplica) -> str:
 
 
 def resident_tokens(scheduler: Scheduler, replica: FakeReplica) -> int:
-    """What of program "a" is expected to lie in a replica's memory."""
+    """The part of program "a" that is expected in a replica's memory."""
     return scheduler.book.resident_tokens(scheduler.programs["a"], scheduler.replicas[id_of(replica)])
 
 
@@ -83,7 +83,7 @@ async def held(proxy: RunningProxy, count: int) -> None:
     "path", ["/pause?mode=keep", "/flush_cache", "/update_weights_from_disk", "/v1/load_lora_adapter"]
 )
 async def test_a_call_goes_to_every_replica_as_it_is(path: str) -> None:
-    """Method, query, headers and body reach each one; the answer is the engine's own, if all said the same."""
+    """Method, query, headers and body reach each one; if all answers are equal, that is the answer."""
     body = b'{"odd" :  [1,2] }'
     async with replicas_behind(3) as (proxy, replicas):
         for replica in replicas:
@@ -128,7 +128,7 @@ async def test_what_one_rank_is_told_holds_for_its_engine() -> None:
 
 
 async def test_a_flush_is_known_by_get_too() -> None:
-    """SGLang takes both; its answer is text."""
+    """SGLang takes GET and POST; its answer is text."""
     async with replicas_behind() as (proxy, replicas):
         for replica in replicas:
             replica.behaviour = answers(b"Cache flushed.\n", headers=[("content-type", "text/plain; charset=utf-8")])
@@ -139,7 +139,7 @@ async def test_a_flush_is_known_by_get_too() -> None:
 
 
 async def test_answers_that_differ_are_joined() -> None:
-    """The joint answer is yes only if all said yes; each one's answer is included."""
+    """The joint answer is yes only if all replicas said yes; it includes each one's answer."""
     async with replicas_behind() as (proxy, (one, other)):
         one.behaviour, other.behaviour = answers({"is_paused": True}), answers({"is_paused": False})
         answer = (await get(proxy.url, "/is_paused")).json()
@@ -148,7 +148,7 @@ async def test_answers_that_differ_are_joined() -> None:
 
 
 async def test_a_replica_that_fails_makes_the_call_fail_and_is_not_taken_for_paused() -> None:
-    """The others are: their turns wait, and those of new programs go where an engine works."""
+    """The other replicas are paused: their turns wait, and new programs' turns go where an engine works."""
     async with replicas_behind() as (proxy, (one, other)):
         one.behaviour = answers({"status": "paused"})
         other.behaviour = answers({"error": "no"}, status="500 Internal Server Error")
@@ -166,7 +166,7 @@ async def test_a_replica_that_fails_makes_the_call_fail_and_is_not_taken_for_pau
 
 
 async def test_a_replica_that_is_gone_makes_the_call_fail() -> None:
-    """It would come back with other weights than the rest."""
+    """That replica would come back with other weights than the rest."""
     async with replicas_behind() as (proxy, (one, other)):
         one.behaviour = answers({"success": True})
         await other.stop()
@@ -176,7 +176,7 @@ async def test_a_replica_that_is_gone_makes_the_call_fail() -> None:
 
 
 async def test_what_all_refuse_is_refused_in_their_words() -> None:
-    """As vLLM does without its development mode."""
+    """vLLM refuses it without its development mode."""
     async with replicas_behind() as (proxy, replicas):
         for replica in replicas:
             replica.behaviour = answers({"detail": "Not Found"}, status="404 Not Found")
@@ -201,7 +201,7 @@ async def test_calls_are_told_one_after_another_but_reading_waits_for_nobody() -
 
 
 async def test_a_call_that_takes_too_long_is_over() -> None:
-    """By its own limit, not by that of turns."""
+    """The call's own limit counts, not that of turns."""
     async with replicas_behind(1, engine_control_timeout_s=0.2) as (proxy, (replica,)):
         replica.behaviour = Gate()
         answer = await post(proxy.url, "/update_weights")
@@ -217,7 +217,7 @@ async def test_a_call_that_takes_too_long_is_over() -> None:
 
 @pytest.mark.parametrize("path", REPLICA_COMMANDS)
 async def test_what_each_replica_needs_in_words_of_its_own_is_not_sent_to_all(path: str) -> None:
-    """The answer says how it is sent; there it passes."""
+    """The answer tells how to send it to one replica; sent that way it passes."""
     async with replicas_behind() as (proxy, (one, other)):
         answer = await post(proxy.url, path, {"rank_offset": 1})
         assert (answer.status, answer.error["code"]) == (409, "per_replica_only")
@@ -338,7 +338,7 @@ async def test_an_engine_that_is_paused_may_be_silent_for_longer_than_any_limit(
 
 @pytest.mark.parametrize("limit", LIMITS)
 async def test_an_engine_that_is_paused_no_longer_has_its_limits_again(limit: str) -> None:
-    """Counted from the end of the pause: one that hangs then is found out."""
+    """The limits count from the end of the pause: an engine that hangs then is detected."""
     gate = Gate()
 
     async def engine(call: Call) -> None:
@@ -370,7 +370,7 @@ async def test_sleep_lasts_until_all_of_the_engine_is_awake() -> None:
 
 
 async def test_memory_that_was_released_comes_back_by_its_tags() -> None:
-    """SGLang's words, in the body."""
+    """The tags are SGLang's words, in the body."""
     async with replicas_behind(1) as (proxy, (replica,)):
         await post(proxy.url, "/release_memory_occupation", {})
         await post(proxy.url, "/resume_memory_occupation", {"tags": ["weights"]})
@@ -397,7 +397,7 @@ async def test_memory_that_was_released_comes_back_by_its_tags() -> None:
     ],
 )
 async def test_the_ledger_forgets_what_a_cleared_cache_held(path: str, body: dict[str, Any], forgotten: bool) -> None:
-    """And nothing else; the program keeps its claim."""
+    """It forgets nothing else; the program keeps its claim."""
     async with replicas_behind(1) as (proxy, (replica,)):
         await ask(proxy.url, "a")
         scheduler = proxy.runtime.scheduler
@@ -411,7 +411,7 @@ async def test_the_ledger_forgets_what_a_cleared_cache_held(path: str, body: dic
 
 
 async def test_a_cache_that_could_not_be_cleared_is_not_forgotten() -> None:
-    """vLLM answers 200 and says no."""
+    """vLLM answers 200, and its body says no."""
     async with replicas_behind(1) as (proxy, (replica,)):
         await ask(proxy.url, "a")
         replica.behaviour = answers({"success": False})
@@ -420,7 +420,7 @@ async def test_a_cache_that_could_not_be_cleared_is_not_forgotten() -> None:
 
 
 async def test_the_weight_version_is_shown() -> None:
-    """As it was last told."""
+    """It is the version that was last told."""
     async with replicas_behind(1) as (proxy, (replica,)):
         await post(proxy.url, "/update_weights_from_disk", {"model_path": "m", "weight_version": "step-7"})
         assert (await replica_report(proxy, replica))["weight_version"] == "step-7"
@@ -469,7 +469,7 @@ def generate(program_id: str, **more: Any) -> dict[str, Any]:
     ],
 )
 async def test_an_abort_of_all_ends_held_turns_with_tokens_in(path: str, body: dict[str, Any]) -> None:
-    """With the answer of each engine for it; text stays held."""
+    """Each gets the answer that its engine would give; turns with text stay held."""
     async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
         await ask(proxy.url, "first")
         waiting = [
@@ -522,7 +522,7 @@ async def test_an_abort_of_single_requests_touches_no_held_turn() -> None:
 
 
 async def test_an_abort_does_not_wait_for_a_call_that_waits_for_it() -> None:
-    """A pause that waits for all to finish would wait for ever."""
+    """Otherwise a pause that waits for all turns to finish would wait for ever."""
     gate = Gate()
     async with replicas_behind(1) as (proxy, (replica,)):
         replica.behaviour = gate
@@ -577,7 +577,7 @@ async def test_an_abort_is_told_once_where_all_turns_are_surely_known() -> None:
 
 
 async def test_the_same_prompt_with_what_came_so_far_is_the_same_program_s_next_turn() -> None:
-    """It counts once in the claim, and the time in between is no tool's."""
+    """It counts once in the claim, and the time in between is not a tool's."""
     abort = {**generate_answer([7, 8]), "usage": None}
     async with replicas_behind(1) as (proxy, (replica,)):
         gate = Gate([], [http_json(abort)])
@@ -618,7 +618,7 @@ def http_json(value: object) -> bytes:
 
 
 async def test_slime_aborts_sixty_four_held_turns_in_less_than_a_second() -> None:
-    """It asks for the engines, aborts on each until its load is zero, and has an abort for every turn."""
+    """slime asks for the engines, aborts on each until its load is zero, and gets an abort for every turn."""
     async with replicas_behind(2, **cap(1)) as (proxy, replicas):
         await post(proxy.url, "/generate", generate("first"))
         for replica in replicas:
@@ -679,7 +679,7 @@ async def test_a_held_stream_is_aborted_as_a_stream() -> None:
 
 
 async def test_the_facade_lists_urls_of_ours() -> None:
-    """In the shapes of both generations of SGLang's gateway."""
+    """The lists have the shapes of both generations of SGLang's gateway."""
     async with replicas_behind() as (proxy, replicas):
         listed = (await get(proxy.url, "/workers")).json()
         assert [each["id"] for each in listed["workers"]] == [id_of(replica) for replica in replicas]
@@ -702,7 +702,7 @@ async def test_the_facade_passes_everything_on() -> None:
 
 
 async def test_a_pause_by_the_facade_stops_grants_on_that_replica_alone() -> None:
-    """Its programs go where there is a replica that works."""
+    """Its programs go to a replica that works."""
     async with replicas_behind() as (proxy, (one, other)):
         assert (await post(proxy.url, f"/workers/{id_of(one)}/pause?mode=keep")).status == 200
         assert (await replica_report(proxy, one))["suspended_for"] == ["pause"]
@@ -713,7 +713,7 @@ async def test_a_pause_by_the_facade_stops_grants_on_that_replica_alone() -> Non
 
 
 async def test_a_flush_by_the_facade_is_noticed() -> None:
-    """Of that replica's programs."""
+    """The memory of that replica's programs counts as empty."""
     async with replicas_behind(1) as (proxy, (replica,)):
         await ask(proxy.url, "a")
         await get(proxy.url, f"/workers/{id_of(replica)}/flush_cache")
@@ -771,7 +771,7 @@ async def test_a_turn_by_the_facade_ends_when_its_replica_does() -> None:
 
 
 async def test_nothing_is_granted_between_the_two_words_of_the_hook() -> None:
-    """Each word may be said twice; the version and the cleared cache are taken in."""
+    """Each word may be said twice; the proxy takes in the version and the cleared cache."""
     async with replicas_behind(1) as (proxy, (replica,)):
         await ask(proxy.url, "a")
         assert (await post(proxy.url, "/weight_sync/end")).json() == {"suspended": False, "ended": False}
@@ -825,7 +825,7 @@ async def test_an_engine_that_somebody_else_paused_gets_no_turn() -> None:
 
 
 async def test_what_an_engine_said_before_it_was_told_does_not_count() -> None:
-    """A poll that was begun before a pause or a resume through us, and comes after it, is the older word."""
+    """A poll that began before a pause or a resume through the proxy, and ends after it, has the older state."""
     asked: asyncio.Queue[tuple[str, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
 
     async def engine(call: Call) -> None:
@@ -850,7 +850,7 @@ async def test_what_an_engine_said_before_it_was_told_does_not_count() -> None:
             answer = await poll()
             assert (await post(proxy.url, f"/{command}")).status == 200
             answer.set_result({"is_paused": late})
-            answer = await poll()  # so that what the one before said was heard
+            answer = await poll()  # so that the result of the poll before is taken in
             assert (await replica_report(proxy, replica))["suspended_for"] == then
             answer.set_result({"is_paused": bool(then)})
         answer = await poll()
@@ -862,7 +862,7 @@ async def test_what_an_engine_said_before_it_was_told_does_not_count() -> None:
 
 
 async def test_weights_that_an_engine_had_before_it_was_told_do_not_count() -> None:
-    """Otherwise its results with the new ones would be forgotten, and again at the next poll that reports these."""
+    """Otherwise the proxy would forget what the new weights computed, and again at the next poll that reports them."""
     late: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     polled_count = 0
 
@@ -912,7 +912,7 @@ async def test_a_caller_without_http_turns_takes_leases() -> None:
 
 
 async def test_a_lease_takes_what_the_headers_of_a_turn_say() -> None:
-    """Parent, tenant, and how long the caller waits."""
+    """The lease takes parent, tenant, and how long the caller waits."""
     async with replicas_behind(1, **cap(1)) as (proxy, _):
         first = (await post(proxy.url, "/leases", {"program_id": "a", "parent_id": "p", "tenant": "red"})).json()
         program = (await get(proxy.url, "/programs/a")).json()
@@ -927,7 +927,7 @@ async def test_a_lease_takes_what_the_headers_of_a_turn_say() -> None:
 
 
 async def test_a_lease_whose_caller_is_gone_comes_back() -> None:
-    """After the limit, or at once if it left while it waited."""
+    """It comes back after the limit, or at once if the caller left while it waited."""
     async with replicas_behind(1, lease_limit_s=0.2, **cap(1)) as (proxy, _):
         lease_id = (await post(proxy.url, "/leases", {"program_id": "a"})).json()["lease_id"]
         async with Wire.open(proxy.url) as wire:
@@ -973,7 +973,7 @@ async def test_rubbish_reaches_the_engine_and_harms_nobody(path: str) -> None:
 
 
 async def test_with_an_admin_port_the_data_port_controls_nothing() -> None:
-    """What agents call is on both; spellings that an engine may understand do not get round it."""
+    """Both ports serve what agents call; spellings that an engine may understand do not get round the limit."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         admin_port = probe.getsockname()[1]

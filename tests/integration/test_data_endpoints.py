@@ -67,9 +67,9 @@ class Api:
     whole: dict[str, Any]
     stream: tuple[bytes, ...]
     gets: bytes = b""
-    """What of the stream the client gets; all of it, if it is not said."""
+    """The part of the stream that the client gets; all of it by default."""
     asks: tuple[tuple[str, Any], ...] = ()
-    """What is put into the body of a stream."""
+    """The members that are added to the body of a stream."""
 
 
 CHOICE = {"index": 0, "token_ids": [5, 6, 7], "logprobs": None, "finish_reason": "stop"}
@@ -133,7 +133,7 @@ def totals(proxy: RunningProxy, program_id: str = "a") -> tuple[int, int, int]:
 @EACH_API
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
 async def test_a_whole_answer(replica: FakeReplica, proxy: RunningProxy, api: Api, encoding: str) -> None:
-    """The request loses its program's id alone, the answer nothing; its usage is the program's."""
+    """The request loses only its program's id, the answer nothing; its usage is the program's."""
     content = json.dumps(api.whole, indent=1).encode()
     if encoding == "gzip":
         content = gzip.compress(content)
@@ -166,7 +166,7 @@ async def test_a_stream_split_at_every_byte(
 
 @EACH_API
 async def test_a_gzip_stream_is_not_touched(replica: FakeReplica, proxy: RunningProxy, api: Api) -> None:
-    """Its usage is read all the same."""
+    """Its usage is still read."""
     content = gzip.compress(b"".join(api.stream))
     replica.behaviour = streams(content[:20], content[20:], headers=[("content-encoding", "gzip")])
     answer = await post(proxy.url, api.path, {**api.body, "stream": True}, ("X-Program-ID", "a"))
@@ -176,7 +176,7 @@ async def test_a_gzip_stream_is_not_touched(replica: FakeReplica, proxy: Running
 
 @EACH_API
 async def test_a_refusal_is_the_engines_own(replica: FakeReplica, proxy: RunningProxy, api: Api) -> None:
-    """Its status, its words, no second try."""
+    """Status and words are the engine's; there is no second try."""
     replica.behaviour = answers(b'{"detail":"too long"}', status="400 Bad Request")
     answer = await post(proxy.url, f"/p/a{api.path}", api.body)
     assert (answer.status, answer.body) == (400, b'{"detail":"too long"}')
@@ -199,7 +199,7 @@ async def test_a_turn_is_held_for_memory(replica: FakeReplica, api: Api) -> None
 async def test_a_body_of_2_mb_keeps_its_bytes_but_for_the_programs_id(
     replica: FakeReplica, proxy: RunningProxy
 ) -> None:
-    """Token ids both ways, compressed on the way back."""
+    """The body has token ids both ways, and is compressed on the way back."""
     ids = json.dumps(list(range(300_000))).encode()
     said = json.dumps({"usage": USAGE, "meta_info": META_INFO}).encode()
     for path, field in (("/inference/v1/generate", b"token_ids"), ("/generate", b"input_ids")):
@@ -222,7 +222,7 @@ def error_code(answer: Answer) -> str:
 
 @EACH_API
 async def test_an_error_of_the_proxy_has_the_callers_schema(replica: FakeReplica, api: Api) -> None:
-    """A wrong id, a body that is too large, a replica that hangs up, no replica at all."""
+    """Cases: a wrong id, a body that is too large, a replica that hangs up, no replica at all."""
     async with running_proxy(replica.url, max_body_bytes=20_000, no_replica_limit_s=0, retries_count=0) as proxy:
 
         async def hang_up(call: Call) -> None:
@@ -282,7 +282,7 @@ async def test_a_stream_that_breaks_ends_with_an_event_of_its_api(
 
 
 def makes(response_id: str, *, stream: bool = False) -> Any:
-    """Behave: make a response of this id, and tell of it when it is asked for."""
+    """Behave: make a response of this id, and report it when it is asked for."""
     response = {**RESPONSE, "id": response_id}
     if stream:
         return streams(named({"type": "response.created", "sequence_number": 0, "response": response}))
@@ -291,7 +291,7 @@ def makes(response_id: str, *, stream: bool = False) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_is_asked_for_where_it_was_made(stream: bool) -> None:
-    """By GET, cancel and DELETE, with or without the program's id, though others are less busy."""
+    """GET, cancel and DELETE do so, with or without the program's id, though others are less busy."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         replicas = {one.replica_id: one, other.replica_id: other}
         for replica in replicas.values():
@@ -310,7 +310,7 @@ async def test_a_response_is_asked_for_where_it_was_made(stream: bool) -> None:
                 answer = await exchange(proxy.url, method, target)
                 assert (answer.status, answer.header("X-Replica-ID")) == (200, replica_id), target
             assert [(call.method, call.target) for call in replica.calls] == [*asked, ("GET", path)]
-        assert proxy.runtime.outcome_counts["finished"] == 6  # none of these was a turn
+        assert proxy.runtime.outcome_counts["finished"] == 6  # none of these calls was a turn
 
 
 async def test_a_response_is_known_while_it_is_streamed(replica: FakeReplica) -> None:
@@ -347,7 +347,7 @@ async def test_a_response_whose_replica_is_gone_is_asked_for_nowhere_else(replic
 
 @pytest.mark.parametrize("program", ["", "/p/one-of-its-own"])
 async def test_a_turn_that_goes_on_from_a_response_runs_where_that_is(program: str) -> None:
-    """Even if others are less busy; for anonymous turns, and for an unknown program."""
+    """This holds even if others are less busy, for anonymous turns and for an unknown program."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         for replica in (one, other):
             replica.behaviour = makes(f"resp_{replica.replica_id}")
@@ -420,7 +420,7 @@ ERRING = {
 
 @pytest.mark.parametrize("target", ERRING)
 async def test_an_error_says_whose_turn_it_was_and_where_it_failed(target: str) -> None:
-    """In every dialect: a replica that hung up, a program that was released, a proxy that shuts down."""
+    """Every dialect has it: a replica that hung up, a program that was released, a proxy that shuts down."""
 
     async def hang_up(call: Call) -> None:
         call.close()
@@ -484,7 +484,7 @@ SIDE_CALLS = [
 )
 @pytest.mark.parametrize("padding_bytes", [0, 600_000])
 async def test_a_side_call_whose_body_names_its_program_goes_where_that_is(target: str, padding_bytes: int) -> None:
-    """Though another replica is less busy; our field is cut out, and nothing else is touched."""
+    """It goes there although another replica is less busy; our field is cut out, and nothing else is touched."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         homes = {name: (await post(proxy.url, f"/p/{name}{CHAT}", turn())).header("X-Replica-ID") for name in "abcd"}
         assert len(set(homes.values())) == 2
@@ -507,7 +507,7 @@ async def test_a_side_call_whose_body_names_its_program_goes_where_that_is(targe
                 assert (call.target, call.body) == (target, forwarded % pad)
                 one.calls.clear()
                 other.calls.clear()
-        leases_count = 8 if target == "/v2/nobody/knows" else 0  # it may generate; no other was a turn
+        leases_count = 8 if target == "/v2/nobody/knows" else 0  # it may generate; no other call was a turn
         assert proxy.runtime.outcome_counts["finished"] == 4 + leases_count
         assert {program.turn_count for program in proxy.runtime.scheduler.programs.values()} == {1}
 
@@ -551,7 +551,7 @@ async def test_what_may_change_something_is_not_sent_twice() -> None:
 
 
 async def test_a_side_call_streams(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """Its first piece is there before its last."""
+    """Its first piece arrives before its last is sent."""
     go_on = asyncio.Event()
 
     async def behave(call: Call) -> None:
@@ -591,7 +591,7 @@ async def test_side_calls_of_nobody_are_spread_by_what_is_in_flight_and_in_turn_
 async def test_a_side_call_that_streams_breaks_off_as_a_turn_does(
     replica: FakeReplica, proxy: RunningProxy, head: tuple[Header, ...]
 ) -> None:
-    """With an event of its API, numbered on, unless that would be rubbish."""
+    """It ends with an event of its API, numbered on, unless the client could not read one."""
     created = named({"type": "response.created", "sequence_number": 6, "response": RESPONSE})
 
     async def behave(call: Call) -> None:

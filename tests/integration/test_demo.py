@@ -32,7 +32,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_the_demo_runs_both_policies_to_their_ends_and_leaves_a_plot(tmp_path: Path) -> None:
-    """One command, no terminal: plain lines, a table, a plot, the figures, and what to do next."""
+    """One command without a terminal gives plain lines, a table, a plot, the figures, and what to do next."""
     with demo(tmp_path) as process:
         output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Bent:
-    """An answer on its way, to be bent."""
+    """An answer on its way, which a fault may change."""
 
     path: str
     status: int
@@ -123,7 +123,7 @@ async def engine_here() -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("build", [EngineServer, SglangServer])
 async def test_sound_engines_have_no_fault(build: Build) -> None:
-    """Both turns count for the program, on one engine, and the second hits; the report names all of this."""
+    """Both turns count for the program, on one engine, and the second hits; the report says all of this."""
     async with engine(build) as first, engine(build) as second:
         found = await examine(options("--backends", f"{first},{second}"))
     assert [finding for finding in found if finding.level is not Level.OK] == []
@@ -139,7 +139,7 @@ async def test_sound_engines_have_no_fault(build: Build) -> None:
 
 
 async def test_without_turns_no_prompt_is_sent(engine_here: str) -> None:
-    """Only what engines say of themselves is read."""
+    """Only the engines' own reports are read."""
     seen: list[str] = []
     async with relay(engine_here, bend=lambda bent: seen.append(bent.path)) as url:
         found = await examine(options("--backends", url, "--no-turns"))
@@ -267,14 +267,14 @@ async def test_a_fault_of_an_engine_is_found(
 async def test_what_to_do_is_said_in_the_words_of_the_engine(
     bend: Callable[[Bent], None], check: str, remedy: str
 ) -> None:
-    """SGLang has other options than vLLM."""
+    """SGLang's options differ from vLLM's."""
     async with engine(SglangServer) as behind, relay(behind, bend=bend) as url:
         found = await faults("--backends", url)
     assert found[check].remedy == remedy
 
 
 async def test_an_engine_that_does_not_listen_is_found(engine_here: str, unused_tcp_port: int) -> None:
-    """The others are examined all the same."""
+    """The others are still examined."""
     gone = f"http://127.0.0.1:{unused_tcp_port}"
     found = await examine(options("--backends", f"{engine_here},{gone}"))
     (finding,) = [each for each in found if each.check == "engine_reachable" and each.level is Level.FAULT]
@@ -285,7 +285,7 @@ async def test_an_engine_that_does_not_listen_is_found(engine_here: str, unused_
 
 
 async def test_priorities_are_missed_where_they_are_wanted(engine_here: str, tmp_path: Path) -> None:
-    """Where no policy gives any, an engine without them is as good."""
+    """If no policy gives any, an engine without them is as good."""
     file = tmp_path / "thunderagent.toml"
     file.write_text(f'backends = ["{engine_here}"]\npriority = "age"\n')
     finding = (await faults("--config", str(file)))["priorities"]
@@ -296,13 +296,13 @@ async def test_priorities_are_missed_where_they_are_wanted(engine_here: str, tmp
 
 
 async def test_two_models_are_two_pools() -> None:
-    """Which is no fault: each has its own queue and memory."""
+    """Two pools are no fault: each has its own queue and memory."""
     async with engine(model="big") as first, engine(model="small") as second:
         assert "models_alike" not in await faults("--backends", f"{first},{second}")
 
 
 async def test_two_versions_are_worth_a_warning(engine_here: str) -> None:
-    """They work together, and are rarely meant."""
+    """They work together, but are rarely intended."""
     async with engine() as other, relay(other, bend=lambda bent: bent.replace(r"0\.32\.0", "0.9.1")) as url:
         finding = (await faults("--backends", f"{engine_here},{url}"))["versions_alike"]
     assert (finding.level, "vllm 0.9.1" in finding.text) == (Level.WARNING, True)
@@ -312,7 +312,7 @@ async def test_two_versions_are_worth_a_warning(engine_here: str) -> None:
 async def test_a_load_balancer_before_engines_is_found(engine_here: str) -> None:
     """Turns of one program end up on any of them, whatever the proxy does: a frequent mistake with Services."""
     async with engine() as other:
-        for _ in range(3):  # one of them has served before
+        for _ in range(3):  # one of the engines has served before
             async with aiohttp.ClientSession() as http:
                 body = {"model": "simulated", "prompt": "some words before", "max_tokens": 1}
                 await (await http.post(f"{other}/v1/completions", json=body)).read()
@@ -355,7 +355,7 @@ async def test_traffic_that_is_mostly_nobodys_is_found(engine_here: str) -> None
 
 
 async def test_an_engine_in_the_proxys_place_is_found(engine_here: str, unused_tcp_port: int) -> None:
-    """So is the absence of any server."""
+    """The absence of any server is found too."""
     finding = (await faults("--url", engine_here))["proxy_reachable"]
     assert (finding.text, "--backends" in finding.remedy) == ("What answers here is not thunderagent.", True)
     nobody = (await faults("--url", f"http://127.0.0.1:{unused_tcp_port}"))["proxy_reachable"]
@@ -373,7 +373,7 @@ async def test_keys_are_asked_for_and_taken(engine_here: str) -> None:
 
 
 async def test_a_replica_that_only_the_proxy_loses_is_found(engine_here: str) -> None:
-    """It answers here; the proxy says why it is down to it."""
+    """The replica answers the doctor; the proxy says why it counts as down."""
     is_down = asyncio.Event()
 
     def bend(bent: Bent) -> None:
@@ -390,7 +390,7 @@ async def test_a_replica_that_only_the_proxy_loses_is_found(engine_here: str) ->
 
 
 async def test_a_proxy_that_would_be_open_to_a_network_is_found(engine_here: str, tmp_path: Path) -> None:
-    """Before it is started: `serve` would refuse it. One that is open on purpose is worth a warning."""
+    """It is found before the start, since `serve` would refuse it. One that is open on purpose is worth a warning."""
     file = tmp_path / "thunderagent.toml"
     file.write_text(f'backends = ["{engine_here}"]\nhost = "0.0.0.0"\n')
     finding = (await faults("--config", str(file), "--no-turns"))["bind"]
@@ -405,7 +405,7 @@ async def test_a_proxy_that_would_be_open_to_a_network_is_found(engine_here: str
 
 
 def test_a_running_proxy_that_strangers_reach_is_found() -> None:
-    """By an address that is not loopback's, both kinds of key are missed."""
+    """At an address that is not loopback's, both kinds of key are missed."""
     good, ready = Answer(200, "{}"), Answer(200, '{"ready": true}')
     proxy = proxies.Proxy("10.0.0.5:8300", has_key=False, health=good, ready=ready)
     proxy.summary = proxy.listed = proxy.listed_without_key = proxy.models = proxy.models_without_key = good
@@ -433,7 +433,7 @@ async def test_simulated_engines_are_worth_a_warning(engine_here: str) -> None:
 async def test_json_has_every_finding_and_the_status_says_whether_one_is_a_fault(
     engine_here: str, unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For scripts; people get a line each, and what to do under it."""
+    """Scripts read JSON; people get a line for each finding, and under it what to do."""
     assert await asyncio.to_thread(main, ["doctor", "--backends", engine_here, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["faults_count"], said["warnings_count"]) == (0, 0)

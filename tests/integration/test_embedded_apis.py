@@ -69,7 +69,7 @@ def totals(proxy: RunningProxy, program_id: str) -> tuple[int, int, int]:
 
 
 async def test_responses_of_the_openai_client(proxy: RunningProxy) -> None:
-    """Whole and streamed, one after the other by its id; the second hits what the first left."""
+    """Responses are whole or streamed, each after the one before by its id; the second hits what the first left."""
     async with openai_at(f"{proxy.url}/p/a/v1") as client:
         first = await client.responses.create(model="simulated", input=TEXT, instructions="be brief")
         assert (first.status, first.output_text.split()[0][0]) == ("completed", "w")
@@ -101,7 +101,7 @@ async def test_responses_of_the_openai_client(proxy: RunningProxy) -> None:
 
 
 async def test_a_response_that_is_too_short_is_incomplete(url: str) -> None:
-    """As its limit says."""
+    """It names its token limit as the reason."""
     async with openai_at(f"{url}/v1") as client:
         async with client.responses.stream(model="simulated", input=TEXT, max_output_tokens=3) as stream:
             response = await stream.get_final_response()
@@ -178,7 +178,7 @@ async def test_messages_of_the_anthropic_client(proxy: RunningProxy) -> None:
 
 
 async def test_a_refusal_is_an_error_of_the_anthropic_client(proxy: RunningProxy) -> None:
-    """The engine's, and one of the proxy's own."""
+    """It is one for a refusal of the engine, and for one of the proxy."""
     image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     ask: dict[str, Any] = {"model": "simulated", "max_tokens": 8}
     async with anthropic_at(proxy.url) as client:

@@ -339,12 +339,12 @@ async def test_an_answer_takes_the_time_the_model_says(client: httpx2.AsyncClien
 async def test_a_client_that_leaves_a_stream_frees_its_blocks(client: httpx2.AsyncClient) -> None:
     before = await metrics(client)
     async with client.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as response:
-        lines = response.aiter_lines()  # kept, because a generator that is let go closes the stream
+        lines = response.aiter_lines()  # kept, because dropping the generator closes the stream
         assert await anext(lines)
         assert (await metrics(client))["vllm:num_requests_running"] == 1
     await until_idle(client)
     after = await metrics(client)
-    assert after["vllm:request_success_total"] == before["vllm:request_success_total"] + 1  # as an abort
+    assert after["vllm:request_success_total"] == before["vllm:request_success_total"] + 1  # counted as an abort
 
 
 async def test_a_client_that_gives_up_waiting_for_the_whole_answer_frees_its_blocks(client: httpx2.AsyncClient) -> None:

@@ -1,4 +1,4 @@
-"""The SGLang that tests use, on a socket, is one to its clients."""
+"""The SGLang that tests use behaves on a socket as one does for its clients."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_openai_clients_are_served() -> None:
     ],
 )
 async def test_what_makes_no_sense_is_refused(path: str, body: dict[str, Any], says: str) -> None:
-    """In SGLang's two schemas: its own endpoint nests the message, the others do not."""
+    """Refusals have SGLang's two schemas: its own endpoint nests the message, the others do not."""
     async with served("instant") as client:
         response = await client.post(path, json=body)
         assert response.status_code == 400
@@ -208,7 +208,7 @@ async def test_a_request_is_aborted_by_its_id() -> None:
 
 
 async def test_all_are_aborted_at_once_those_that_wait_too() -> None:
-    """Of a pool that holds two of them, sixteen requests end within a second, streams and chats as well."""
+    """The pool holds two of sixteen requests: all end within a second, streams and chats as well."""
     async with served(kv_tokens=2048, max_model_len=1024) as client:
         body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
         tasks = [asyncio.create_task(generate(client, **body)) for _ in range(16)]
@@ -269,7 +269,7 @@ async def test_a_pause_that_aborts_ends_what_runs_and_lets_nothing_in() -> None:
 
 
 async def test_a_client_that_leaves_frees_its_memory() -> None:
-    """Also a client that waits at the door of a paused engine."""
+    """This includes a client that waits at the door of a paused engine."""
     async with served() as client:
         async with long_request(client):
             pass

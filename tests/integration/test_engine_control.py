@@ -75,7 +75,7 @@ async def test_a_keep_mode_pause_gives_the_same_text_as_no_pause() -> None:
 
 
 async def test_each_mode_of_a_pause_ends_a_turn_in_its_way() -> None:
-    """It is aborted with its output so far, or waited for; a sleeping engine has an empty cache and is woken again."""
+    """A turn is aborted with its output so far, or finishes; a sleeping engine has an empty cache and wakes up."""
     async with engine(profile="demo") as process, running_proxy(process.url) as proxy:
         assert await finish_reason_of(proxy, "/pause") == "abort"
         await post(proxy.url, "/resume")

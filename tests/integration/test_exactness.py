@@ -78,7 +78,7 @@ async def send_both_ways(
     direct = await exchange(replica.url, method, target, headers, body)
     relayed = await exchange(proxy.url, method, target, headers, body)
     has_length = any(name.lower() == "content-length" for name, _ in direct.headers)
-    assert seen(relayed, *(() if has_length else ("content-length",))) == seen(direct)  # one that was added is no fault
+    assert seen(relayed, *(() if has_length else ("content-length",))) == seen(direct)  # an added length is no fault
     first, second = replica.calls
     assert asked(second) == asked(first)
     return relayed, second
@@ -228,7 +228,7 @@ async def test_a_body_in_chunks_arrives_whole(replica: FakeReplica, proxy: Runni
 
 
 async def test_a_client_that_expects_100_continue_is_told_to_go_on(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """As curl does with large bodies; the replica is not asked to."""
+    """curl expects that with large bodies; the replica does not see the expectation."""
     async with Wire.open(proxy.url) as wire:
         wire.send("POST", CHAT, [("Expect", "100-continue")], b'{"a": 1}')
         assert (await wire.answer()).status == 200
@@ -282,7 +282,7 @@ async def test_headers_that_connection_names_are_dropped_both_ways(replica: Fake
 
 
 async def test_nothing_is_added_to_a_request_that_says_little(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """No Accept, no User-Agent, no Content-Type, no cookie of an earlier answer."""
+    """The proxy adds no Accept, no User-Agent, no Content-Type, and no cookie of an earlier answer."""
     replica.behaviour = answers(headers=[JSON_TYPE, ("Set-Cookie", "session=1")])
     for _ in range(2):
         await post_bare(proxy.url, b"{}")
@@ -296,7 +296,7 @@ async def post_bare(url: str, body: bytes) -> Answer:
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "unheard-of"])
 async def test_encoded_answers_are_not_touched(replica: FakeReplica, proxy: RunningProxy, encoding: str) -> None:
-    """The bytes stay encoded; the usage in a gzip answer is read all the same."""
+    """The bytes stay encoded; the usage in a gzip answer is still read."""
     body = gzip.compress(json.dumps(ANSWER).encode())
     replica.behaviour = answers(body, headers=[JSON_TYPE, ("Content-Encoding", encoding)])
     answer, _ = await send_both_ways(replica, proxy, "POST", CHAT, [("X-Program-ID", "a")], b"{}")
@@ -350,14 +350,14 @@ async def test_an_answer_without_a_body_has_none(replica: FakeReplica, proxy: Ru
 
 
 async def test_a_redirect_is_the_clients(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """The proxy does not follow it."""
+    """The client gets it; the proxy does not follow it."""
     replica.behaviour = answers(b"", status="307 Temporary Redirect", headers=[("Location", "/v1/elsewhere")])
     await send_both_ways(replica, proxy, "POST", CHAT, (), b"{}")
     assert len(replica.calls) == 2
 
 
 async def test_an_answer_without_a_length_ends_with_its_connection(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """HTTP/1.0 style."""
+    """HTTP/1.0 answers this way."""
 
     async def behave(call: Call) -> None:
         call.write(head_bytes("HTTP/1.1 200 OK", [*SERVER_HEADERS, JSON_TYPE, ("Connection", "close")]), b'{"a": 1}')
@@ -500,7 +500,7 @@ async def test_usage_that_was_not_asked_for_is_asked_for_and_taken_out(
         {"continuous_usage_stats": True},
         {"include_usage": 1},  # pydantic takes 1 and "true" for true
         {"include_usage": "true"},
-        False,  # for the engine to refuse
+        False,  # the engine must refuse this
         "usage",
         [],
     ],
@@ -520,7 +520,7 @@ async def test_a_request_that_does_not_stream_is_not_asked_for_usage(replica: Fa
 
 
 async def test_a_gzip_stream_is_not_touched(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """Usage that the client asked for is read out of it, too."""
+    """The usage that the client asked for is read out of it, too."""
     plain = b"".join([*STREAM[:-1], USAGE_EVENT, DONE])
     body = gzip.compress(plain)
     replica.behaviour = streams(*pieces_at(body, 10, 50), headers=[("content-encoding", "gzip")])
@@ -574,7 +574,7 @@ def made_the_same(body: bytes, *, stream: bool) -> list[Any]:
     return events
 
 
-# --- what the proxy says in headers
+# --- what the proxy adds in headers
 
 
 async def test_answers_say_whose_turn_it_was_and_where_it_ran(replica: FakeReplica, proxy: RunningProxy) -> None:

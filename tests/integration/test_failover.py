@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.integration.support import Call
 
 SLOW_POLLS = {"poll_interval_s": 30.0}
-"""So that a turn, not a poll, finds out that a replica is gone."""
+"""At this interval a turn, not a poll, finds out that a replica is gone."""
 
 
 async def test_a_replica_that_refuses_connections_is_passed_over() -> None:

@@ -68,7 +68,7 @@ async def test_a_program_id_that_is_none_is_refused_in_the_openai_schema(program
 
 @pytest.mark.parametrize("target", [b"*", b"http:///x", b"http://[::1/x", b"file:///etc/passwd", b"/health\xff"])
 async def test_a_target_that_is_none_is_refused_in_the_openai_schema(target: bytes) -> None:
-    """In our words, and without the bytes that came."""
+    """The proxy's own words refuse it, without the bytes that came."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
         wire.send_raw(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = await wire.answer()
@@ -252,7 +252,7 @@ async def test_a_side_call_that_breaks_off_is_cut() -> None:
 
 
 async def test_a_replica_that_falls_silent_is_a_504() -> None:
-    """Before the head and in the middle of an answer; there is a limit, and the lease comes back."""
+    """It is silent before the head or in the middle of an answer; there is a limit, and the lease comes back."""
     half = head_bytes("HTTP/1.1 200 OK", [*SERVER_HEADERS, JSON_TYPE, ("content-length", "100")])
     for silence in (Gate(), Gate([half, b"{"])):
         async with fake_replica(silence) as replica, running_proxy(replica.url, silence_timeout_s=0.1) as proxy:
@@ -424,7 +424,7 @@ async def test_a_late_release_does_not_end_the_next_incarnation() -> None:
 
 
 async def test_64_turns_of_one_program_run_at_once() -> None:
-    """They are never put behind one another, and the program acts only when none is in flight."""
+    """They never wait for one another, and the program acts only when none is in flight."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy:
         turns = [asyncio.create_task(ask(proxy.url, "a", seed=number)) for number in range(64)]

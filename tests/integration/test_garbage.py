@@ -151,11 +151,11 @@ WAYS = (
 
 
 async def test_no_turn_waits_for_the_garbage_collector() -> None:
-    """Whatever became of it; and no poll's answer does."""
+    """This holds whatever became of the turn, and for the answers to polls."""
     config = {"retry_budget_ratio": 0.0, "retries_count": 1, "breaker_failure_count": 0, "poll_deadline_s": 20.0}
     async with fake_replica() as replica, running_proxy(replica.url, **config) as proxy:
         for way in WAYS:
-            await way(replica, proxy)  # whatever is made once
+            await way(replica, proxy)  # objects that are made only once are made here
             with collecting() as found:
                 polls_count = replica.polls_count
                 for _ in range(TURNS_COUNT):
@@ -181,12 +181,12 @@ class Stalling(FakeReplica):
 
 
 async def test_no_poll_without_an_end_waits_for_the_garbage_collector() -> None:
-    """Nor does its connection, which the answer holds."""
+    """The same holds for its connection, which the answer holds."""
     replica = Stalling(answers())
     await replica.start()
     try:
         async with running_proxy(replica.url, poll_deadline_s=0.1):
-            await until(lambda: replica.polls_count > 4)  # whatever is made once
+            await until(lambda: replica.polls_count > 4)  # objects that are made only once are made here
             with collecting() as found:
                 await until(lambda count=replica.polls_count: replica.polls_count > count + 8)
             assert not found
@@ -196,7 +196,7 @@ async def test_no_poll_without_an_end_waits_for_the_garbage_collector() -> None:
 
 @contextmanager
 def old_ring() -> Iterator[weakref.ref[Ring]]:
-    """Garbage that outlived a collection; no other than that of the block takes it out."""
+    """Garbage that outlived a collection; only the block's own collection removes it."""
     ring = Ring()
     ring.itself = ring
     gc.collect()
@@ -222,7 +222,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
     turns_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it had been taken for lasting."""
+    """This holds even if it counted as permanent."""
     monkeypatch.setattr("thunderagent.serving.process.FULL_COLLECTION_AT_LAST_COUNT", FULL_COLLECTION_AFTER_COUNT)
     with old_ring() as is_there:
         gc.collect(1)
@@ -236,7 +236,7 @@ async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
 
 @pytest.mark.usefixtures("quick")
 async def test_no_collection_looks_at_more_than_it_can_while_a_turn_is_in_hand() -> None:
-    """It would stop all streams: objects above the limit count as permanent instead."""
+    """A longer one would stop all streams: objects above the limit count as permanent instead."""
     looked_at: list[int] = []
 
     def heard(phase: str, info: dict[str, int]) -> None:

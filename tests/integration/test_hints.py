@@ -12,7 +12,7 @@ from thunderagent.client import Program
 
 
 async def test_a_hint_with_a_turn_counts_from_its_end() -> None:
-    """Its program's report says when the next turn is expected, and how far that is believed."""
+    """The program's report says when its next turn is expected, and how far that is believed."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         await post(proxy.url, CHAT, turn("a"), ("X-Program-Hint", "next_turn_in_s=90, confidence=0.8"))
         hinted = (await get(proxy.url, "/programs/a")).json()["hinted"]
@@ -51,7 +51,7 @@ async def test_a_hint_in_a_body_counts_as_one_in_the_header(field: dict[str, Any
 
 
 async def test_a_hint_between_turns_takes_the_place_of_the_one_before() -> None:
-    """By the SDK, which says whether the program is known; a branch that ended claims nothing more."""
+    """The SDK sends it and learns whether the program is known; a branch that ended claims nothing more."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         a = Program(proxy.url, "team/a")
         assert not await a.async_hint(5.0)
@@ -69,7 +69,7 @@ async def test_a_hint_between_turns_takes_the_place_of_the_one_before() -> None:
 
 @pytest.mark.parametrize("value", ["", "soon", "next_turn_in_s=x", "next_turn_in_s=nan", "keep=drop", "confidence=1"])
 async def test_a_header_that_is_no_hint_is_refused(value: str) -> None:
-    """As any other of ours that is wrong; nothing reaches the engine."""
+    """It is refused as any other wrong header of ours; nothing reaches the engine."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         refused = await post(proxy.url, CHAT, turn("a"), ("X-Program-Hint", value))
         assert refused.status == 400
@@ -81,7 +81,7 @@ async def test_a_header_that_is_no_hint_is_refused(value: str) -> None:
     "body",
     [
         *({}, {"confidence": 0.5}, {"next_turn_in_s": -1}, {"next_turn_in_s": 1, "confidence": 2}, {"keep": "all"}),
-        {"next_turn_in_s": 1e308},  # the sum of all errors would be without end
+        {"next_turn_in_s": 1e308},  # the sum of all errors would be infinite
     ],
 )
 async def test_a_body_that_is_no_hint_is_refused(body: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Every way to name the program of a request, and every way to release a program."""
+"""All ways to name the program of a request, and all ways to release a program."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_the_program_is_cut_out_of_other_paths_too(
     ["/model_info", "/get_model_info?x=1", "/health_generate", "/server_info", "/v2/rerank", "/a%2Fb/"],
 )
 async def test_any_path_of_a_program_goes_to_its_replica(path: str) -> None:
-    """It is unchanged except for the prefix."""
+    """The path is unchanged except for the prefix."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         replicas = {one.replica_id: one, other.replica_id: other}
         homes = {name: (await post(proxy.url, f"/p/{name}{CHAT}", turn())).header("X-Replica-ID") for name in "abcd"}
@@ -127,7 +127,7 @@ async def test_any_path_of_a_program_goes_to_its_replica(path: str) -> None:
 
 
 async def test_a_control_call_of_a_program_is_one_to_its_replica() -> None:
-    """And has the same effect as one that names that replica."""
+    """It has the same effect as a call that names that replica."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         home = (await post(proxy.url, f"/p/a{CHAT}", turn())).header("X-Replica-ID")
         assert (await post(proxy.url, "/p/a/pause?mode=keep")).status == 200
@@ -178,7 +178,7 @@ async def test_models_are_the_union_of_all_replicas() -> None:
 
 
 async def test_models_that_every_replica_refuses_are_refused_in_its_words() -> None:
-    """A client's wrong key is its own affair, and no lack of replicas; where they differ it is one."""
+    """A client's wrong key is its own affair, not a lack of replicas; refusals that differ are a lack."""
     body = b'{"error": {"message": "Unauthorized", "code": 401}}'
     refuses = answers(body, status="401 Unauthorized", headers=[("WWW-Authenticate", "Bearer"), JSON_TYPE])
     async with (
@@ -221,7 +221,7 @@ async def test_a_sub_agent_that_goes_on_is_through_with_its_own(
 
 
 async def test_turns_of_a_program_stay_on_its_replica() -> None:
-    """And so do its side calls."""
+    """Its side calls stay there too."""
     async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
         homes = {}
         for round_number in range(3):
@@ -257,7 +257,7 @@ async def test_turns_of_a_program_stay_on_its_replica() -> None:
 async def test_a_program_is_released_in_any_form(
     proxy: RunningProxy, method: str, target: str, body: bytes, says: dict[str, Any]
 ) -> None:
-    """Callable from curl: no content type is needed. What was released is out of the table."""
+    """curl can call it: no content type is needed. A released program leaves the table."""
     await ask(proxy.url, "a/b")
     await ask(proxy.url, "7")
     answer = await exchange(proxy.url, method, target, (), body)
@@ -292,7 +292,7 @@ async def test_a_release_that_names_nothing_is_refused(
 
 
 async def test_the_last_turn_of_an_earlier_run_ends_no_later_one() -> None:
-    """Ids come back: it was released while that turn ran, and has begun anew."""
+    """Ids return: the program was released while that turn ran, and has begun anew."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy:
         last = asyncio.create_task(post(proxy.url, CHAT, turn("a"), ("X-Program-Final", "1")))
@@ -310,7 +310,7 @@ async def test_the_last_turn_of_an_earlier_run_ends_no_later_one() -> None:
 @pytest.mark.parametrize("header", ["X-Program-Final", "X-Dynamo-Session-Final"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_last_turn_releases_its_program(proxy: RunningProxy, header: str, stream: bool) -> None:
-    """Once it has its answer; a turn before it does not."""
+    """It does so after its answer; an earlier turn does not."""
     await ask(proxy.url, "a")
     assert proxy.runtime.scheduler.programs.get("a") is not None
     answer = await post(proxy.url, CHAT, turn("a", stream=stream), (header, "1"))
@@ -327,7 +327,7 @@ async def test_a_last_turn_that_failed_releases_nothing(replica: FakeReplica, pr
 
 
 async def test_a_path_of_an_engine_is_not_taken_for_a_release(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """DELETE of something in a program's own base URL is the engine's."""
+    """A DELETE of something under a program's base URL goes to the engine."""
     await ask(proxy.url, "a")
     await exchange(proxy.url, "DELETE", "/sessions/a/v1/responses/r")
     assert replica.calls[-1].target == "/v1/responses/r"
@@ -342,7 +342,7 @@ async def test_many_releases_at_once_release_once(proxy: RunningProxy) -> None:
 
 
 async def test_a_misspelt_setting_of_the_environment_is_warned_of(engine_url: str) -> None:
-    """It starts all the same, with the other settings."""
+    """The proxy still starts, with the other settings."""
     settings = {
         "THUNDERAGENT_IDEL_LIMIT_S": "5",
         "THUNDERAGENT_BACKENDS": engine_url,

@@ -119,7 +119,7 @@ async def test_answers_that_are_the_same_are_shared_out(engine_url: str) -> None
 
 @pytest.mark.parametrize("prompt", ["once upon a time " * 300, list(range(5000))], ids=["text", "ids"])
 async def test_a_prompt_that_is_a_text_or_token_ids_is_joined_too(prompt: str | list[int]) -> None:
-    """On the completions endpoint; what follows the answer may be anything."""
+    """This is on the completions endpoint; what follows the answer may be anything."""
     completion: dict[str, Any] = {"text": " there was"}
     if isinstance(prompt, list):
         completion["token_ids"] = [7, 8, 9]
@@ -272,7 +272,7 @@ async def test_a_large_next_turn_joins_behind_a_large_answer() -> None:
 
 
 async def test_what_goes_on_from_an_earlier_response_is_not_inferred() -> None:
-    """Its prompt is not there: the engine has it."""
+    """Its prompt is not in the body: the engine has it."""
     async with fake_replica() as replica, running_proxy(replica.url, infer_programs=True) as proxy:
         body = {"model": "m", "input": "and?", "previous_response_id": "resp_1"}
         assert (await post(proxy.url, "/v1/responses", body)).header("X-Program-ID") is None
@@ -346,7 +346,7 @@ async def test_without_the_option_tokens_are_the_engines() -> None:
 
 @pytest.mark.parametrize("bearer_programs", [False, True])
 async def test_engines_get_the_operators_key(bearer_programs: bool) -> None:
-    """In place of the client's; on every path."""
+    """It replaces the client's, on every path."""
     config = {"backend_api_key": "engine", "bearer_programs": bearer_programs}
     async with fake_replica() as replica, running_proxy(replica.url, **config) as proxy:
         await post(proxy.url, CHAT, turn(), ("Authorization", "Bearer ta-x"))
@@ -360,7 +360,7 @@ async def test_engines_get_the_operators_key(bearer_programs: bool) -> None:
 
 
 async def test_a_tenants_programs_are_listed_and_released() -> None:
-    """Others' are not, whether they are named or not."""
+    """Others' are not, whether the request names them or asks for all."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         for name, tenant in (("a", "red"), ("b", "red"), ("c", "blue"), ("d", None)):
             await post(proxy.url, CHAT, turn(name), *([("X-Program-Tenant", tenant)] if tenant else []))

@@ -1,4 +1,4 @@
-"""What GPUs and tools do, as a stream and as a file; and clients that say when a tool runs."""
+"""The stream and the file of what GPUs and tools do; and clients that say when a tool runs."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ async def until_counted(proxy: RunningProxy, name: str, label: str, least: float
 
 
 async def test_what_a_judge_says_is_in_the_story_and_in_the_metrics(engine_url: str) -> None:
-    """It gets the task, as the model and with the key of the configuration."""
+    """The judge gets the task, with the model and the key of the configuration."""
     async with (
         fake_replica(answers(verdict())) as judge,
         running_proxy(engine_url, **judged_by(f"{judge.url}/v1", judge_api_key="secret")) as proxy,
@@ -125,7 +125,7 @@ async def test_a_judge_that_is_not_there_is_a_failure(engine_url: str) -> None:
 
 
 async def test_a_shutdown_does_not_wait_for_the_judge(engine_url: str) -> None:
-    """What is asked then is given up."""
+    """Open questions are given up."""
     loop = asyncio.get_running_loop()
     async with fake_replica(Gate()) as judge:
         async with running_proxy(engine_url, **judged_by(f"{judge.url}/v1")) as proxy:
@@ -161,7 +161,7 @@ async def test_the_replicas_can_be_the_judge() -> None:
 
 
 async def test_who_is_hopeless_gets_410_until_it_is_released(engine_url: str) -> None:
-    """Only if that was asked for."""
+    """This happens only if it is configured."""
     async with fake_replica(answers(verdict())) as judge:
         config = judged_by(f"{judge.url}/v1", judge_fail_count=1)
         async with running_proxy(engine_url, **config, judge_ends_hopeless=True) as proxy:
@@ -180,7 +180,7 @@ async def test_who_is_hopeless_gets_410_until_it_is_released(engine_url: str) ->
 
 
 async def test_outcomes_tell_how_often_it_was_right(engine_url: str) -> None:
-    """In the body of a release, in a header of any, and with the last turn; other words are refused."""
+    """They are in the body of a release, in a header of any, or with the last turn; other words are refused."""
     async with (
         fake_replica(answers(verdict())) as judge,
         running_proxy(engine_url, **judged_by(f"{judge.url}/v1")) as proxy,
@@ -205,7 +205,7 @@ async def test_outcomes_tell_how_often_it_was_right(engine_url: str) -> None:
 
 
 async def test_nothing_is_said_of_a_judge_before_its_first_verdict(engine_url: str) -> None:
-    """Outcomes alone tell nothing of it."""
+    """Outcomes alone show nothing about a judge."""
     async with running_proxy(engine_url) as proxy:
         await ask(proxy.url, "a")
         await post(proxy.url, "/programs/release", {"program_id": "a", "outcome": "failure"})
@@ -222,7 +222,7 @@ PROGRAMS_COUNT = 7
 async def test_no_turn_waits_for_a_judge(name: str) -> None:
     """Turns, also large ones, are answered before the judge answers, and continue while it sends rubbish.
 
-    What is read for it, and of it, is read on other threads than the one that all turns share.
+    Its questions and answers are read on other threads than the one that all turns share.
     """
     behaviour, why = RUBBISH[name]
     may_answer = asyncio.Event()
