@@ -1,4 +1,4 @@
-"""The API server that the driver is tested against, itself tested: through the real client, as any cluster would be."""
+"""Tests of the API server that the driver is tested against: through the real client, as any cluster would be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 ask = asyncio.to_thread
-"""The client waits: it is asked in a thread."""
+"""The client blocks, so it is called in a thread."""
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def fails(status: int, function: Callable[..., Any], *args: Any, **kwargs:
 
 
 async def test_create_get_list_delete(pods: client.CoreV1Api) -> None:
-    """An object is there from its creation to its deletion, with a uid of its own each time."""
+    """An object exists from its creation to its deletion; each creation gives a new uid."""
     made = await ask(pods.create_namespaced_pod, "default", pod())
     read = await ask(pods.read_namespaced_pod, "p", "default")
     assert read.metadata.uid == made.metadata.uid
@@ -82,7 +82,7 @@ async def test_create_get_list_delete(pods: client.CoreV1Api) -> None:
 
 
 async def test_names_are_generated(pods: client.CoreV1Api) -> None:
-    """generateName makes a new name each time."""
+    """generateName gives a new name each time."""
     body = pod(generateName="p-")
     del body["metadata"]["name"]
     names = {(await ask(pods.create_namespaced_pod, "default", body)).metadata.name for _ in range(3)}
@@ -91,7 +91,7 @@ async def test_names_are_generated(pods: client.CoreV1Api) -> None:
 
 
 async def test_namespaces_are_apart(pods: client.CoreV1Api) -> None:
-    """The same name may be there in each namespace."""
+    """The same name may exist in each namespace."""
     for namespace in ("a", "b"):
         await ask(pods.create_namespaced_pod, namespace, pod())
     assert len((await ask(pods.list_namespaced_pod, "a")).items) == 1
@@ -113,7 +113,7 @@ async def test_namespaces_are_apart(pods: client.CoreV1Api) -> None:
     ],
 )
 async def test_label_selectors(pods: client.CoreV1Api, selector: str, names: str) -> None:
-    """Equality, sets, existence, and all of them together."""
+    """Selectors are equality, sets, existence, and combinations."""
     for name, labels in (("a", {"k": "1"}), ("b", {"k": "2", "l": "x"}), ("c", {})):
         await ask(pods.create_namespaced_pod, "default", pod(name, labels=labels))
     listed = await ask(pods.list_namespaced_pod, "default", label_selector=selector)
@@ -121,7 +121,7 @@ async def test_label_selectors(pods: client.CoreV1Api, selector: str, names: str
 
 
 async def test_field_selectors(pods: client.CoreV1Api) -> None:
-    """One object by its name."""
+    """A field selector finds one object by its name."""
     for name in "ab":
         await ask(pods.create_namespaced_pod, "default", pod(name))
     listed = await ask(pods.list_namespaced_pod, "default", field_selector="metadata.name=b")
@@ -150,7 +150,7 @@ async def test_a_list_in_pages_is_of_one_moment(api: KubernetesApi, pods: client
 
 
 async def test_a_stale_update_is_a_conflict(pods: client.CoreV1Api) -> None:
-    """Of two that read the same version, only the first may write."""
+    """Of two updates that read the same version, only the first succeeds."""
     await ask(pods.create_namespaced_pod, "default", pod())
     await until_ready(pods)
     first, second = [await ask(pods.read_namespaced_pod, "p", "default") for _ in range(2)]
@@ -170,7 +170,7 @@ async def until_ready(pods: client.CoreV1Api, name: str = "p") -> Any:
 
 
 async def test_what_is_invalid_is_not_stored(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """Names and labels have their alphabets."""
+    """Names and labels have restricted alphabets."""
     assert "RFC 1123" in await fails(422, pods.create_namespaced_pod, "default", pod("Not_A_Name"))
     assert "labels" in await fails(422, pods.create_namespaced_pod, "default", pod(labels={"k": "a b"}))
     assert "labels" in await fails(422, pods.create_namespaced_pod, "default", pod(labels={"k": "a" * 64}))
@@ -191,7 +191,7 @@ async def test_rights_and_quotas(api: KubernetesApi, pods: client.CoreV1Api) -> 
 
 
 async def test_a_precondition_that_is_not_met(pods: client.CoreV1Api) -> None:
-    """A request for another object than the existing one gets a conflict."""
+    """A request for another object than the existing one is a conflict."""
     made = await ask(pods.create_namespaced_pod, "default", pod())
     other = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid="other"))
     assert "precondition" in await fails(409, pods.delete_namespaced_pod, "p", "default", body=other)
@@ -200,7 +200,7 @@ async def test_a_precondition_that_is_not_met(pods: client.CoreV1Api) -> None:
 
 
 async def test_a_pod_has_its_grace(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """A pod that runs is marked first, and gone when it has stopped or its grace is over."""
+    """A running pod is marked first, and gone when it has stopped or its grace is over."""
     api.behave("any", stops_at_once=False)
     await ask(pods.create_namespaced_pod, "default", pod())
     await until_ready(pods)
@@ -215,7 +215,7 @@ async def test_a_pod_has_its_grace(api: KubernetesApi, pods: client.CoreV1Api) -
 
 
 async def test_finalizers_keep_an_object(api: KubernetesApi, jobs: client.BatchV1Api) -> None:
-    """It stays, marked, until its finalizers are removed; deleting it again changes nothing."""
+    """It stays, marked, until its finalizers are removed; a second deletion changes nothing."""
     body = job()
     body["metadata"]["finalizers"] = ["example.org/f"]
     await ask(jobs.create_namespaced_job, "default", body)
@@ -228,7 +228,7 @@ async def test_finalizers_keep_an_object(api: KubernetesApi, jobs: client.BatchV
 
 @pytest.mark.parametrize("policy", ["Background", "Foreground", "Orphan"])
 async def test_what_happens_to_dependents(api: KubernetesApi, jobs: client.BatchV1Api, policy: str) -> None:
-    """Dependents go after their owner, before it, or stay."""
+    """Dependents are removed after their owner or before it, or stay."""
     await ask(jobs.create_namespaced_job, "default", job())
     await until(lambda: api.all_of("pods"))
     api.behave("any", stops_at_once=False)
@@ -280,7 +280,7 @@ class _Text:
 
 
 async def test_a_watch_tells_what_happened_since_its_version(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """From the list's version on, in order, before and after it was opened, and to its end after timeoutSeconds."""
+    """Events come in order from the list's version on, before and after its opening, until timeoutSeconds are over."""
     api.behave("any", has_room=False)
     api.create("pods", pod("before"))
     await until(lambda: "conditions" in api.get("pods", "before")["status"])
@@ -322,17 +322,17 @@ async def test_a_version_that_is_forgotten(api: KubernetesApi, pods: client.Core
 
 
 async def test_a_watch_lasts_whole_seconds(pods: client.CoreV1Api) -> None:
-    """Any other limit is refused."""
+    """Other limits are refused."""
     assert "BadRequest" in await fails(400, watched, pods, "100", timeout_seconds=0.4)
 
 
 async def test_bookmarks(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """A watch that asks for them gets one at the end at the latest."""
+    """A watch that asks for bookmarks gets one at its end at the latest."""
     assert await ask(watched, pods, "100", allow_watch_bookmarks=True) == [("BOOKMARK", "")]
 
 
 async def test_it_comes_back_on_the_same_port(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """Stopped it refuses connections; restarted it has its earlier state."""
+    """Stopped, it refuses connections; restarted, it has its earlier state."""
     await ask(pods.create_namespaced_pod, "default", pod())
     url = api.url
     await api.stop()
@@ -347,7 +347,7 @@ async def test_it_comes_back_on_the_same_port(api: KubernetesApi, pods: client.C
 
 
 async def test_a_pod_starts_step_by_step(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """It waits, runs, and is ready, each of which is an event."""
+    """A pod waits, runs, and is ready; each step is an event."""
     version = (await ask(pods.list_namespaced_pod, "default")).metadata.resource_version
     await ask(pods.create_namespaced_pod, "default", pod())
     assert (await until_ready(pods)).status.pod_ip
@@ -355,7 +355,7 @@ async def test_a_pod_starts_step_by_step(api: KubernetesApi, pods: client.CoreV1
 
 
 async def test_a_job_makes_pods_until_one_succeeds_or_it_gives_up(api: KubernetesApi, jobs: client.BatchV1Api) -> None:
-    """So many tries as its limit says; then it is finished, and removed after its time."""
+    """It tries as often as its limit says; then it is finished, and removed after its time."""
     api.behave("bad", outcome="crash")
     api.behave("good", outcome="complete")
     await ask(jobs.create_namespaced_job, "default", job("fails", "bad", backoffLimit=2, ttlSecondsAfterFinished=10))
@@ -370,7 +370,7 @@ async def test_a_job_makes_pods_until_one_succeeds_or_it_gives_up(api: Kubernete
 
 
 async def test_deadlines(api: KubernetesApi, jobs: client.BatchV1Api, pods: client.CoreV1Api) -> None:
-    """A Job at its deadline loses its pod; a pod at its own is stopped, and stays as it is."""
+    """A Job at its deadline loses its pod; a pod at its own deadline is stopped, and stays as it is."""
     await ask(jobs.create_namespaced_job, "default", job(activeDeadlineSeconds=5))
     body = pod()
     body["spec"]["activeDeadlineSeconds"] = 5
@@ -385,7 +385,7 @@ async def test_deadlines(api: KubernetesApi, jobs: client.BatchV1Api, pods: clie
 
 @pytest.mark.parametrize("version", [(1, 30), (1, 36)])
 async def test_how_a_job_ends_is_told_before_its_pods_are_gone(api: KubernetesApi, version: tuple[int, int]) -> None:
-    """Since 1.31; before, only its end is reported."""
+    """This holds since 1.31; before, only its end is reported."""
     api.version = version
     api.behave("any", stops_at_once=False)
     api.create("jobs", job(activeDeadlineSeconds=5))
@@ -400,7 +400,7 @@ async def test_how_a_job_ends_is_told_before_its_pods_are_gone(api: KubernetesAp
 
 
 async def test_a_rehearsal_stores_nothing(api: KubernetesApi, pods: client.CoreV1Api) -> None:
-    """The answer is that of the real thing."""
+    """The answer equals that of a real request."""
     await ask(pods.create_namespaced_pod, "default", pod(), dry_run="All")
     assert not api.objects
     api.pod_security = "restricted"

@@ -74,7 +74,7 @@ def order(sandbox_id: str = "a1", program_id: str = "program one", ttl_s: float 
 
 
 def given(name: str, program_id: str = "p", **spec: Any) -> dict[str, Any]:
-    """A pod of a user's own."""
+    """A pod that a user made."""
     return {
         "metadata": {"name": name, "labels": {PROGRAM_LABEL: program_id}},
         "spec": {"containers": [{"name": "main", "image": "users", **spec}]},
@@ -82,7 +82,7 @@ def given(name: str, program_id: str = "p", **spec: Any) -> dict[str, Any]:
 
 
 def given_set(name: str, *, is_labelled: bool = True, **spec: Any) -> dict[str, Any]:
-    """A Job of a user's own; the label is on its pods, and on itself if `is_labelled`."""
+    """A Job that a user made; the label is on its pods, and on itself if `is_labelled`."""
     pod = given("unnamed")
     labels = pod["metadata"]["labels"]
     template = {"metadata": {"labels": labels}, "spec": {**pod["spec"], "restartPolicy": "Never"}}
@@ -90,7 +90,7 @@ def given_set(name: str, *, is_labelled: bool = True, **spec: Any) -> dict[str, 
 
 
 class Watching:
-    """What a watch told, as it comes."""
+    """Keeps the reports of a watch as they come."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -139,7 +139,7 @@ def threads_count() -> int:
 
 @KINDS
 async def test_a_sandbox_is_made_and_is_where_it_says(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
-    """What prepare returns is a pod that runs, at its own address."""
+    """Prepare returns a running pod, at its own address."""
     place = await driver.prepare(order(kubernetes_kind=kind, ports=(8000,)))
     [pod] = api.all_of("pods")
     ip = pod["status"]["podIP"]
@@ -153,7 +153,7 @@ async def test_a_sandbox_is_made_and_is_where_it_says(api: KubernetesApi, driver
 
 
 async def test_it_is_ready_when_its_probe_says_so(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A pod that runs is no usable sandbox before its own check has succeeded."""
+    """A running pod is no usable sandbox before its probe has succeeded."""
     api.behave("tool", is_ready=False)
     preparing = asyncio.create_task(driver.prepare(order(ready_command="test -e /done")))
     await until(lambda: any(pod["status"]["phase"] == "Running" for pod in api.all_of("pods")))
@@ -164,7 +164,7 @@ async def test_it_is_ready_when_its_probe_says_so(api: KubernetesApi, driver: Ku
 
 
 async def test_waiting_asks_no_questions(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """However long a pod takes, it is waited for with one list and one watch."""
+    """One list and one watch suffice, however long a pod takes."""
     api.behave("tool", is_ready=False)
     preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
     await until(lambda: api.watchers)
@@ -175,14 +175,14 @@ async def test_waiting_asks_no_questions(api: KubernetesApi, driver: KubernetesD
 
 
 async def lost(api: KubernetesApi, lose: Callable[[], None]) -> None:
-    """Have all watches lost, and wait until they are gone: the next ones may be there at once."""
+    """Have all watches lost, and wait until they are gone: the next ones may open at once."""
     before = set(api.watchers)
     lose()
     await until(lambda: not before & api.watchers)
 
 
 async def test_a_watch_that_breaks_while_a_pod_starts_is_taken_up(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Neither a broken connection, nor a stream's end, nor a forgotten history loses what happens to the pod."""
+    """A broken connection, a stream's end or a forgotten history loses no event of the pod."""
     api.behave("tool", is_ready=False)
     preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
     for lose in (api.drop_watches, api.end_watches, api.expire_watches):
@@ -194,7 +194,7 @@ async def test_a_watch_that_breaks_while_a_pod_starts_is_taken_up(api: Kubernete
 
 
 async def test_two_namespaces(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A template's namespace is where it is made, found and removed."""
+    """A template's namespace is where its sandbox is made, found and removed."""
     place = await driver.prepare(order(namespace="elsewhere"))
     assert place.handle == "job/elsewhere/thunderagent-a1"
     assert [found.handle for found in await driver.find()] == [place.handle]
@@ -203,7 +203,7 @@ async def test_two_namespaces(api: KubernetesApi, driver: KubernetesDriver) -> N
 
 
 async def test_ids_that_no_label_can_hold(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Program and owner ids may be any text: they come back as they were, and differ where they differ."""
+    """Program and owner ids may be any text: they return unchanged, and different ids stay different."""
     program_ids = ["x" * 256, "x" * 255 + "y", "ünï/çødé id\n!"]
     for number, program_id in enumerate(program_ids):
         await driver.prepare(order(f"id{number}", program_id))
@@ -213,7 +213,7 @@ async def test_ids_that_no_label_can_hold(api: KubernetesApi, driver: Kubernetes
 
 
 async def test_a_warm_sandbox_belongs_to_nobody(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """It is ours without a program: it is neither listed as a program's, nor taken for an adopted one."""
+    """It is ours without a program: no program lists it, and it does not count as adopted."""
     await driver.prepare(order(program_id=""))
     [found] = await driver.find()
     assert (found.sandbox_id, found.program_id, found.is_given, found.is_of(OWNER)) == ("a1", "", False, True)
@@ -232,7 +232,7 @@ async def test_a_warm_sandbox_belongs_to_nobody(api: KubernetesApi, driver: Kube
 async def test_what_will_never_be_usable_fails_and_is_removed(
     api: KubernetesApi, driver: KubernetesDriver, kind: str, behaviour: Any, error_class: type, words: str
 ) -> None:
-    """Each kind of failure is reported in the cluster's own words, and leaves nothing there."""
+    """Each failure is reported in the cluster's own words, and leaves nothing behind."""
     api.behave("tool", **behaviour)
     with pytest.raises(error_class, match=words):
         await driver.prepare(order(kubernetes_kind=kind, network="own"))
@@ -240,7 +240,7 @@ async def test_what_will_never_be_usable_fails_and_is_removed(
 
 
 async def test_no_room_says_so_before_the_time_is_over(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A pod without room on any node is waited for, and the error names what was missing."""
+    """The driver waits for a pod without room on any node, and the error names what was missing."""
     api.behave("tool", has_room=False)
     with pytest.raises(SandboxSpaceError, match="Unschedulable: 0/3 nodes are available: 3 Insufficient memory"):
         await driver.prepare(order(prepare_timeout_s=0.3))
@@ -248,7 +248,7 @@ async def test_no_room_says_so_before_the_time_is_over(api: KubernetesApi, drive
 
 
 async def test_a_sandbox_without_a_pod_says_so(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Where the cluster makes no pod at all, that is what the error says."""
+    """If the cluster makes no pod at all, the error says that."""
     api.makes_pods = False
     with pytest.raises(SandboxSetupError, match="made no pod"):
         await driver.prepare(order(prepare_timeout_s=0.3))
@@ -259,7 +259,7 @@ async def test_a_sandbox_without_a_pod_says_so(api: KubernetesApi, driver: Kuber
 async def test_a_pod_that_somebody_removes_is_not_waited_for(
     api: KubernetesApi, driver: KubernetesDriver, *, has_begun: bool
 ) -> None:
-    """A preparation fails as soon as its pod is gone, or has only its grace left."""
+    """A preparation fails as soon as its pod is gone, or is ending."""
     api.behave("tool", is_ready=False, has_room=has_begun)
     preparing = asyncio.create_task(driver.prepare(order(kubernetes_kind="pod", ready_command="true")))
     await until(lambda: api.watchers and "conditions" in api.get("pods", "thunderagent-a1")["status"])
@@ -281,21 +281,21 @@ async def test_a_name_that_is_taken_is_a_conflict(api: KubernetesApi, driver: Ku
 
 
 async def test_a_quota_that_is_used_up(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A quota is a lack of room, not of rights."""
+    """A used-up quota is a lack of room, not of rights."""
     api.quota["jobs"] = 0
     with pytest.raises(SandboxSpaceError, match="exceeded quota"):
         await driver.prepare(order())
 
 
 async def test_a_quota_counted_twice_at_once_is_tried_again(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Of two that count against one quota at the same moment, the second only needs to ask again."""
+    """If two requests count against one quota at the same moment, the second only needs a retry."""
     conflict = ApiError(409, "Conflict", "Operation cannot be fulfilled on resourcequotas: please try again")
     api.errors["batch", "jobs", "create"] = [conflict]
     assert (await driver.prepare(order())).address
 
 
 async def test_what_is_refused(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """What the server does not take is refused with its words; a right that is missing is named."""
+    """A refusal is reported in the server's words; a missing right is named."""
     with pytest.raises(SandboxRefusedError, match=r"env.*1=2"):
         await driver.prepare(order(environment={"1=2": "x"}))
     api.rights = RIGHTS - {("batch", "jobs", "create")}
@@ -309,7 +309,7 @@ async def test_what_is_refused(api: KubernetesApi, driver: KubernetesDriver) -> 
 async def test_rights_that_a_restarted_server_has_not_loaded_are_waited_for(
     api: KubernetesApi, driver: KubernetesDriver
 ) -> None:
-    """What was allowed before is tried again, to make and to remove; nothing is left."""
+    """Rights that were there before are tried again, for making and removing; nothing is left."""
     first = await driver.prepare(order("first"))
     api.has_loaded_rights = False
     tasks = [asyncio.create_task(driver.prepare(order("second", network="own")))]
@@ -323,7 +323,7 @@ async def test_rights_that_a_restarted_server_has_not_loaded_are_waited_for(
 
 
 async def test_a_preparation_bears_with_rights_that_are_not_loaded(api: KubernetesApi) -> None:
-    """Its watch is refused for a while after a restart; it continues afterwards."""
+    """Its watch is refused for a while after a restart; then it continues."""
     api.behave("tool", is_ready=False)
     async with driver_of(api, request_timeout_s=10.0) as driver:
         preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
@@ -338,7 +338,7 @@ async def test_a_preparation_bears_with_rights_that_are_not_loaded(api: Kubernet
 
 
 async def test_a_right_that_stays_lost_is_told(api: KubernetesApi) -> None:
-    """Patience ends: then it is a right that we lack, and the next time at once."""
+    """Patience ends: then the error names a missing right, and the next time it comes at once."""
     async with driver_of(api, request_timeout_s=0.3, backoff_s=0.02) as driver:
         await driver.find()
         api.rights = set()
@@ -356,7 +356,7 @@ async def test_a_right_that_stays_lost_is_told(api: KubernetesApi) -> None:
 async def test_sandboxes_keep_to_the_restricted_standard(
     api: KubernetesApi, driver: KubernetesDriver, kind: str
 ) -> None:
-    """A namespace that enforces it takes them, with setup, an empty volume and a user of their own."""
+    """A namespace that enforces it admits them, with setup, an empty volume and their own user."""
     api.pod_security = "restricted"
     template = {"setup": ("true",), "mounts": ({"target": "/work"},), "run_as_user": 1000}
     assert (await driver.prepare(order(kubernetes_kind=kind, **template))).address
@@ -377,7 +377,7 @@ async def test_what_pod_security_refuses_is_no_lack_of_rights(api: KubernetesApi
 async def test_why_a_job_gets_no_pod_is_told(
     api: KubernetesApi, driver: KubernetesDriver, error_class: type, words: str
 ) -> None:
-    """The server is asked for the pod as a rehearsal: its refusal ends the preparation well before its time."""
+    """The server gets a dry run of the pod: its refusal ends the preparation well before its time."""
     if error_class is SandboxRefusedError:
         api.pod_security = "restricted"
     else:
@@ -388,7 +388,7 @@ async def test_why_a_job_gets_no_pod_is_told(
 
 
 async def test_without_the_right_to_rehearse_the_job_is_waited_for(api: KubernetesApi) -> None:
-    """That we may not make pods says nothing of those of a Job."""
+    """A missing right to make pods says nothing about the pods of a Job."""
     api.rights = RIGHTS - {("", "pods", "create")}
     api.makes_pods = False
     async with driver_of(api) as driver:
@@ -398,7 +398,7 @@ async def test_without_the_right_to_rehearse_the_job_is_waited_for(api: Kubernet
 
 
 async def test_an_image_that_needs_root_is_told_how(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """By default no sandbox is root; the error names what allows it, and that does."""
+    """By default no sandbox is root; the error names the setting that allows it, which works."""
     api.behave("tool", is_root=True)
     with pytest.raises(SandboxSetupError, match=r'run as root; set run_as_user.*pod_security = "baseline"'):
         await driver.prepare(order())
@@ -412,7 +412,7 @@ async def test_an_image_that_needs_root_is_told_how(api: KubernetesApi, driver: 
 async def test_a_cluster_that_is_too_old_is_told_once(
     api: KubernetesApi, driver: KubernetesDriver, version: tuple[int, int], *, is_told: bool
 ) -> None:
-    """At the first look at what is there."""
+    """It is reported at the first look at the cluster."""
     api.version = version
     with structlog.testing.capture_logs() as logs:
         await driver.find()
@@ -422,7 +422,7 @@ async def test_a_cluster_that_is_too_old_is_told_once(
 
 
 async def test_a_namespace_that_is_refused_is_not_looked_into(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A template that names a namespace we have no business in does no harm to other templates."""
+    """A template that names a forbidden namespace does no harm to other templates."""
     api.errors["", "pods", "list"] = [ApiError(403, "Forbidden", "not there")]
     with pytest.raises(SandboxRefusedError):
         await driver.prepare(order(namespace="elsewhere"))
@@ -431,7 +431,7 @@ async def test_a_namespace_that_is_refused_is_not_looked_into(api: KubernetesApi
 
 @pytest.mark.parametrize("status", [401, 429, 500, 503])
 async def test_an_api_that_cannot_answer_now(api: KubernetesApi, driver: KubernetesDriver, status: int) -> None:
-    """Answers that may be others in a while are the engine's trouble."""
+    """Answers that may change in a while are the engine's trouble."""
     api.errors["", "pods", "list"] = [ApiError(status, "Whatever", "not now")]
     with pytest.raises(SandboxEngineError, match="not now"):
         await driver.find()
@@ -457,7 +457,7 @@ async def test_a_network_of_its_own_goes_with_the_last_sandbox(api: KubernetesAp
 
 
 async def test_no_network_is_denied_everything(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A sandbox without network is selected by a policy that allows nothing."""
+    """A policy that allows nothing selects a sandbox without network."""
     place = await driver.prepare(order(network="none"))
     [policy] = api.all_of("networkpolicies")
     [pod] = api.all_of("pods")
@@ -468,7 +468,7 @@ async def test_no_network_is_denied_everything(api: KubernetesApi, driver: Kuber
 
 
 async def test_a_network_is_kept_for_who_is_just_moving_in(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """The last one's end never takes a policy away from a sandbox that begins at that moment."""
+    """The end of the last sandbox never takes a policy from a sandbox that begins at that moment."""
     await asyncio.gather(*(churn(api, driver, number) for number in range(6)))
     await until(lambda: not api.objects)
 
@@ -481,7 +481,7 @@ async def churn(api: KubernetesApi, driver: KubernetesDriver, number: int) -> No
 
 
 async def test_sweep_removes_what_no_sandbox_is_left_for(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Policies of a run that died are removed if their sandboxes are gone, and kept if not; others' are not touched."""
+    """Policies of a dead run are removed unless their sandboxes exist; those of others are not touched."""
     async with driver_of(api, Owner(OWNER.owner_id, "run-0")) as earlier, driver_of(api, Owner("else", "x")) as foreign:
         await earlier.prepare(order("gone", "one", network="own"))
         await earlier.prepare(order("there", "two", network="own"))
@@ -510,7 +510,7 @@ async def test_it_ends_by_its_own_time_with_nobody_s_help(api: KubernetesApi) ->
 
 
 async def test_a_pod_stops_by_its_own_time(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """The cluster stops a bare pod, which is reported; its remains are found, and not as running."""
+    """The cluster stops a bare pod, which is reported; its remains are found, but not as running."""
     place = await driver.prepare(order(ttl_s=60, kubernetes_kind="pod"))
     async with watching(api, driver) as watched:
         api.pass_time(61)
@@ -524,7 +524,7 @@ async def test_a_pod_stops_by_its_own_time(api: KubernetesApi, driver: Kubernete
 async def test_that_its_time_was_over_is_told_though_the_job_fails_late(
     api: KubernetesApi, driver: KubernetesDriver, version: tuple[int, int]
 ) -> None:
-    """The pod goes first, and the Job fails only when it is gone: the reason is reported in between."""
+    """The pod ends first, and the Job fails only after it: the reason is reported in between."""
     api.version = version
     api.behave("tool", stops_at_once=False)
     await driver.prepare(order(ttl_s=60))
@@ -535,7 +535,7 @@ async def test_that_its_time_was_over_is_told_though_the_job_fails_late(
 
 
 async def test_networks_of_what_ended_by_itself_are_left(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A sandbox that nobody reclaims, for it ended, takes its network along at the next look."""
+    """A sandbox that ended by itself is not reclaimed; its network goes at the next look."""
     await driver.prepare(order(ttl_s=60, network="own"))
     api.pass_time(61)
     await until(lambda: not api.all_of("pods"))
@@ -548,7 +548,7 @@ async def test_networks_of_what_ended_by_itself_are_left(api: KubernetesApi, dri
 async def test_reclaiming_removes_all_of_it_and_is_idempotent(
     api: KubernetesApi, driver: KubernetesDriver, kind: str
 ) -> None:
-    """It is gone with its pod; that it is gone already is no error, for a driver that never knew it neither."""
+    """It is gone with its pod; a second reclaim is no error, also for a driver that never knew it."""
     place = await driver.prepare(order(kubernetes_kind=kind, network="own", stop_grace_s=2.5))
     [pod] = api.all_of("pods")
     assert pod["spec"]["terminationGracePeriodSeconds"] == 3
@@ -560,7 +560,7 @@ async def test_reclaiming_removes_all_of_it_and_is_idempotent(
 
 
 async def test_a_later_run_reclaims_what_an_earlier_one_made(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """After a restart a handle is enough, and the network goes too."""
+    """After a restart a handle suffices, and the network goes too."""
     async with driver_of(api, Owner(OWNER.owner_id, "run-0")) as earlier:
         place = await earlier.prepare(order(network="own"))
     await driver.reclaim(place.handle)
@@ -568,7 +568,7 @@ async def test_a_later_run_reclaims_what_an_earlier_one_made(api: KubernetesApi,
 
 
 async def test_one_that_needs_its_grace_counts_as_removed(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Who is reclaimed may take its time to stop; nobody waits for that, and it is not found any more."""
+    """A reclaimed sandbox may take its time to stop; nothing waits for that, and no list shows it any more."""
     api.behave("tool", stops_at_once=False)
     place = await driver.prepare(order(kubernetes_kind="pod", stop_grace_s=20))
     await driver.reclaim(place.handle)
@@ -582,7 +582,7 @@ async def test_one_that_needs_its_grace_counts_as_removed(api: KubernetesApi, dr
 async def test_a_finalizer_that_hangs_counts_as_removed(
     api: KubernetesApi, driver: KubernetesDriver, kind: str
 ) -> None:
-    """What somebody else's finalizer keeps is removed for us: reclaiming returns, even twice, and its end is told."""
+    """An object that a foreign finalizer keeps is gone for us: reclaiming returns, even twice; its end is reported."""
     place = await driver.prepare(order(kubernetes_kind=kind))
     api.patch(f"{kind}s", "thunderagent-a1", {"metadata": {"finalizers": ["example.org/hangs"]}})
     async with watching(api, driver) as watched:
@@ -601,7 +601,7 @@ async def test_a_finalizer_that_hangs_counts_as_removed(
 async def test_another_object_of_the_same_name_is_left_alone(
     api: KubernetesApi, driver: KubernetesDriver, kind: str
 ) -> None:
-    """A name that was taken over since belongs to somebody else, even if that one bears the label of a program."""
+    """A reused name belongs to somebody else, even if the new object has the label of a program."""
     place = await driver.prepare(order(kubernetes_kind=kind))
     api.delete(f"{kind}s", "thunderagent-a1", {"gracePeriodSeconds": 0})
     api.create(f"{kind}s", given_set("thunderagent-a1") if kind == "job" else given("thunderagent-a1"))
@@ -611,7 +611,7 @@ async def test_another_object_of_the_same_name_is_left_alone(
 
 
 async def test_conflicts_without_end_are_an_error(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A conflict about the very object that is meant is tried again, and told if it stays."""
+    """A conflict about the intended object is tried again, and reported if it stays."""
     place = await driver.prepare(order())
     api.errors["batch", "jobs", "delete"] = [ApiError(409, "Conflict", "try again")]
     await driver.reclaim(place.handle)
@@ -625,7 +625,7 @@ async def test_conflicts_without_end_are_an_error(api: KubernetesApi, driver: Ku
 
 
 async def test_what_is_not_ours_is_never_touched(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Pods without our labels, and sandboxes of other proxies, are not found, not told of, and not removed."""
+    """Pods without our labels, and sandboxes of other proxies, are not found, reported or removed."""
     plain = given("plain")
     plain["metadata"]["labels"] = {"app": "db"}
     async with driver_of(api, Owner("another proxy", "run-1")) as other:
@@ -645,7 +645,7 @@ async def test_what_is_not_ours_is_never_touched(api: KubernetesApi, driver: Kub
 
 
 async def test_all_goes_with_our_own_pod(api: KubernetesApi) -> None:
-    """Sandboxes belong to the proxy's pod: the cluster removes them when it is deleted, for whatever reason."""
+    """Sandboxes belong to the proxy's pod: the cluster removes them with it, whatever the reason."""
     proxy = api.create("pods", {"metadata": {"name": "proxy"}, "spec": {"containers": [{"name": "m", "image": "p"}]}})
     async with driver_of(api, owner_pod=("proxy", proxy["metadata"]["uid"])) as driver:
         await driver.prepare(order("j", kubernetes_kind="job", network="own"))
@@ -656,7 +656,7 @@ async def test_all_goes_with_our_own_pod(api: KubernetesApi) -> None:
 
 
 async def test_a_pod_elsewhere_owns_nothing(api: KubernetesApi) -> None:
-    """A pod of another namespace cannot own anything: what named it as its owner would be collected at once."""
+    """A pod of another namespace cannot own anything: the cluster would collect its dependents at once."""
     spec = {"containers": [{"name": "m", "image": "p"}]}
     proxy = api.create("pods", {"metadata": {"name": "proxy"}, "spec": spec}, "system")
     api.create("pods", {"metadata": {"name": "proxy"}, "spec": spec})
@@ -673,7 +673,7 @@ async def test_a_pod_elsewhere_owns_nothing(api: KubernetesApi) -> None:
 
 @KINDS
 async def test_a_cancelled_preparation_leaves_nothing(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
-    """Who gives up while the pod starts leaves no pod, no policy, and no watch."""
+    """A caller that gives up while the pod starts leaves no pod, no policy and no watch."""
     api.behave("tool", has_room=False)
     preparing = asyncio.create_task(driver.prepare(order(kubernetes_kind=kind, network="own")))
     await until(lambda: api.watchers and api.all_of("pods"))
@@ -686,7 +686,7 @@ async def test_a_cancelled_preparation_leaves_nothing(api: KubernetesApi, driver
 
 
 async def test_a_create_that_is_answered_too_late_is_undone(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """If the server answers only after the caller left, what it made is removed all the same; even if it left twice."""
+    """If the server answers only after the caller left, its object is still removed; even if the caller left twice."""
     for times in (1, 2):
         held = api.held["batch", "jobs", "create"] = asyncio.Event()
         preparing = asyncio.create_task(driver.prepare(order(network="own")))
@@ -702,7 +702,7 @@ async def test_a_create_that_is_answered_too_late_is_undone(api: KubernetesApi, 
 
 
 async def test_cancelled_at_every_moment(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Whenever it is cancelled, either the caller has the place, or nothing is there."""
+    """Whenever it is cancelled, either the caller has the place, or nothing exists."""
     for number in range(30):
         preparing = asyncio.create_task(driver.prepare(order(f"m{number}", network="own")))
         await asyncio.sleep(number * 0.001)
@@ -714,7 +714,7 @@ async def test_cancelled_at_every_moment(api: KubernetesApi, driver: KubernetesD
 
 
 def test_what_is_finished_belongs_to_one_side_only() -> None:
-    """Whoever comes first, caller that leaves or thread that is done: exactly one of them removes what was made."""
+    """The caller may leave before or after the thread is done: exactly one of them removes what was made."""
     left_first, done_first = Errand(), Errand()
     for errand in (left_first, done_first):
         errand.begin()
@@ -726,7 +726,7 @@ def test_what_is_finished_belongs_to_one_side_only() -> None:
 
 
 async def test_one_that_waits_for_its_turn_is_cancelled_at_once(api: KubernetesApi) -> None:
-    """Beyond the number of preparations at once they wait, and may leave without a request having been made."""
+    """Preparations above the limit wait, and may leave before any request is made."""
     api.behave("tool", has_room=False)
     async with driver_of(api, concurrency_count=1) as driver:
         first = asyncio.create_task(driver.prepare(order("first")))
@@ -741,7 +741,7 @@ async def test_one_that_waits_for_its_turn_is_cancelled_at_once(api: KubernetesA
 
 
 async def test_a_create_without_an_answer_is_undone(api: KubernetesApi) -> None:
-    """If the answer to a create never comes, what was made is found by its labels and removed."""
+    """If a create is never answered, the created object is found by its labels and removed."""
     held = api.held["batch", "jobs", "create"] = asyncio.Event()
     async with driver_of(api, request_timeout_s=0.4) as driver:
         with pytest.raises(SandboxEngineError):
@@ -751,7 +751,7 @@ async def test_a_create_without_an_answer_is_undone(api: KubernetesApi) -> None:
 
 
 async def test_closing_lets_preparations_fail_and_clean_up(api: KubernetesApi) -> None:
-    """A driver that is closed keeps no caller waiting, and what was begun is removed."""
+    """A closed driver keeps no caller waiting, and removes what was begun."""
     api.behave("tool", has_room=False)
     async with driver_of(api, concurrency_count=1) as driver:
         preparing = asyncio.create_task(driver.prepare(order()))
@@ -766,7 +766,7 @@ async def test_closing_lets_preparations_fail_and_clean_up(api: KubernetesApi) -
 
 
 async def test_one_that_waits_for_its_turn_too_long_says_so(api: KubernetesApi) -> None:
-    """Its time runs while others have theirs; it does not begin when that is over."""
+    """Its time runs while others have their turn; it does not begin after that."""
     api.behave("tool", is_ready=False)
     async with driver_of(api, concurrency_count=1) as driver:
         first = asyncio.create_task(driver.prepare(order("first", ready_command="true")))
@@ -784,7 +784,7 @@ async def test_one_that_waits_for_its_turn_too_long_says_so(api: KubernetesApi) 
 
 
 async def test_what_a_client_made_itself_is_adopted(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A pod by its name or namespace, a Job by its handle or its pod: it is found from then on, and can be removed."""
+    """A pod by its name or namespace, a Job by its handle or its pod: it is found afterwards, and can be removed."""
     for namespace in ("default", "elsewhere"):
         plain = given("lone", ports=[{"containerPort": 80}])
         plain["metadata"]["labels"] = {}
@@ -814,7 +814,7 @@ async def test_what_a_client_made_itself_is_adopted(api: KubernetesApi, driver: 
 
 
 async def test_what_cannot_be_adopted(api: KubernetesApi) -> None:
-    """What is not there or has ended, what is a sandbox already, and the proxy's own pod."""
+    """Cases: missing, ended, already a sandbox, and the proxy's own pod."""
     api.behave("users", outcome="complete")
     api.create("pods", given("ended"))
     proxy = api.create("pods", {"metadata": {"name": "proxy"}, "spec": {"containers": [{"name": "m", "image": "p"}]}})
@@ -832,7 +832,7 @@ async def test_what_cannot_be_adopted(api: KubernetesApi) -> None:
 
 
 async def test_another_pod_under_an_adopted_name_is_not_ours(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Adopted is the one that was there: what has its name later is neither found nor removed."""
+    """The existing pod was adopted: a later one of that name is neither found nor removed."""
     plain = given("lone")
     plain["metadata"]["labels"] = {}
     api.create("pods", plain)
@@ -845,7 +845,7 @@ async def test_another_pod_under_an_adopted_name_is_not_ours(api: KubernetesApi,
 
 
 async def test_many_are_found_page_by_page(api: KubernetesApi) -> None:
-    """A list of many pages is whole; if it expires while it is read, it is read again."""
+    """A list of many pages is complete; if it expires meanwhile, it is read again."""
     for number in range(7):
         api.create("pods", given(f"g{number}"))
     async with driver_of(api, page_items_count=3) as driver:
@@ -856,7 +856,7 @@ async def test_many_are_found_page_by_page(api: KubernetesApi) -> None:
 
 
 async def test_what_was_given_to_us_is_found_and_reclaimed(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A pod is found as itself; one of a Job as that Job, which would make another pod otherwise."""
+    """A pod is found as itself; a pod of a Job as that Job, which would otherwise make another pod."""
     api.create("pods", given("lone", ports=[{"containerPort": 80}]))
     api.create("jobs", given_set("labelled"))
     api.create("jobs", given_set("unlabelled", is_labelled=False))
@@ -874,7 +874,7 @@ async def test_what_was_given_to_us_is_found_and_reclaimed(api: KubernetesApi, d
 
 
 async def test_a_pod_that_its_job_left_behind_is_on_its_way(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Between a Job's end and its pod's, for which the cluster cares, nothing of ours is found, nor a policy kept."""
+    """Between the ends of a Job and its pod, which the cluster sees to, nothing of ours is found and no policy kept."""
     place = await driver.prepare(order(network="own"))
     api.collects_garbage = False
     await driver.reclaim(place.handle)
@@ -885,7 +885,7 @@ async def test_a_pod_that_its_job_left_behind_is_on_its_way(api: KubernetesApi, 
 async def test_a_program_id_that_no_label_can_hold_is_given_by_annotation(
     api: KubernetesApi, driver: KubernetesDriver
 ) -> None:
-    """A user's annotation of the label's name says what the label cannot."""
+    """A user's annotation with the label's name has the id that the label cannot have."""
     pod = given("lone", "anything")
     pod["metadata"]["annotations"] = {PROGRAM_LABEL: "a program/with slashes"}
     api.create("pods", pod)
@@ -893,7 +893,7 @@ async def test_a_program_id_that_no_label_can_hold_is_given_by_annotation(
 
 
 async def test_memory_is_measured_where_the_cluster_tells(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Each handle gets the memory of its pod; a cluster that does not tell is not asked again and again."""
+    """Each handle gets the memory of its pod; a cluster that does not report it is not asked again and again."""
     places = [await driver.prepare(order(f"u{number}")) for number in range(2)]
     api.metrics = dict(zip((place.details["pod"] for place in places), ("1Mi", "5000Ki"), strict=True))
     usage = await driver.measure([places[1].handle])
@@ -909,7 +909,7 @@ async def test_memory_is_measured_where_the_cluster_tells(api: KubernetesApi, dr
 
 
 async def test_what_appears_and_ends_is_told_once(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Each sandbox appears once, and ends once, whatever else is reported of it; what was there before is not told."""
+    """Each sandbox appears once and ends once, whatever else is reported of it; earlier events are not reported."""
     api.create("pods", given("before"))
     async with watching(api, driver) as watched:
         place = await driver.prepare(order())
@@ -976,7 +976,7 @@ CASES = [
     ([pod_event("DELETED", LABELS_OF_OURS), job_event("DELETED", LABELS_OF_OURS)], "removed"),
     # A pod of an earlier Job of the same name ends, and then this one.
     ([pod_event("DELETED", LABELS_OF_OURS, uid="u0"), job_event("DELETED", LABELS_OF_OURS)], "removed"),
-    # A Job of a user's own goes on with another pod; the last one explains its end, and is no new sandbox after it.
+    # A Job that a user made continues with another pod; the last one explains its end, and is no new sandbox after it.
     ([pod_event("MODIFIED", LABELS_OF_GIVEN, "Failed"), job_event("DELETED", LABELS_OF_GIVEN)], "removed"),
     ([job_event("DELETED", LABELS_OF_GIVEN), pod_event("MODIFIED", LABELS_OF_GIVEN)], "removed"),
 ]
@@ -984,7 +984,7 @@ CASES = [
 
 @pytest.mark.parametrize(("events", "why"), CASES)
 async def test_a_sandbox_ends_once_and_for_the_best_reason(events: list[tuple[str, str, Any]], why: str) -> None:
-    """A Job and its pod are heard of in any order: what is told is one end, with what explains it."""
+    """Reports of a Job and its pod come in any order: there is one end, with the best explanation."""
     marks = {key: events[0][2]["metadata"][key] for key in ("labels", "annotations") if key in events[0][2]["metadata"]}
     following = Following(None, OWNER, explanation_limit_s=0.05)  # type: ignore[arg-type]
     for event in (job_event("ADDED", marks), pod_event("ADDED", marks), *events):
@@ -998,7 +998,7 @@ async def test_a_sandbox_ends_once_and_for_the_best_reason(events: list[tuple[st
 
 
 async def test_a_name_that_is_used_again_ends_first(api: KubernetesApi) -> None:
-    """An end that waits for its reason is told before the next sandbox of that name appears."""
+    """An end that waits for its reason is reported before the next sandbox of that name appears."""
     following = Following(None, OWNER, explanation_limit_s=0.05)  # type: ignore[arg-type]
     events = [
         job_event("ADDED", LABELS_OF_OURS),
@@ -1012,7 +1012,7 @@ async def test_a_name_that_is_used_again_ends_first(api: KubernetesApi) -> None:
 
 @KINDS
 async def test_why_a_sandbox_ended_is_told(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
-    """A pod that dies is told with what it left as explanation."""
+    """The report of a dead pod has the explanation that the pod left."""
     place = await driver.prepare(order(kubernetes_kind=kind))
     async with watching(api, driver) as watched:
         api.behave("tool", outcome="crash", message="killed by the dragon")
@@ -1022,7 +1022,7 @@ async def test_why_a_sandbox_ended_is_told(api: KubernetesApi, driver: Kubernete
 
 
 async def test_a_given_job_ends_when_it_does_and_not_with_a_pod(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A Job of a user's own may try again: the end of one pod is not its end."""
+    """A Job that a user made may try again: the end of one pod is not its end."""
     async with watching(api, driver) as watched:
         api.create("jobs", given_set("stubborn", backoffLimit=1))
         assert await watched.next_changes() == [("job/default/stubborn", False)]
@@ -1039,7 +1039,7 @@ async def test_a_given_job_ends_when_it_does_and_not_with_a_pod(api: KubernetesA
 async def test_a_forgotten_history_is_made_up_by_a_list(
     api: KubernetesApi, driver: KubernetesDriver, *, in_stream: bool
 ) -> None:
-    """What happened while nobody watched is told once the list is made again (410, as status or as event)."""
+    """Events that nobody watched are reported after the next list (410, as status or as event)."""
     api.says_gone_in_stream = in_stream
     api.create("pods", given("stays"))
     api.create("pods", given("goes"))
@@ -1057,7 +1057,7 @@ async def test_a_forgotten_history_is_made_up_by_a_list(
 
 
 async def test_an_event_that_says_gone_in_the_middle_of_a_watch(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A stream that says that it expired is followed by a list, and nothing is told twice."""
+    """After a stream says that it expired comes a list, and nothing is reported twice."""
     async with watching(api, driver) as watched:
         api.create("pods", given("one"))
         assert await watched.next_changes() == [("pod/default/one", False)]
@@ -1079,7 +1079,7 @@ async def test_a_stream_that_breaks_is_taken_up_where_it_was(api: KubernetesApi,
 
 
 async def test_bookmarks_save_a_list(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A watch that heard nothing for long goes on from the last bookmark, though what came before is forgotten."""
+    """A watch without events for long continues from the last bookmark, though earlier events are forgotten."""
     async with watching(api, driver) as watched:
         for number in range(5):
             api.create("networkpolicies", {"metadata": {"name": f"n{number}"}, "spec": {"podSelector": {}}})
@@ -1093,7 +1093,7 @@ async def test_bookmarks_save_a_list(api: KubernetesApi, driver: KubernetesDrive
 
 
 async def test_a_lost_api_ends_the_watch(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """Who watches hears that the API server is gone, and may watch again when it is back."""
+    """The watcher is told that the API server is gone, and may watch again when it is back."""
     async with watching(api, driver) as watched:
         await api.stop()
         await watched.next_changes()
@@ -1108,7 +1108,7 @@ async def test_a_lost_api_ends_the_watch(api: KubernetesApi, driver: KubernetesD
 
 
 async def test_a_preparation_bears_with_an_api_that_is_away_for_a_moment(api: KubernetesApi) -> None:
-    """The pod starts meanwhile; one that stays away fails the preparation, and what was begun is left to its time."""
+    """The pod starts meanwhile; if the API stays away the preparation fails, and its pod ends at its own deadline."""
     api.behave("tool", is_ready=False)
     async with driver_of(api, request_timeout_s=10.0) as driver:
         preparing = asyncio.create_task(driver.prepare(order(ready_command="true")))
@@ -1129,7 +1129,7 @@ async def test_a_preparation_bears_with_an_api_that_is_away_for_a_moment(api: Ku
 
 
 async def test_an_api_that_is_down_from_the_start(api: KubernetesApi) -> None:
-    """A driver can be made without an API server, and works as soon as there is one."""
+    """A driver can be made without an API server, and works as soon as one runs."""
     await api.stop()
     async with driver_of(api) as driver:
         with pytest.raises(SandboxEngineError):
@@ -1139,7 +1139,7 @@ async def test_an_api_that_is_down_from_the_start(api: KubernetesApi) -> None:
 
 
 async def test_the_configuration_of_kubectl_is_read(api: KubernetesApi, tmp_path: Path) -> None:
-    """Where the API is, and who we are, may stand in a file as kubectl has it."""
+    """The API's address and our account may be in a file, as kubectl has it."""
     named = {"name": "here"}
     configuration = {
         "current-context": "here",
@@ -1155,7 +1155,7 @@ async def test_the_configuration_of_kubectl_is_read(api: KubernetesApi, tmp_path
 
 
 async def test_a_driver_without_a_configuration(tmp_path: Path) -> None:
-    """A configuration that cannot be read is the engine's trouble when it is needed, not before."""
+    """An unreadable configuration is the engine's trouble when it is needed, not before."""
     driver = KubernetesDriver(OWNER, kubeconfig=tmp_path / "none", concurrency_count=1)
     with pytest.raises(SandboxEngineError, match="no usable configuration"):
         await driver.find()
@@ -1163,7 +1163,7 @@ async def test_a_driver_without_a_configuration(tmp_path: Path) -> None:
 
 
 async def test_leaving_a_watch_ends_its_threads(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """No thread and no connection is left of a watch, within a moment."""
+    """A moment later no thread and no connection of a watch is left."""
     async with watching(api, driver):
         assert threads_count() == 2
     await until(lambda: threads_count() == 0, within_s=1.0)
@@ -1171,7 +1171,7 @@ async def test_leaving_a_watch_ends_its_threads(api: KubernetesApi, driver: Kube
 
 
 async def test_a_new_namespace_is_watched_too(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """A namespace that a template brings while somebody watches is watched from then on."""
+    """A namespace that a template adds during a watch is watched from then on."""
     async with watching(api, driver) as watched:
         await driver.prepare(order(namespace="elsewhere"))
         await until(lambda: len(api.watchers) == 4)
@@ -1184,7 +1184,7 @@ async def test_a_new_namespace_is_watched_too(api: KubernetesApi, driver: Kubern
 
 
 async def test_the_rights_are_those_that_are_used(api: KubernetesApi, driver: KubernetesDriver) -> None:
-    """All that the driver does needs every right in the manifest, and no other."""
+    """The driver needs every right in the manifest, and no other."""
     async with watching(api, driver):
         for kind in ("job", "pod"):
             place = await driver.prepare(order(kind, kubernetes_kind=kind, network="own"))

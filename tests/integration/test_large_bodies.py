@@ -1,4 +1,4 @@
-"""Bodies of megabytes are read, mended and answered without the event loop standing still."""
+"""Bodies of megabytes are read, changed and answered without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 @pytest.fixture(autouse=True, scope="module")
 def memory_as_served() -> None:
-    """Keep freed memory as `serve` does: else pages that are taken anew are what blocks."""
+    """Keep freed memory as `serve` does: otherwise newly taken pages block."""
     keep_freed_memory()
 
 
@@ -52,9 +52,9 @@ def messages() -> list[Json]:
 
 @cache
 def longest_block_s() -> float:
-    """Return three quarters of what it takes here to read 8 MB in one go, which is about 60 ms.
+    """Return three quarters of the time to read 8 MB in one go on this machine, which is about 60 ms.
 
-    Twice to six times of what is seen: processor time, which others on the machine do not take.
+    That is two to six times what is seen in processor time, which other work on the machine does not take.
     """
     body, best_s = json.dumps(token_ids()), 10.0
     for _ in range(3):
@@ -86,8 +86,8 @@ class Watch:
     async def on(self) -> AsyncIterator[None]:
         """Watch for the length of the block.
 
-        Time in which this process did not run, because others did, does not count; nor does what the test itself has
-        for the garbage collector, which is its hundred thousands of values.
+        Time in which this process did not run because others did does not count. The garbage collector's work on the
+        test's own hundred thousand values does not count either.
         """
         watching = asyncio.create_task(self._watch())
         gc.disable()
@@ -109,7 +109,7 @@ class Watch:
 
 
 def body_of(fields: dict[str, Any], **more: Any) -> bytes:
-    """Return a body whose program, stream and model come last, behind megabytes."""
+    """Return a body with program, stream and model at the end, behind megabytes."""
     return json.dumps({**fields, "stream": False, "model": "m", **more}).encode()
 
 

@@ -1,4 +1,4 @@
-"""Schedulers that agree by a Lease of Kubernetes on who leads, by an API server of the tests' own."""
+"""Schedulers agree on a leader by a Lease of Kubernetes, on an API server of the tests' own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Candidate:
         self.store = KubernetesStore(shared, access, "default", NAME, lock_s, lambda: self.now_s)
 
     async def owner(self, after_s: float = LOOK_S) -> str | None:
-        """Return whom it takes for the owner, some time later."""
+        """Return the owner in its view, some time later."""
         self.now_s += after_s
         return (await self.store.look("0")).owner
 
@@ -69,7 +69,7 @@ async def first(api: KubernetesApi, shared: MemoryStore) -> AsyncIterator[Candid
 
 @pytest.fixture
 async def other(api: KubernetesApi, shared: MemoryStore) -> AsyncIterator[Candidate]:
-    """Another one, whose clock says something quite different."""
+    """Another candidate, whose clock differs widely."""
     candidate = Candidate(api, shared, "b http://b:1", now_s=1e6)
     yield candidate
     await candidate.store.close()
@@ -171,7 +171,7 @@ async def test_with_neither_a_leader_ends_before_its_lease_can_have_run_out(
 async def test_both_may_hang_and_a_leader_ends_in_time(
     api: KubernetesApi, shared: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if they were away: it does not wait for answers while its Lease runs out."""
+    """It is as if both were away: the leader waits for no answer while its Lease runs out."""
     leader = Candidate(api, shared, "a http://a:1", lock_s=0.3)
     await leader.take()
     await api.stop()
@@ -197,7 +197,7 @@ async def test_both_may_hang_and_a_leader_ends_in_time(
 async def test_a_lease_that_lasts_for_ever_is_waited_for_a_minute(
     api: KubernetesApi, first: Candidate, other: Candidate
 ) -> None:
-    """Whoever wrote it: if he still leads, the log refuses him."""
+    """Its writer does not matter: if that one still leads, the log refuses it."""
     await first.take()
     api.patch("leases", NAME, {"spec": {"leaseDurationSeconds": 10**9}})
     assert await other.owner() == first.name

@@ -1,4 +1,4 @@
-"""What a screen that stays open gets: the summary, the history, the stream of events, and the page itself."""
+"""The feeds of a screen that stays open: the summary, the history, the stream of events, and the page itself."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_the_history_goes_on_where_the_reader_was() -> None:
 
 
 async def test_events_are_heard_as_they_happen() -> None:
-    """A listener hears both sides of a turn; one of another program nothing of it."""
+    """A listener gets both sides of a turn; a listener of another program gets neither."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         async with Wire.open(proxy.url) as all_wire, Wire.open(proxy.url) as one_wire:
             everything = await listen(all_wire)
@@ -166,7 +166,7 @@ async def test_a_wrong_wish_to_listen_is_refused(query: str, headers: list[tuple
 
 
 async def test_a_shutdown_ends_the_stream_at_once() -> None:
-    """The stream ends whole, so that a listener knows; and the shutdown does not wait for it."""
+    """The stream ends properly, so that a listener knows; the shutdown does not wait for it."""
     loop = asyncio.get_running_loop()
     listening = asyncio.Event()
 
@@ -186,7 +186,7 @@ async def test_a_shutdown_ends_the_stream_at_once() -> None:
 
 
 async def test_a_silent_stream_is_kept_alive_and_ends_whole() -> None:
-    """Comments come while nothing happens, and lose nothing of what happens then."""
+    """Comments come while nothing happens, and later events are not lost."""
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     async def follow(request: web.Request) -> web.StreamResponse:
@@ -234,7 +234,7 @@ async def test_programs_are_searched_and_sorted() -> None:
 
 
 async def test_a_story_tells_when_its_turns_began_and_which_still_run() -> None:
-    """Enough to draw it: the spans of turns that ended, and those of turns that did not."""
+    """That is enough to draw it: the spans of turns that ended, and those of turns that still run."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         await ask(proxy.url, "p")
         gate = replica.behaviour = Gate()
@@ -254,7 +254,7 @@ async def test_a_story_tells_when_its_turns_began_and_which_still_run() -> None:
 
 
 async def test_the_page_is_served_with_what_it_is_made_of() -> None:
-    """Each file that the page names is there, may load nothing from elsewhere, and is not sent twice."""
+    """Each file that the page names exists, may load nothing from elsewhere, and is not sent twice."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         page = await get(proxy.url, "/dashboard")
         assert page.header("Content-Type") == "text/html; charset=utf-8"

@@ -17,7 +17,7 @@ def screenshot_turn(program_id: str, **fields: object) -> dict[str, object]:
 
 
 async def test_a_program_is_served_and_its_slot_given_back() -> None:
-    """Nobody has to say that it is a Nova; with tags on its slot is kept until the program's release."""
+    """Its kind needs no configuration; with tags on, its slot is kept until the program's release."""
     engine = FakeEngine()
     async with running_nova(engine) as url, running_proxy(url, engine_tags=True) as proxy:
         for _ in range(3):
@@ -31,7 +31,7 @@ async def test_a_program_is_served_and_its_slot_given_back() -> None:
 
 
 async def test_a_program_goes_where_fewer_images_wait() -> None:
-    """Where one engine has some to encode for others, the next programs go to the other one."""
+    """If one engine has images to encode for others, the next programs go to the other engine."""
     busy, free = FakeEngine(slots=8, encode_s=0.3), FakeEngine(slots=8)
     async with (
         running_nova(busy) as busy_url,
@@ -51,7 +51,7 @@ async def test_a_program_goes_where_fewer_images_wait() -> None:
 
 @pytest.mark.parametrize("stage", ["encode_s", "prefill_s", "decode_s"])
 async def test_a_client_of_the_proxy_that_leaves_gives_everything_back(stage: str) -> None:
-    """In each stage, within a second."""
+    """It leaves in each stage; everything is back within a second."""
     engine = FakeEngine(**{stage: 0.3})
     async with running_nova(engine) as url, running_proxy(url) as proxy:
         tasks = [asyncio.create_task(post(proxy.url, CHAT, screenshot_turn(f"p{i}", stream=True))) for i in range(3)]

@@ -1,4 +1,4 @@
-"""The OpenAPI document against a running proxy: what is asked as it says is answered as it says."""
+"""The OpenAPI document against a running proxy: requests that follow it get answers that follow it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 @contextmanager
 def running(name: str, *options: str) -> Iterator[str]:
-    """Run a command that serves for the length of the block; give its URL."""
+    """Run a command that serves during the block; yield its URL."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
     process = subprocess.Popen(
         [sys.executable, "-m", "thunderagent", name, "--port", "0", *options],
@@ -59,13 +59,13 @@ def running(name: str, *options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run a proxy with a program, and with sandboxes that nobody makes."""
+    """Run a proxy with a program, and with sandboxes that no service makes."""
     file: Path = tmp_path_factory.mktemp("openapi") / "thunderagent.toml"
-    urls = 'prepare_url = "http://127.0.0.1:9/"\nreclaim_url = "http://127.0.0.1:9/"\n'  # where nobody listens
+    urls = 'prepare_url = "http://127.0.0.1:9/"\nreclaim_url = "http://127.0.0.1:9/"\n'  # nobody listens there
     file.write_text(f'[sandbox_templates.there]\ndriver = "callback"\n{urls}')
     keys = ("--admin-keys", ADMIN_LINE, "--bearer-programs", "true")
     sandboxes = ("--config", str(file), "--sandboxes", "callback", "--sandbox-specs", "false")
-    policy = ("--policy", "passthrough", "--grace-s", "0")  # under which no lease has to be waited for
+    policy = ("--policy", "passthrough", "--grace-s", "0")  # under this policy no lease has to be waited for
     with running("engine") as engine, running("serve", "--backends", engine, *keys, *sandboxes, *policy) as proxy:
         with httpx2.Client(base_url=proxy, headers=HEADERS) as client:
             while client.get("/ready").status_code != 200:
@@ -77,7 +77,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def api(url: str) -> Any:
-    """Read the document, and take it at its word: no answer has a field that is not in it."""
+    """Read the document strictly: no answer has a field that the document lacks."""
     document = httpx2.get(f"{url}/openapi.json").json()
     schemas = document["components"]["schemas"]
     asked = [each["requestBody"] for each in _operations(document) if "requestBody" in each]
@@ -96,7 +96,7 @@ def _operations(document: Any) -> Iterator[Any]:
 
 
 def test_the_document_can_be_read_without_a_key(url: str) -> None:
-    """And says how to bring one, and what each operation does."""
+    """It also says how to send one, and what each operation does."""
     document = httpx2.get(f"{url}/openapi.json").json()
     assert document["openapi"] == "3.1.0"
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
@@ -110,7 +110,7 @@ def test_the_document_can_be_read_without_a_key(url: str) -> None:
     [("/programs/acting", "a program that holds memory"), ("/programs?limit=1", "a page"), ("/replicas", "replicas")],
 )
 def test_what_there_is_has_the_form_that_is_described(api: Any, url: str, path: str, where: str) -> None:
-    """Of real programs, which no random id finds, and which "all" releases below."""
+    """The reports are of real programs, which no random id finds, and which "all" releases below."""
     operation = api[re.sub("/acting$", "/{program_id}", path.partition("?")[0])]["GET"]
     answer = httpx2.get(url + path, headers=HEADERS)
     assert answer.status_code == 200, where
@@ -139,7 +139,7 @@ def test_what_there_is_has_the_form_that_is_described(api: Any, url: str, path: 
 def test_what_is_done_has_the_form_that_is_described(
     api: Any, url: str, method: str, path: str, body: Any, template: str
 ) -> None:
-    """Of what is there afterwards, too: a token, a sandbox, a lease."""
+    """The same holds for what exists afterwards: a token, a sandbox, a lease."""
     answer = httpx2.request(method, url + path, json=body, headers=HEADERS)
     assert answer.status_code == 200, answer.text
     api[template or path.partition("?")[0]][method].validate_response(answer)
@@ -162,7 +162,7 @@ def _takes(operation: Operation) -> bool:
     ],
 )
 def test_each_operation_answers_as_described(operation: Operation, mode: GenerationMode, api: Any) -> None:
-    """With values that it takes, and with others."""
+    """Requests have values that the operation takes, and others."""
     cases = api[operation.path][operation.method].as_strategy(generation_mode=mode)
 
     @settings(max_examples=EXAMPLES_COUNT, database=None, deadline=None, suppress_health_check=HealthCheck)
@@ -175,7 +175,7 @@ def test_each_operation_answers_as_described(operation: Operation, mode: Generat
 
 @pytest.fixture(scope="module")
 def cell_urls() -> Iterator[tuple[str, str]]:
-    """Run a scheduler and a gateway, with a program; give both URLs, and the gateway polls."""
+    """Run a scheduler and a gateway, with a program; yield both URLs once the gateway polls."""
     keys = ("--admin-keys", ADMIN_LINE)
     with (
         running("engine") as engine,
@@ -195,7 +195,7 @@ def cell_urls() -> Iterator[tuple[str, str]]:
 
 
 ANSWERED_BY_BOTH = {"/health", "/ready", "/metrics"}
-"""What each process says of itself."""
+"""Each process's own reports."""
 
 FORWARDED = [
     each
@@ -208,7 +208,7 @@ OF_EACH = re.compile("samples|lease_id|.*_s")
 
 
 def shape_of(answer: Any) -> Any:
-    """Return an answer without what differs each time: figures that are no whole numbers, ages, samples, leases."""
+    """Return an answer without what differs each time: fractions, ages, samples, leases."""
     if isinstance(answer, dict):
         return {name: shape_of(each) for name, each in answer.items() if not OF_EACH.fullmatch(name)}
     if isinstance(answer, list):
@@ -218,12 +218,12 @@ def shape_of(answer: Any) -> Any:
 
 @pytest.mark.parametrize("operation", FORWARDED, ids=lambda each: f"{each.method} {each.path}")
 def test_a_gateway_answers_as_its_leader_does(cell_urls: tuple[str, str], operation: Operation) -> None:
-    """Programs, stories, replicas, keys, the dashboard's data: whichever is asked."""
+    """Programs, stories, replicas, keys, the dashboard's data: both give the same answer."""
     path = re.sub(r"\{program_id\}", "there" if operation.method == "GET" else "nobody", operation.path)
     path = re.sub(r"\{[^}]*\}", "nothing", path)
     answers = []
     leader, front = cell_urls
-    for url in (leader, leader, front):  # the first time something may change by it
+    for url in (leader, leader, front):  # the first request may change something
         with httpx2.Client(base_url=url, headers=HEADERS, timeout=30) as client:
             content = None if operation.method in ("GET", "DELETE") else b"{}"
             answers.append(client.request(operation.method, path, content=content))
@@ -235,7 +235,7 @@ def test_a_gateway_answers_as_its_leader_does(cell_urls: tuple[str, str], operat
 
 
 def test_processes_say_their_part(cell_urls: tuple[str, str]) -> None:
-    """In `/health`, in the metrics, and in the dashboard at either."""
+    """They say it in `/health`, in the metrics, and in the dashboard."""
     leader, front = cell_urls
     with httpx2.Client(headers=HEADERS) as client:
         healths = [client.get(f"{url}/health").json() for url in cell_urls]

@@ -61,7 +61,7 @@ def home(proxy: RunningProxy, program_id: str) -> str | None:
 
 
 async def test_a_route_sends_programs_of_a_class_to_a_replica() -> None:
-    """Named by a header; the report tells the route, and it can be taken back."""
+    """A header names the class; the report shows the route, which can be taken back."""
     async with fake_replica(answers()) as one, fake_replica(answers()) as two, running_proxy(one.url, two.url) as proxy:
         answer = await say(proxy, "route", program_class="coder", replicas=[id_of(two.url)])
         assert answer.json() == {"scope": "class", "name": "coder", "replicas": {id_of(two.url): 1.0}}
@@ -85,7 +85,7 @@ async def test_a_route_sends_programs_of_a_class_to_a_replica() -> None:
     ],
 )
 async def test_a_route_that_cannot_be_is_refused_in_one_sentence(replicas: object, message: str) -> None:
-    """What is wrong with it, and not with all that it might have been."""
+    """It says what is wrong, and not all that might have been wrong."""
     async with running_proxy(up=0) as proxy:
         answer = await post(proxy.url, "/operations/route", {"all": True, "replicas": replicas})
         assert (answer.status, answer.error["code"], answer.error["message"]) == (400, "invalid_request", message)
@@ -103,7 +103,7 @@ async def test_a_route_that_cannot_be_is_refused_in_one_sentence(replicas: objec
     ],
 )
 async def test_a_path_with_another_method_says_which_it_takes(method: str, path: str, allowed: str) -> None:
-    """405, where 404 would say that there is no such path."""
+    """The answer is 405; 404 would say that there is no such path."""
     async with running_proxy(up=0) as proxy:
         answer = await exchange(proxy.url, method, path)
         assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
@@ -112,7 +112,7 @@ async def test_a_path_with_another_method_says_which_it_takes(method: str, path:
 
 
 async def test_who_waits_for_the_replica_of_its_route_is_told_of() -> None:
-    """In the queue, and in its story: what must happen there, whatever there is elsewhere."""
+    """The queue and its story say what must happen there, whatever room other replicas have."""
     gate = Gate()
     settings = {"policy": "ttl", "policy_args": {"ttl_s": "100", "reserve_tokens": "0"}, "capacity_tokens": 1000}
     async with (
@@ -134,7 +134,7 @@ async def test_who_waits_for_the_replica_of_its_route_is_told_of() -> None:
 
 
 async def test_who_has_priority_goes_first() -> None:
-    """Of those that wait."""
+    """This holds among those that wait."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
         first = asyncio.create_task(ask(proxy.url, "a"))
@@ -154,7 +154,7 @@ async def test_who_has_priority_goes_first() -> None:
 
 
 async def test_what_was_said_of_a_program_can_be_read_back() -> None:
-    """In its own report, in the list, and in the queue: its priority, its route's replica, its group and class."""
+    """Its own report, the list and the queue have its priority, its route's replica, its group and class."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
         first = asyncio.create_task(ask(proxy.url, "first"))
@@ -181,7 +181,7 @@ async def test_what_was_said_of_a_program_can_be_read_back() -> None:
 
 
 async def test_replicas_that_nobody_ends_are_not_said_to_end() -> None:
-    """Two replicas with nothing to do under `reassign`, and no `--provision`."""
+    """There are two replicas with nothing to do under `reassign`, and no `--provision`."""
     quick = {"global_policy.patience_s": "0", "global_policy.period_s": "0.01"}
     settings = {"global_policy": "reassign", "policy_args": quick, "tick_s": 0.01}
     async with fake_replica() as one, fake_replica() as two, running_proxy(one.url, two.url, **settings) as proxy:
@@ -192,7 +192,7 @@ async def test_replicas_that_nobody_ends_are_not_said_to_end() -> None:
 
 
 async def test_a_program_moves_to_another_replica() -> None:
-    """At once between two turns; when its turn ends, if it has one."""
+    """It moves at once between two turns; during a turn it moves at the turn's end."""
     gate = Gate()
     async with fake_replica(answers()) as one, fake_replica(gate) as two, running_proxy(one.url, two.url) as proxy:
         await say(proxy, "route", all=True, replicas=[id_of(one.url)])
@@ -210,7 +210,7 @@ async def test_a_program_moves_to_another_replica() -> None:
 
 
 async def test_a_program_that_is_killed_gets_a_clear_error() -> None:
-    """For turns that wait; one in flight ends as it would have."""
+    """Waiting turns get it; a turn in flight ends as it would have."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
         running = asyncio.create_task(ask(proxy.url, "a"))
@@ -247,7 +247,7 @@ async def test_a_program_that_is_killed_gets_a_clear_error() -> None:
     ],
 )
 async def test_what_cannot_be_done_is_refused(primitive: str, body: dict[str, Any], status: int, why: str) -> None:
-    """With what is wrong; nothing of it is in the event log."""
+    """The refusal says what is wrong; nothing of it is in the event log."""
     async with fake_replica(answers()) as replica, running_proxy(replica.url) as proxy:
         await ask(proxy.url, "a")
         body = {name: id_of(replica.url) if value == "HOME" else value for name, value in body.items()}
@@ -257,7 +257,7 @@ async def test_what_cannot_be_done_is_refused(primitive: str, body: dict[str, An
 
 
 async def test_a_replica_that_was_not_started_here_drains_and_is_forgotten() -> None:
-    """An operator may end it all the same; its engine goes on."""
+    """An operator may still end it; its engine continues."""
     async with fake_replica(answers()) as one, fake_replica(answers()) as two, running_proxy(one.url, two.url) as proxy:
         answer = await say(proxy, "kill", replica_id=id_of(one.url))
         assert (answer.status, answer.json()["engine_ends"]) == (202, False)
@@ -310,7 +310,7 @@ def process_ids(replica_id: str) -> list[int]:
 
 
 async def test_replicas_are_started_and_ended_by_command() -> None:
-    """So many at first, one more when it is asked for, never too many; one that ends drains first, and is gone."""
+    """The configured number at first, one more on request, never too many; an ending one drains first."""
     async with running_proxy(up=1, **by_command(provision_min=1, provision_max=2)) as proxy:
         await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
         answer = await say(proxy, "provision")
@@ -335,7 +335,7 @@ async def test_replicas_are_started_and_ended_by_command() -> None:
 
 
 async def test_a_started_replica_is_known_by_its_url_however_that_is_written() -> None:
-    """Else it would never count as up, and would be ended in the middle of its turns."""
+    """Otherwise it would never count as up, and would be ended in the middle of its turns."""
     config = by_command(provision_min=1, provision_max=2, provision_url="http://127.0.0.1:{port}/")
     async with running_proxy(up=1, **config) as proxy:
         async with asyncio.timeout(5):
@@ -350,7 +350,7 @@ async def test_a_started_replica_is_known_by_its_url_however_that_is_written() -
 
 @pytest.mark.parametrize("query", ["", "?force=1"])
 async def test_a_started_replica_that_is_removed_ends(query: str) -> None:
-    """Nobody else could end it, and it would take the place of another one."""
+    """Nobody else could end it, and it would take the place of another."""
     async with running_proxy(up=0, **by_command(provision_max=1)) as proxy:
         await say(proxy, "provision")
         await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
@@ -378,7 +378,7 @@ async def test_a_turn_in_flight_ends_before_its_replica_does() -> None:
 
 
 async def test_a_replica_that_crashes_is_noticed_and_started_again() -> None:
-    """As many as there should be at least; why it ended is told."""
+    """At least the configured number runs; the reason of its end is reported."""
     async with running_proxy(up=1, **by_command(provision_min=1, provision_max=1)) as proxy:
         await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
         first = engines_of(proxy)[0]
@@ -390,7 +390,7 @@ async def test_a_replica_that_crashes_is_noticed_and_started_again() -> None:
 
 
 async def test_a_command_that_cannot_be_started_is_told() -> None:
-    """And tried again only after a while; serving goes on."""
+    """It is tried again only after a while; serving continues."""
     config = by_command(provision_command="/nowhere/engine {port}", provision_max=1, provision_cooldown_s=60.0)
     async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
         assert (await say(proxy, "provision")).status == 202
@@ -402,7 +402,7 @@ async def test_a_command_that_cannot_be_started_is_told() -> None:
 
 
 async def test_a_replica_that_never_answers_is_ended() -> None:
-    """After a while, and with what it says of itself."""
+    """It ends after a while, and its own output is reported."""
     command = f"{sys.executable} -c 'import time; time.sleep(600)' {{port}} engine"
     config = by_command(provision_command=command, provision_ready_limit_s=0.5, provision_cooldown_s=60.0)
     async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
@@ -440,7 +440,7 @@ async def test_a_policy_starts_a_replica_when_turns_wait_and_ends_it_when_they_a
 
 
 async def test_a_server_that_is_told_to_end_leaves_no_process() -> None:
-    """SIGTERM; and a proxy that is killed takes engines with it that end with their standard input."""
+    """SIGTERM ends all; engines that end with their standard input also end if the proxy is killed."""
     command = f"{ENGINE} --end-with-stdin"
     options = ("--provision", "command", "--provision-command", command, "--provision-min", "1")
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -466,13 +466,13 @@ async def test_a_server_that_is_told_to_end_leaves_no_process() -> None:
     ],
 )
 def test_a_command_that_is_none_is_refused(command: str, url: str, why: str) -> None:
-    """Before anything is started."""
+    """The refusal comes before anything is started."""
     with pytest.raises(ConfigurationError, match=why):
         CommandProvisioner(command, url)
 
 
 async def test_what_a_command_writes_is_kept_if_that_is_wanted(tmp_path: Path) -> None:
-    """A file for each port; one that does not heed SIGTERM is killed."""
+    """Each port has a file; a process that ignores SIGTERM is killed."""
     script = (
         "import signal, sys, time; signal.signal(15, lambda *_: None); print(sys.argv[1:], flush=True); time.sleep(60)"
     )
@@ -493,11 +493,11 @@ async def test_what_a_command_writes_is_kept_if_that_is_wanted(tmp_path: Path) -
 
 
 STUBBORN = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
-"""It says its process id, and does not heed SIGTERM."""
+"""It prints its process id, and ignores SIGTERM."""
 
 
 async def stubborn(code: str, folder: Path, *, end_limit_s: float) -> tuple[CommandProvisioner, Launched, Path]:
-    """Start a command of Python; return with it the folder in /proc of the stubborn process of it."""
+    """Start a command of Python; return it with the folder in /proc of its stubborn process."""
     command = f"{sys.executable} -c {shlex.quote(code)} {{port}}"
     driver = CommandProvisioner(command, "http://127.0.0.1:{port}", end_limit_s=end_limit_s, log_folder=folder)
     launched = await driver.start()
@@ -507,7 +507,7 @@ async def stubborn(code: str, folder: Path, *, end_limit_s: float) -> tuple[Comm
 
 
 async def test_what_an_engine_started_ends_with_it(tmp_path: Path) -> None:
-    """Although it does not heed SIGTERM, and the engine itself does."""
+    """It ignores SIGTERM, and the engine itself does not."""
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {STUBBORN!r}])"
     driver, launched, child = await stubborn(code, tmp_path, end_limit_s=30)
     assert child.name != launched.handle
@@ -516,7 +516,7 @@ async def test_what_an_engine_started_ends_with_it(tmp_path: Path) -> None:
 
 
 async def test_a_shutdown_ends_a_process_that_takes_its_time_to_end(tmp_path: Path) -> None:
-    """Whoever waited for that is cancelled: the process must not outlive the proxy."""
+    """The task that waited for that is cancelled: the process must not outlive the proxy."""
     driver, launched, process = await stubborn(STUBBORN, tmp_path, end_limit_s=0.5)
     ending = asyncio.create_task(driver.end(launched.handle, launched.url))
     await asyncio.sleep(0.1)
@@ -528,7 +528,7 @@ async def test_a_shutdown_ends_a_process_that_takes_its_time_to_end(tmp_path: Pa
 
 
 def is_running(process: Path) -> bool:
-    """Say whether a process is there and did not end: whoever should know of its end may not have asked yet."""
+    """Say whether a process exists and did not end: its parent may not have collected its status yet."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -539,7 +539,7 @@ def is_running(process: Path) -> bool:
 
 
 async def test_a_shutdown_removes_a_container_that_takes_its_time_to_stop() -> None:
-    """Whoever waited for that is cancelled: the container must not stay."""
+    """The task that waited for that is cancelled: the container must not stay."""
     said: list[str] = []
     stops = asyncio.Event()
 
@@ -586,7 +586,7 @@ async def pod(api: KubernetesApi, name: str, url: str) -> None:
 
 
 async def test_replicas_are_pods_of_a_deployment_that_is_scaled() -> None:
-    """Up by one, and down by the one that was named, once it is drained; Kubernetes finds and ends them."""
+    """It grows by one, and shrinks by the named one after that drained; Kubernetes finds and ends them."""
     api = KubernetesApi()
     await api.start()
     tasks: list[asyncio.Task[None]] = []
@@ -625,7 +625,7 @@ async def test_replicas_are_pods_of_a_deployment_that_is_scaled() -> None:
 
 
 async def test_a_pod_that_ends_is_not_ended_twice() -> None:
-    """The workload would lose another one for it, as a pod that stops still has its address."""
+    """Otherwise the workload would lose another one, since a stopping pod still has its address."""
     api, gate = KubernetesApi(), Gate()
     await api.start()
     api.images["engine"] = Behaviour(stops_at_once=False)
@@ -657,7 +657,7 @@ async def test_a_pod_that_ends_is_not_ended_twice() -> None:
 
 
 async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
-    """It is refused before anything drains; what the API server refuses is told."""
+    """It is refused before anything drains; refusals of the API server are reported."""
     api = KubernetesApi()
     await api.start()
     try:
@@ -689,7 +689,7 @@ async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
 
 @pytest.mark.parametrize("kind", ["deployment", "statefulset"])
 async def test_a_cluster_where_the_wrong_pod_would_end_is_refused(kind: str) -> None:
-    """Deletion costs are newer than 1.21: a Deployment is not scaled there; a StatefulSet's last pod is known."""
+    """Deletion costs are newer than 1.21: there a Deployment is not scaled; a StatefulSet's last pod is known."""
     api = KubernetesApi()
     api.version = (1, 21)
     await api.start()
@@ -708,7 +708,7 @@ async def test_a_cluster_where_the_wrong_pod_would_end_is_refused(kind: str) -> 
 
 
 async def test_replicas_that_start_at_once_are_all_counted() -> None:
-    """Each is one more than there were with those before it: as many as there should be at least begin together."""
+    """Each one adds to those before it: the minimum number begin together."""
     api = KubernetesApi()
     await api.start()
     try:
@@ -723,13 +723,13 @@ async def test_replicas_that_start_at_once_are_all_counted() -> None:
 
 @pytest.mark.parametrize("text", ["", "engine", "default/job/engine", "default/deployment/"])
 def test_a_workload_that_is_none_is_refused(text: str) -> None:
-    """With how it is written."""
+    """The refusal says how a workload is written."""
     with pytest.raises(ConfigurationError, match="is not NAMESPACE/deployment/NAME"):
         Workload.read(text)
 
 
 async def test_a_replica_that_cannot_be_ended_stays() -> None:
-    """The first pod of a StatefulSet: nothing drains, and it is told why."""
+    """It is the first pod of a StatefulSet: nothing drains, and the answer says why."""
     api = KubernetesApi()
     await api.start()
     try:

@@ -1,4 +1,4 @@
-"""What operators do while the proxy runs: keys come and go, the configuration is read again, requests are logged."""
+"""Operators act while the proxy runs: keys come and go, the configuration is read again, requests are logged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica,
 
 
 async def test_a_file_that_cannot_be_changed_is_told_of(replica: FakeReplica, keys_file: Path) -> None:
-    """The keys that there are stay."""
+    """Existing keys stay."""
     key = add_key(keys_file, "ci", admin=False, expires=None, limits=NONE)
     async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
         keys_file.unlink()
@@ -102,7 +102,7 @@ async def test_a_file_that_cannot_be_changed_is_told_of(replica: FakeReplica, ke
 
 
 async def test_without_a_file_keys_stay_as_they_are(replica: FakeReplica) -> None:
-    """They stand in the configuration, and can be listed."""
+    """They are in the configuration, and can be listed."""
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:
         assert [each["name"] for each in (await admin(proxy.url, "GET", "/keys")).json()["keys"]] == ["ops"]
         refused = await admin(proxy.url, "POST", "/keys", {"name": "ci"})
@@ -110,7 +110,7 @@ async def test_without_a_file_keys_stay_as_they_are(replica: FakeReplica) -> Non
 
 
 async def test_a_key_that_is_put_into_the_file_lets_in(replica: FakeReplica, keys_file: Path) -> None:
-    """As `thunderagent key NAME --keys-file FILE` does on the machine; one that expires is out at that time."""
+    """`thunderagent key NAME --keys-file FILE` does this on the machine; a key that expires stops at that time."""
     async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
         late = add_key(keys_file, "late", admin=False, expires=datetime.now(UTC) - timedelta(seconds=1), limits=NONE)
         key = add_key(keys_file, "ci", admin=False, expires=None, limits=NONE)
@@ -123,7 +123,7 @@ async def test_a_key_that_is_put_into_the_file_lets_in(replica: FakeReplica, key
 
 
 async def test_turns_wait_for_their_keys_share_and_programs_are_refused(replica: FakeReplica, keys_file: Path) -> None:
-    """What is not a turn does not count; a key without limits does not wait for one that has."""
+    """Requests that are no turns do not count; a key without limits does not wait for one with limits."""
     limits = KeyLimitsEntry(turns_per_min=1, programs_count=1)
     key = add_key(keys_file, "few", admin=False, expires=None, limits=limits)
     free = add_key(keys_file, "free", admin=False, expires=None, limits=NONE)
@@ -159,7 +159,7 @@ async def test_tokens_count_whose_turns_took_them(replica: FakeReplica, keys_fil
 
 
 async def test_keys_of_a_tenant_hold_so_many_turns_together(replica: FakeReplica, keys_file: Path) -> None:
-    """One turn too many of any of its keys gets 429; another tenant's is held."""
+    """One turn too many of any of its keys gets 429; another tenant's turn is held."""
     names = ("acme/a", "acme/b", "other")
     keys = {name: add_key(keys_file, name, admin=False, expires=None, limits=NONE) for name in names}
     config: dict[str, Any] = {**cap(1), "tenant_max_held_turns_count": 1}
@@ -181,7 +181,7 @@ async def test_keys_of_a_tenant_hold_so_many_turns_together(replica: FakeReplica
 
 
 def test_a_key_is_made_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Into the file, with its expiry and limits; a line of the configuration has none."""
+    """It goes into the file, with its expiry and limits; a line of the configuration has neither."""
     path = tmp_path / "keys.json"
     limited = ["--keys-file", str(path), "--expires", "30d", "--turns-per-min", "60", "--programs-count", "8"]
     assert main(["key", "ci", *limited]) == 0
@@ -198,7 +198,7 @@ def test_a_key_is_made_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
 
 
 async def test_what_a_signal_changes_and_what_needs_a_restart(replica: FakeReplica, tmp_path: Path) -> None:
-    """Keys, replicas and limits hold at once, and the log has the difference; a policy needs a restart."""
+    """Keys, replicas and limits hold at once, and the log shows the difference; a policy needs a restart."""
     (first_key, first), (second_key, second) = mint_key("first"), mint_key("second")
     file = tmp_path / "thunderagent.toml"
     head = f'backends = ["{replica.url}"]\nadmin_keys = ["{ADMIN_LINE}"]\nlog_format = "json"\n'
@@ -226,7 +226,7 @@ async def test_what_a_signal_changes_and_what_needs_a_restart(replica: FakeRepli
 
 
 async def test_replicas_and_rates_are_taken_over(replica: FakeReplica) -> None:
-    """A replica that is no longer named leaves, a new one comes; a rate that there was may change, not begin."""
+    """A replica that is no longer named leaves, a new one comes; an existing rate may change, a new one not begin."""
     async with fake_replica() as twin:
         wanted: dict[str, Any] = {"backends": (replica.url,), "rate_limit_per_s": 10.0}
         async with running_proxy(replica.url, rate_limit_per_s=10.0, load=wanted) as proxy:
@@ -247,7 +247,7 @@ async def test_replicas_and_rates_are_taken_over(replica: FakeReplica) -> None:
 
 
 async def test_whether_keys_are_asked_for_takes_a_restart(replica: FakeReplica) -> None:
-    """Half a proxy that asks for keys would be worse than none."""
+    """A proxy that asks for keys only in part would be worse than none."""
     wanted: dict[str, Any] = {"backends": (replica.url,)}
     async with running_proxy(replica.url, load=wanted) as proxy:
         wanted["api_keys"] = (mint_key("ci")[1],)
@@ -260,7 +260,7 @@ async def test_whether_keys_are_asked_for_takes_a_restart(replica: FakeReplica) 
 
 
 def test_secrets_are_not_in_a_difference() -> None:
-    """Keys by their names, other secrets as stars, URLs without passwords."""
+    """It shows keys by their names, other secrets as stars, URLs without passwords."""
     before = ServeConfig(backends=("http://u:pw@a:1",), backend_api_key="k1", sandbox_callback_token="t1")  # type: ignore[arg-type]
     after = ServeConfig(backends=("http://a:1", "http://b:2"), api_keys=(mint_key("x")[1],))
     assert difference("backends", before, after) == "http://a:1 -> http://a:1, http://b:2"
@@ -301,7 +301,7 @@ async def test_each_request_has_a_line_where_that_is_wanted(replica: FakeReplica
 
 
 async def test_top_shows_rates_memory_and_programs(replica: FakeReplica, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once, where the output is not a terminal; programs in the order that is asked for."""
+    """It shows them once if the output is not a terminal; programs have the requested order."""
     async with running_proxy(replica.url) as proxy:
         for number in range(12):
             await ask(proxy.url, "named" if number < 2 else None)
@@ -328,7 +328,7 @@ async def test_top_shows_rates_memory_and_programs(replica: FakeReplica, capsys:
 async def test_status_and_top_say_pools_where_there_are_several(
     names: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each replica, and of each program: that of the model that it asked for."""
+    """Each replica shows its own, and each program that of the model that it asked for."""
     monkeypatch.setenv("COLUMNS", "160")
     several = len(set(names)) > 1
     async with fake_replica() as one, fake_replica() as other:

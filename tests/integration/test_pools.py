@@ -1,4 +1,4 @@
-"""Replicas of different models behind one proxy: a pool for each, and no turn where its model is not served."""
+"""Replicas of different models behind one proxy: each has a pool, and no turn goes where its model is not served."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pool_names(proxy: RunningProxy) -> list[str]:
 
 
 async def test_each_model_is_answered_by_its_own_engine() -> None:
-    """Anonymous turns, turns of programs, and side calls, many at once; the log of both pools replays."""
+    """Anonymous turns, programs' turns and side calls run concurrently; the log of both pools replays."""
     async with two_models() as proxy:
         assert pool_names(proxy) == ["a", "b"]
         asked = [
@@ -99,7 +99,7 @@ async def test_a_model_that_nobody_serves_is_a_404_at_once(path: str, body: dict
 
 
 async def test_programs_are_listed_by_age_over_all_pools() -> None:
-    """The oldest first, whichever of the pools there was first."""
+    """The oldest comes first, whichever pool existed first."""
     async with two_models() as proxy:
         for program_id, model in (("first", "b"), ("second", "a"), ("third", "b")):
             assert (await ask(proxy.url, program_id, model=model)).status == 200
@@ -108,7 +108,7 @@ async def test_programs_are_listed_by_age_over_all_pools() -> None:
 
 
 async def test_a_turn_without_a_model_goes_where_its_program_lives() -> None:
-    """And is refused where that does not say which is meant."""
+    """If that does not say which model is meant, the turn is refused."""
     async with two_models() as proxy:
         nameless = {key: value for key, value in turn("p").items() if key != "model"}
         assert (await post(proxy.url, CHAT, nameless)).error["code"] == "model_not_found"
@@ -141,7 +141,7 @@ async def test_a_program_lives_in_both_pools_and_ends_in_both() -> None:
 
 
 async def test_what_waits_in_one_pool_holds_up_nobody_in_the_other() -> None:
-    """One program at a time in each pool: the second of the same model waits, the other model's does not."""
+    """Each pool has one program at a time: the second of the same model waits, the other model's does not."""
     gate = Gate()
     async with fake_replica(gate) as one, fake_replica() as other:
         one.models, other.models = ("a",), ("b",)
@@ -177,7 +177,7 @@ async def test_adapters_of_one_engine_are_one_pool() -> None:
 
 
 async def test_an_adapter_of_some_replicas_of_a_pool_is_asked_of_these_alone() -> None:
-    """Anonymous turns and programs, many at once; other replicas get them from their load of it until the unload."""
+    """Anonymous turns and programs, many at once; other replicas get them from the load call until the unload."""
     async with fake_replica() as one, fake_replica() as other:
         one.models, other.models = ("base", "lora"), ("base",)
         async with running_proxy(one.url, other.url) as proxy:
@@ -200,7 +200,7 @@ async def test_an_adapter_of_some_replicas_of_a_pool_is_asked_of_these_alone() -
 
 
 async def test_an_adapter_whose_only_replica_takes_nothing_is_waited_for() -> None:
-    """It drains, or is down: its paused programs are restored there, and no turn goes to the other replica."""
+    """The replica drains, or is down: its paused programs are restored there, and no turn goes to the other replica."""
     async with fake_replica() as one, fake_replica() as other:
         one.models, other.models = ("base", "lora"), ("base",)
         async with running_proxy(one.url, other.url) as proxy:
@@ -228,7 +228,7 @@ async def test_an_adapter_whose_only_replica_takes_nothing_is_waited_for() -> No
 
 
 async def test_a_replica_that_says_later_what_it_serves_goes_there() -> None:
-    """What it generates meanwhile comes to its end, and nothing more of the first model is sent there."""
+    """Turns in flight there come to their end, and no further turn of the first model is sent there."""
     gate = Gate()
     async with fake_replica() as one, fake_replica(gate) as other:
         one.models = ("a",)
@@ -247,7 +247,7 @@ async def test_a_replica_that_says_later_what_it_serves_goes_there() -> None:
 
 
 async def test_a_model_whose_replica_has_not_come_up_yet_is_waited_for() -> None:
-    """And is a 404 once that took too long."""
+    """After the limit it is a 404."""
     async with fake_replica() as one, fake_replica() as two, fake_replica() as late:
         one.models, two.models, late.models = ("a",), ("b",), ("c",)
         late.healthy = False
@@ -265,7 +265,7 @@ async def test_a_model_whose_replica_has_not_come_up_yet_is_waited_for() -> None
 
 
 async def test_an_alias_stands_for_a_model() -> None:
-    """Engines get the name that they serve, clients find both; with one pool as well."""
+    """Engines get the name that they serve, clients find both; this holds with one pool, too."""
     aliases = {"model_aliases": {"public": "b"}}
     async with two_models(**aliases) as proxy:
         answer = await ask(proxy.url, "p", model="public")
@@ -279,7 +279,7 @@ async def test_an_alias_stands_for_a_model() -> None:
 
 
 async def test_a_model_comes_and_goes_with_its_replicas() -> None:
-    """Its turns wait as long as its pool has a program, and are refused after that."""
+    """Its turns wait as long as its pool has a program, and are refused afterwards."""
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(fake_replica())
         other = await stack.enter_async_context(fake_replica())
@@ -300,7 +300,7 @@ async def test_a_model_comes_and_goes_with_its_replicas() -> None:
 
 
 async def test_with_one_pool_a_model_that_its_engines_refuse_is_a_404_before_any_lease() -> None:
-    """Though all its memory is taken: the turn need not wait for room to be refused. A turn that names none passes."""
+    """This holds with full memory: the turn need not wait for room to be refused. A turn without a model passes."""
     gate = Gate()
     async with fake_replica(gate) as replica:
         replica.models = ("a", "lora")
@@ -339,18 +339,18 @@ async def test_with_one_pool_an_engine_that_takes_any_name_gets_every_model() ->
 
 @pytest.mark.parametrize("pools_count", [1, 2])
 async def test_an_adapter_that_was_just_loaded_is_found(pools_count: int) -> None:
-    """Its engine was told by others, since it was asked last: it is asked anew before the turn is refused."""
+    """Others loaded it after the last poll: the engine is asked again before the turn is refused."""
     async with fake_replica() as one, fake_replica() as other:
         one.models, other.models = ("a",), ("b",)
         urls = (one.url, other.url)[:pools_count]
-        async with running_proxy(*urls, poll_interval_s=1.0) as proxy:  # and for its models each ten
+        async with running_proxy(*urls, poll_interval_s=1.0) as proxy:  # it asks for models every 10 s
             await until(lambda: len(proxy.runtime.pools.models) == pools_count)
             one.models = ("a", "new")
             assert (await ask(proxy.url, model="new")).header("X-Replica-ID") == one.replica_id
 
 
 async def test_pools_can_be_turned_off() -> None:
-    """Then every replica is taken to serve every model, as they say themselves."""
+    """Then every replica counts as serving every model, and refuses by itself."""
     async with two_models(model_pools=False) as proxy:
         assert len(proxy.runtime.pools.all) == 1
         answers = await asyncio.gather(*(ask(proxy.url, model="a") for _ in range(8)))
@@ -358,7 +358,7 @@ async def test_pools_can_be_turned_off() -> None:
 
 
 async def test_the_first_turns_wait_until_it_is_known_who_serves_what() -> None:
-    """A restart under load: no turn goes to the engine that happened to answer its poll first."""
+    """After a restart under load no turn goes to the engine that happened to answer its poll first."""
     async with fake_replica() as one, fake_replica() as other:
         one.models, other.models = ("a",), ("b",)
         async with running_proxy(one.url, other.url, up=0) as proxy:
@@ -367,7 +367,7 @@ async def test_the_first_turns_wait_until_it_is_known_who_serves_what() -> None:
 
 
 async def test_each_pool_says_how_many_programs_are_of_use() -> None:
-    """With one pool no model need be named; how many more than there are is of those of all clients."""
+    """With one pool no model need be named; the count of further useful programs covers those of all clients."""
     async with two_models() as proxy:
         assert (await get(proxy.url, "/concurrency")).error["code"] == "model_not_found"
         for number in range(2):
@@ -381,7 +381,7 @@ async def test_each_pool_says_how_many_programs_are_of_use() -> None:
 
 
 async def test_a_restart_keeps_what_each_pool_learned(tmp_path: Path) -> None:
-    """The next proxy on the same engines has it; its log replays with the same initial state."""
+    """The next proxy on the same engines knows it; its log replays with the same initial state."""
     path = tmp_path / "state"
     for number in range(2):
         async with two_models(state=path) as proxy:

@@ -20,7 +20,7 @@ REFUSAL = {"error": {"message": "Got priority 7 but Priority scheduling is not e
 
 
 class Seven:
-    """An engine priority that is always the same."""
+    """An engine priority that is always 7."""
 
     name = "seven"
 
@@ -82,7 +82,7 @@ EMBEDDINGS = {"model": "m", "input": "x", "priority": -99}
 async def test_a_stranger_does_not_put_its_turns_before_those_of_others(
     *, rule: dict[str, Any], key: str | None, stays: bool, policy: dict[str, Any], given: int | None
 ) -> None:
-    """In a turn and a side call, in the body and in vLLM's header; also on a replica of its choice, if it has one."""
+    """This holds for turns and side calls, in body and vLLM's header, and on a replica of its own choice."""
     headers = [("X-Vllm-Priority", "-99"), *([("Authorization", f"Bearer {key}")] if key else [])]
     async with fake_replica() as engine, running_proxy(engine.url, **policy, **rule) as proxy:
         for prefix in ("",) if key == RED_KEY else ("", f"/workers/{engine.replica_id}"):
@@ -96,7 +96,7 @@ async def test_a_stranger_does_not_put_its_turns_before_those_of_others(
 
 
 async def test_what_has_no_field_for_it_gets_a_header() -> None:
-    """vLLM's Messages endpoint."""
+    """vLLM's Messages endpoint has none."""
     async with fake_replica() as engine, running_proxy(engine.url, **BY_AGE) as proxy:
         body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
         await post(proxy.url, "/p/a/v1/messages", body)
@@ -105,7 +105,7 @@ async def test_what_has_no_field_for_it_gets_a_header() -> None:
 
 
 async def test_an_engine_that_has_no_priorities_gets_none() -> None:
-    """The first turn that it refuses for that is resent without priority, unnoticed by its client."""
+    """If it refuses the first turn for that, the turn is resent without priority, unnoticed by its client."""
 
     async def behave(call: Call) -> None:
         refuses = call.method == "POST" and "priority" in call.json()
@@ -119,7 +119,7 @@ async def test_an_engine_that_has_no_priorities_gets_none() -> None:
 
 
 async def test_an_engine_that_took_a_zero_is_not_taken_to_have_priorities() -> None:
-    """vLLM without them refuses any but that."""
+    """Without priorities vLLM refuses all values but zero."""
 
     async def behave(call: Call) -> None:
         refuses = call.method == "POST" and call.json().get("priority")
@@ -133,7 +133,7 @@ async def test_an_engine_that_took_a_zero_is_not_taken_to_have_priorities() -> N
 
 
 async def test_another_refusal_is_the_client_s() -> None:
-    """Also on the turn by which it is found out whether the engine takes priorities."""
+    """This includes the turn by which the proxy learns whether the engine takes priorities."""
     refusal = {"error": {"message": "max_tokens is too large", "code": 400}}
     async with (
         fake_replica(answers(refusal, status="400 Bad Request")) as engine,
@@ -155,7 +155,7 @@ async def test_another_refusal_is_the_client_s() -> None:
     ],
 )
 async def test_sglang_is_asked_which_numbers_go_first(info: Any, priority: int | None) -> None:
-    """Off the path of the turns: those that come before it answered go without."""
+    """The question is not in the path of turns: turns before its answer carry no priority."""
     asked: list[str] = []
 
     def behaviour() -> Callable[[Call], Awaitable[None]]:

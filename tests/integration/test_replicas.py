@@ -1,4 +1,4 @@
-"""Replicas that come and go while programs run: by a file, a name, a cluster's pods, and the admin API."""
+"""Replicas come and go while programs run: by a file, a name, a cluster's pods, and the admin API."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LOAD = LoadSpec(
     tries=1,
     turn_timeout_s=20,
 )
-"""Nothing is tried again by its clients: a turn that fails is seen."""
+"""Its clients do not retry: a failing turn is noticed."""
 
 
 @asynccontextmanager
@@ -93,7 +93,7 @@ def known(proxy: RunningProxy) -> set[str]:
 
 
 async def gone(proxy: RunningProxy, replica_id: str) -> None:
-    """Wait until nothing remembers a replica."""
+    """Wait until no part remembers a replica."""
     async with asyncio.timeout(10):
         while replica_id in await replicas_of(proxy):
             await asyncio.sleep(0.01)
@@ -103,7 +103,7 @@ async def gone(proxy: RunningProxy, replica_id: str) -> None:
 
 
 async def failing(proxy: RunningProxy, source: str, *, times: int = 1) -> None:
-    """Wait until a source fails, or does no more."""
+    """Wait until a source fails, or no longer fails."""
     async with asyncio.timeout(10):
         while (await metrics_of(proxy.url))["thunderagent_replica_source_failing"].get((source,), 0) != times:
             await asyncio.sleep(0.01)
@@ -117,7 +117,7 @@ async def finished(proxy: RunningProxy, count: int) -> None:
 
 
 async def test_a_file_that_is_edited_while_programs_run_costs_no_turn(tmp_path: Path) -> None:
-    """Replicas come, go and come again under 20 programs; rubbish in between changes nothing."""
+    """Replicas come, go and return under 20 programs; rubbish in between changes nothing."""
     file = tmp_path / "replicas.txt"
     async with engine_here() as one, engine_here() as two, engine_here() as three:
         file.write_text(f"{one}\n")
@@ -140,14 +140,14 @@ async def test_a_file_that_is_edited_while_programs_run_costs_no_turn(tmp_path: 
 
 
 def replaced(file: Path, text: str) -> None:
-    """Exchange a file at once, as editors and ConfigMaps do."""
+    """Replace a file atomically, as editors and ConfigMaps do."""
     new = file.with_suffix(".new")
     new.write_text(text)
     new.replace(file)
 
 
 async def test_a_file_that_is_not_there_yet_or_no_more_is_waited_for(tmp_path: Path) -> None:
-    """The proxy starts without it; the contents of a file stay in effect when it is gone."""
+    """The proxy starts without it; when the file is gone, its last contents stay in effect."""
     file = tmp_path / "replicas.toml"
     async with fake_replica() as one, running_proxy(up=0, backends_file=file, **QUICK) as proxy:
         assert (await get(proxy.url, "/ready")).status == 503
@@ -194,7 +194,7 @@ async def test_adding_draining_and_removing_under_load_costs_no_turn() -> None:
 
 
 async def test_what_drains_finishes_and_the_next_turn_goes_elsewhere() -> None:
-    """A turn in flight keeps its replica until it ended; the replica is removed right after it."""
+    """A turn in flight keeps its replica until its end; the replica is removed right after it."""
     gate = Gate()
     async with fake_replica(gate) as one, fake_replica() as other, running_proxy(one.url, **QUICK) as proxy:
         in_flight = asyncio.create_task(ask(proxy.url, "a"))
@@ -218,7 +218,7 @@ async def test_what_drains_finishes_and_the_next_turn_goes_elsewhere() -> None:
 
 
 async def test_a_request_that_is_no_turn_is_waited_for_too() -> None:
-    """An embedding takes no lease, and is not cut off all the same."""
+    """An embedding takes no lease, and is still not cut off."""
     gate = Gate()
     async with fake_replica(gate) as one, fake_replica() as other, running_proxy(one.url, **QUICK) as proxy:
         side_call = asyncio.create_task(post(proxy.url, "/v1/embeddings", {"input": "x"}))
@@ -251,7 +251,7 @@ async def test_a_replica_that_is_named_again_while_it_leaves_stays() -> None:
 
 
 async def test_a_forced_removal_before_the_first_byte_is_a_failover() -> None:
-    """The turn is lost there and tried on another replica: its client sees nothing of it."""
+    """The turn is lost there and tried on another replica; its client does not notice."""
     async with fake_replica(Gate()) as one, fake_replica() as other, running_proxy(one.url, **QUICK) as proxy:
         in_flight = asyncio.create_task(ask(proxy.url, "a"))
         await one.call()
@@ -332,7 +332,7 @@ async def test_a_drained_replica_stays_drained_when_its_engine_restarts() -> Non
 
 
 async def test_a_new_replica_gets_no_turn_before_its_first_good_poll() -> None:
-    """It is there, but not healthy yet; its capacity is known before its first turn."""
+    """The replica is known, but not healthy yet; its capacity is known before its first turn."""
     async with fake_replica() as one, fake_replica(capacity_tokens=5000) as other, running_proxy(one.url) as proxy:
         other.healthy = False
         await post(proxy.url, "/replicas", {"url": other.url})
@@ -369,7 +369,7 @@ async def test_what_cannot_be_done_is_said(method: str, target: str, body: bytes
 
 
 async def test_the_gateways_shapes() -> None:
-    """As the SGLang gateway, and before it its router and slime's, are called to add and remove engines."""
+    """They are those of the SGLang gateway, of its earlier router and of slime's, for adding and removing engines."""
     async with fake_replica() as one, fake_replica() as two, running_proxy(one.url, **QUICK) as proxy:
         added = await post(proxy.url, "/workers", {"url": two.url, "worker_type": "regular", "model_id": "m"})
         assert (added.status, added.header("Location")) == (202, f"/workers/{two.replica_id}")
@@ -413,7 +413,7 @@ async def test_a_password_is_shown_nowhere() -> None:
 
 
 async def test_several_sources_are_a_union(tmp_path: Path) -> None:
-    """A replica added by the API stays when a file drops it; one removed by it stays away while the file names it."""
+    """A replica of the API stays if a file drops it; one that the API removed stays away though the file names it."""
     file = tmp_path / "replicas.json"
     async with fake_replica() as one, fake_replica() as two, fake_replica() as three:
         file.write_text(json.dumps([two.url, three.url]))
@@ -434,7 +434,7 @@ async def test_several_sources_are_a_union(tmp_path: Path) -> None:
 
 
 async def test_64_replicas_at_once_are_polled_without_a_storm(tmp_path: Path) -> None:
-    """All of them come up within two intervals, though one hangs; none is polled more often than it should be."""
+    """All of them come up within two intervals, though one hangs; none is polled too often."""
     file = tmp_path / "replicas.txt"
     async with AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(fake_replica()) for _ in range(64)]
@@ -456,7 +456,7 @@ async def test_64_replicas_at_once_are_polled_without_a_storm(tmp_path: Path) ->
 
 @asynccontextmanager
 async def hanging_server() -> AsyncIterator[str]:
-    """Accept connections and say nothing."""
+    """Accept connections and send nothing."""
 
     async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -474,7 +474,7 @@ async def hanging_server() -> AsyncIterator[str]:
 
 @dataclass
 class FakeResolver:
-    """Names as a test wants them."""
+    """Resolves names as a test wants."""
 
     found: Sequence[str] | OSError
     asked: list[str] = field(default_factory=list)
@@ -487,7 +487,7 @@ class FakeResolver:
 
 
 async def test_the_addresses_of_a_name_are_replicas() -> None:
-    """One comes, one goes; a lookup that fails changes nothing."""
+    """An address comes, another goes; a failed lookup changes nothing."""
     resolver = FakeResolver(["127.0.0.1"])
     async with engine_here(profile="instant") as one, AsyncExitStack() as stack:
         port = int(one.rpartition(":")[2])
@@ -513,7 +513,7 @@ async def test_the_addresses_of_a_name_are_replicas() -> None:
 
 
 async def test_a_name_is_looked_up_by_the_system() -> None:
-    """Without a resolver of a test's: localhost has the address that the engine listens on."""
+    """No test resolver is used: localhost has the address that the engine listens on."""
     async with fake_replica() as one:
         port = one.url.rpartition(":")[2]
         async with running_proxy(up=0, backends=(f"dns+http://localhost:{port}",), **QUICK) as proxy:
@@ -546,7 +546,7 @@ async def pod(api: KubernetesApi, name: str, url: str, labels: dict[str, str] | 
 
 
 async def test_the_pods_of_a_selection_are_replicas() -> None:
-    """Ready ones are in, deleted ones drain, gone ones are forgotten; the API server's troubles change nothing."""
+    """Ready pods are in, deleted ones drain, gone ones are forgotten; trouble of the API server changes nothing."""
     gate = Gate()
     async with cluster() as api, fake_replica(gate) as one, fake_replica() as two:
         api.behave("engine", is_ready=False, stops_at_once=False)
@@ -633,7 +633,7 @@ async def test_ranks_of_an_engine_are_replicas_of_their_own(setting: str) -> Non
 
 
 async def test_a_rank_that_a_client_asks_for_is_the_proxys_to_choose() -> None:
-    """The header that goes to the engine is of the rank that holds the lease; one poll asks for all ranks."""
+    """The header to the engine names the rank of the lease; one poll asks for all ranks."""
     async with fake_replica() as one:
         one.metrics = exposition(1000, 2000, 3000)
         async with running_proxy(f"{one.url}#dp=3", up=3, **QUICK) as proxy:
@@ -653,7 +653,7 @@ async def test_a_rank_that_a_client_asks_for_is_the_proxys_to_choose() -> None:
 
 
 async def test_ranks_that_are_found_follow_the_engine() -> None:
-    """An engine that comes back with another number of ranks is other replicas."""
+    """An engine that returns with another number of ranks counts as other replicas."""
     async with fake_replica() as one:
         one.metrics = exposition(1000, 2000)
         async with running_proxy(one.url, up=2, data_parallel_ranks="auto", **QUICK) as proxy:

@@ -1,4 +1,4 @@
-"""Sandboxes over HTTP: asked for, found out about, followed and let go, made by a service of the test's own."""
+"""Sandboxes over HTTP: requested, reported, followed and released; a service of the test's own makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Elsewhere:
-    """A service that makes sandboxes; `hold` keeps it from answering."""
+    """A service that makes sandboxes; `hold` delays its answers."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -69,7 +69,7 @@ async def proxy_with_sandboxes(**config: Any) -> AsyncIterator[tuple[RunningProx
 
 
 async def test_a_program_follows_its_own_sandboxes_on_the_data_port() -> None:
-    """Those of all programs are for operators, on the admin port alone."""
+    """Operators see those of all programs, on the admin port alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         admin_port = probe.getsockname()[1]
@@ -170,7 +170,7 @@ async def test_the_first_turn_of_a_class_gets_its_sandbox_while_it_is_held() -> 
 
 
 async def test_changes_are_streamed() -> None:
-    """What is there first, then each change; of one program alone."""
+    """The stream has the current state first, then each change, of one program alone."""
     async with proxy_with_sandboxes() as (proxy, service):
         await post(proxy.url, "/programs/other/sandboxes", {"template": "plain"})
         await post(proxy.url, "/programs/p/sandboxes", {"template": "plain"})

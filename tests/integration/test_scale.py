@@ -108,7 +108,7 @@ async def ask_in_stream(url: str, program_id: str) -> Answer:
 
 
 async def test_streams_go_through_a_restart_of_the_scheduler() -> None:
-    """Not one error, and gateways count what the engine counts, to the token."""
+    """There is no error, and gateways count what the engine counts, to the token."""
     async with (
         engine(kv_tokens=64_000) as behind,
         scheduler("--backends", behind.url) as first,
@@ -160,7 +160,7 @@ ONE_AT_A_TIME = ("--policy", "cap", "--policy-arg", "n=1")
 
 
 async def test_what_runs_is_counted_and_what_is_held_stays_held() -> None:
-    """A scheduler that starts anew knows both from its gateway, and grants nothing that it would not have."""
+    """A new scheduler learns both from its gateway, and grants nothing that the old one would not have granted."""
     async with fake_replica(gate := a_stream()) as replica:
         options = ("--backends", replica.url, *ONE_AT_A_TIME)
         async with (
@@ -194,7 +194,7 @@ async def test_what_runs_is_counted_and_what_is_held_stays_held() -> None:
 
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_the_next_attempt_at_a_turn_ends_the_one_at_another_gateway(is_same: bool) -> None:
-    """First that one ends, then the next one runs; another turn under the same key is another turn."""
+    """The earlier attempt ends first, then the next runs; another turn under the same key is another turn."""
     async with (
         fake_replica(gate := Gate()) as replica,
         scheduler("--backends", replica.url) as over,
@@ -219,7 +219,7 @@ async def test_the_next_attempt_at_a_turn_ends_the_one_at_another_gateway(is_sam
 
 
 async def test_without_a_scheduler_turns_run_in_the_end() -> None:
-    """They wait as long as they were told to; then they run, marked, and the next scheduler counts them."""
+    """They wait as long as they may; then they run, marked, and the next scheduler counts them."""
     async with fake_replica(gate := a_stream()) as replica:
         options = ("--backends", replica.url, *ONE_AT_A_TIME)
         limits = ("--scheduler-patience-s", "0.3", "--fail-open-turns-count", "2")
@@ -231,7 +231,7 @@ async def test_without_a_scheduler_turns_run_in_the_end() -> None:
         ):
             await begin(wire, "a")
             waiting = []
-            for name in ("b", "c"):  # in this order: the first one runs without leave
+            for name in ("b", "c"):  # in this order: the first one runs without a lease
                 waiting.append(group.create_task(ask(front.url, name, stream=True)))
                 await until_metric(first.url, "turns_held", len(waiting))
             at = await killed(first)
@@ -273,7 +273,7 @@ async def test_the_turns_of_a_gateway_that_died_are_over() -> None:
 
 
 async def test_one_command_serves_with_several_gateways() -> None:
-    """On one port; one that is killed is started again, and no turn of the others fails."""
+    """They share one port; a killed one is started again, and no turn of the others fails."""
     async with (
         engine(kv_tokens=64_000) as behind,
         command("serve", "--port", "0", "--backends", behind.url, "--gateways", "2") as served,
@@ -294,7 +294,7 @@ async def test_one_command_serves_with_several_gateways() -> None:
 
 
 async def test_with_keys_the_one_command_has_its_own_for_its_gateways() -> None:
-    """Clients use theirs, for a gateway as for the scheduler behind it; without a key none gets in."""
+    """Clients use theirs, at a gateway as at its scheduler; without a key no request gets in."""
     key, line = mint_key("me")
     named = ("--api-keys", line, "--tenant-from-key", "false")
     async with command("serve", "--port", "0", "--gateways", "1", *named) as served:
@@ -310,7 +310,7 @@ async def test_with_keys_the_one_command_has_its_own_for_its_gateways() -> None:
 
 
 async def test_an_operator_logs_in_at_any_gateway() -> None:
-    """The scheduler knows the logins: a cookie that it does not know opens nothing there, nor a turn at the gateway."""
+    """The scheduler knows the logins: an unknown cookie opens neither the scheduler nor a gateway."""
     key, line = mint_key("operator")
     named = ("--admin-keys", line, "--api-keys", mint_key("me")[1], "--tenant-from-key", "false")
     async with command("serve", "--port", "0", "--gateways", "2", *named) as served:
@@ -329,7 +329,7 @@ async def test_an_operator_logs_in_at_any_gateway() -> None:
 
 
 def test_what_needs_one_process_is_refused_with_gateways() -> None:
-    """Before anything starts, with the names of the settings."""
+    """The refusal comes before anything starts, with the names of the settings."""
     config = ServeConfig.load(gateways=2, infer_programs=True, judge_url="replicas")
     with pytest.raises(ConfigurationError, match="infer_programs, judge_url go with no gateways yet"):
         check_gateways(config)
@@ -341,7 +341,7 @@ def test_what_needs_one_process_is_refused_with_gateways() -> None:
 
 
 async def test_gateways_answer_no_network_with_simulated_engines() -> None:
-    """What `serve` refuses, it refuses with gateways: that its scheduler is on loopback makes no difference."""
+    """`serve` refuses the same with gateways: a scheduler on loopback makes no difference."""
     config = ServeConfig.load(host="0.0.0.0", port=0, allow_open=True, gateways=1)
     with pytest.raises(ConfigurationError, match="backends: there are none"):
         await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
@@ -356,7 +356,7 @@ async def forwarded(method: str, target: str, to: Scheduler) -> int:
 
 
 async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> None:
-    """A target in absolute form is a path there like any other; a client that vouches for replicas does so there."""
+    """A target in absolute form is a path there, too; a client that vouches for replicas does so there."""
     heard: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -379,7 +379,7 @@ async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> No
 
 
 async def test_a_scheduler_that_hangs_is_waited_for_no_longer_than_it_may_take() -> None:
-    """A query is given up; leases and commands have no limit."""
+    """A query is given up after its limit; leases and commands have no limit."""
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
@@ -402,7 +402,7 @@ async def test_a_scheduler_that_hangs_is_waited_for_no_longer_than_it_may_take()
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the settings under which the version of the first frames runs, out of this repository's history."""
+    """Return the settings that run the version of the first frames, from this repository's history."""
     root = Path(__file__).parents[2]
     added = ("log", "--format=%H", "--diff-filter=A", "--", "tests/unit/scale/frames-1.json")
     found = subprocess.run(("git", *added), cwd=root, capture_output=True, text=True, check=False)
@@ -421,7 +421,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("older", ["gateway", "scheduler"])
 async def test_two_versions_speak_to_each_other(older: str, earlier: dict[str, str]) -> None:
-    """Turns, streams and the end of a program, through an earlier gateway or to an earlier scheduler."""
+    """They carry turns, streams and a program's end, with an earlier gateway or an earlier scheduler."""
     of = {name: earlier if name == older else {} for name in ("gateway", "scheduler")}
     quick = ("--listen", "127.0.0.1:0", "--poll-interval-s", "0.05")
     async with (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TURNS_COUNT = 20
 SCREENSHOT_CHARS = 2_000_000
 POOL_TOKENS = 120_000
-"""More than all five agents take together, and less than a screenshot would be as text."""
+"""More than all five agents need together, and less than one screenshot would count as text."""
 
 
 def screenshot(number: int) -> bytes:
@@ -42,7 +42,7 @@ def words(number: int) -> bytes:
 
 
 async def agent(session: aiohttp.ClientSession, program_id: str, messages: list[bytes]) -> list[dict[str, Any]]:
-    """Take a turn for each message, with all that was said before; return the usage of each."""
+    """Take a turn for each message, with the whole history; return the usage of each."""
     usages, said = [], []
     for message in messages:
         said.append(message)
@@ -73,7 +73,7 @@ async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it
                     for name in range(4)
                 ),
             )
-        proxy.process.terminate()  # it writes its log out
+        proxy.process.terminate()  # this flushes its log
         assert await proxy.exit_status() == 0
     assert seeing[-1]["prompt_tokens"] > TURNS_COUNT * 1600
 
@@ -102,4 +102,4 @@ async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it
     assert not pauses
     for claimed_tokens, used_tokens in claims[1:]:
         assert abs(claimed_tokens - used_tokens) <= 0.1 * used_tokens
-    assert claims[0][0] <= 5 * claims[0][1]  # a first guess
+    assert claims[0][0] <= 5 * claims[0][1]  # at first the claim is a guess

@@ -1,4 +1,4 @@
-"""Access control on real sockets: keys, origins, rates, bodies, TLS, and data that is never shown."""
+"""Access control on real sockets: keys, origins, rates, bodies, TLS, and secrets that are never shown."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def call(url: str, method: str, target: str, *headers: Header, body: bytes
 
 
 async def test_a_turn_needs_a_key_and_the_engine_never_sees_it(replica: FakeReplica) -> None:
-    """In whichever header a client has it; without one, or with another, nothing is forwarded."""
+    """A client may send it in any of several headers; without one, or with a wrong one, nothing is forwarded."""
     async with running_proxy(replica.url, **KEYS, backend_api_key="sk-of-the-engine") as proxy:
         for headers in ([], [bearer("wrong")], [("X-API-Key", "")], [("X-ThunderAgent-Key", "é")]):
             refused = await post(proxy.url, CHAT, turn("p"), *headers)
@@ -91,7 +91,7 @@ async def test_a_turn_needs_a_key_and_the_engine_never_sees_it(replica: FakeRepl
 
 
 async def test_a_refusal_is_in_the_schema_of_the_api_that_was_called(replica: FakeReplica) -> None:
-    """Anthropic's clients get theirs, which has a place for the request's id."""
+    """Anthropic's clients get their schema, which has a place for the request's id."""
     async with running_proxy(replica.url, **KEYS, max_body_bytes=10) as proxy:
         mine = ("X-Request-Id", "mine")
         refused = await call(proxy.url, "POST", "/p/a/v1/messages", mine, body=b"{}")
@@ -107,7 +107,7 @@ async def test_a_refusal_is_in_the_schema_of_the_api_that_was_called(replica: Fa
 
 
 async def test_data_keys_and_admin_keys_are_apart(replica: FakeReplica) -> None:
-    """A program's agent may do what concerns its program, and nothing that concerns all."""
+    """A program's agent may do what concerns its program, but nothing that concerns all."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         for method, target, body in [
             ("GET", "/v1/models", b""),
@@ -140,7 +140,7 @@ async def test_data_keys_and_admin_keys_are_apart(replica: FakeReplica) -> None:
 
 
 async def test_without_an_admin_key_nobody_is_admin(replica: FakeReplica) -> None:
-    """With only data keys the rest is closed."""
+    """With data keys alone all else is closed."""
     async with running_proxy(replica.url, api_keys=(DATA_LINE,)) as proxy:
         for headers in ([], [bearer(DATA_KEY)]):
             assert (await call(proxy.url, "GET", "/replicas", *headers)).status == 403
@@ -158,7 +158,7 @@ async def test_admin_keys_alone_leave_data_open(replica: FakeReplica) -> None:
 
 
 async def test_a_stranger_sends_no_body(replica: FakeReplica) -> None:
-    """The key is asked for before the body is waited for."""
+    """The proxy asks for the key before it waits for the body."""
     async with running_proxy(replica.url, **KEYS) as proxy, Wire.open(proxy.url) as wire:
         wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Content-Length", "1000000")]))
         assert (await wire.head()).status == 401
@@ -197,7 +197,7 @@ def test_the_key_command_makes_keys_that_are_let_in(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.test"])
 def test_nothing_is_open_to_a_network_by_mistake(host: str) -> None:
-    """A data key, or being told so."""
+    """This takes a data key, or an explicit setting."""
     with pytest.raises(ConfigurationError, match=r"host: .*api_keys.*allow_open"):
         check_security(ServeConfig.load(host=host))
     with pytest.raises(ConfigurationError, match="host: "):
@@ -208,7 +208,7 @@ def test_nothing_is_open_to_a_network_by_mistake(host: str) -> None:
 
 
 def test_simulated_engines_answer_no_network_unless_that_is_asked_for() -> None:
-    """`serve` as an image's default command, with its backends forgotten, must not be ready with made-up words."""
+    """An image whose command `serve` lacks its backends must not be ready with made-up words."""
     given: dict[str, Any] = {"host": "0.0.0.0", "allow_open": True}
     with pytest.raises(ConfigurationError, match=r"backends: there are none.*THUNDERAGENT_BACKENDS.*demo"):
         check_security(ServeConfig.load(**given))
@@ -220,7 +220,7 @@ def test_simulated_engines_answer_no_network_unless_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
-    """As ever."""
+    """This needs no setting."""
     check_security(ServeConfig.load(host=host))
 
 
@@ -244,7 +244,7 @@ def test_loopback_needs_no_key(host: str) -> None:
     ],
 )
 def test_what_is_configured_wrongly_is_said_at_the_start(given: dict[str, Any], message: str) -> None:
-    """Before anything was started."""
+    """The error comes before anything is started."""
     with pytest.raises(ConfigurationError, match=message):
         check_security(ServeConfig.load(**given))
 
@@ -253,19 +253,19 @@ def test_what_is_configured_wrongly_is_said_at_the_start(given: dict[str, Any], 
 
 
 async def test_pages_of_other_origins_change_nothing_here(replica: FakeReplica) -> None:
-    """A browser sends such requests without asking; on loopback there may be no key."""
+    """A browser sends such requests without a preflight; on loopback there may be no key."""
     async with running_proxy(replica.url) as proxy:
         for target in ("/programs/release", "/finish_session?session_id=p", "/pause", "/v1/load_lora_adapter"):
             refused = await call(proxy.url, "POST", target, PAGE, ("Content-Type", "text/plain"), body=b'{"all": true}')
             assert (refused.status, refused.error["code"]) == (403, "origin_refused"), target
         same = ("Origin", proxy.url)
         assert (await call(proxy.url, "POST", "/programs/release", same, body=b'{"all": true}')).status == 200
-        assert (await post(proxy.url, CHAT, turn("p"), PAGE)).status == 200  # the engine's to judge, as ever
+        assert (await post(proxy.url, CHAT, turn("p"), PAGE)).status == 200  # the engine decides, as without origins
         assert (await call(proxy.url, "GET", "/queue", PAGE)).header("Access-Control-Allow-Origin") is None
 
 
 async def test_origins_that_are_named_may_call_us() -> None:
-    """A preflight needs no key, what follows does; the engine's own word on origins does not count."""
+    """A preflight needs no key, the request does; the engine's own headers for origins do not count."""
     behaviour = answers(headers=[JSON_TYPE, ("access-control-allow-origin", "*")])
     preflight = (PAGE, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "x-a"))
     async with (
@@ -291,7 +291,7 @@ async def test_origins_that_are_named_may_call_us() -> None:
 
 
 async def test_a_browser_trades_an_admin_key_for_a_cookie(replica: FakeReplica) -> None:
-    """One that scripts cannot read and other sites cannot use; and only for an admin key."""
+    """Scripts cannot read it and other sites cannot use it; only an admin key gets one."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         login = await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY})
         assert login.status == 200
@@ -308,7 +308,7 @@ async def test_a_browser_trades_an_admin_key_for_a_cookie(replica: FakeReplica) 
 
 
 async def test_no_cookie_of_ours_reaches_an_engine(replica: FakeReplica) -> None:
-    """In whichever of several headers it stands; other cookies pass."""
+    """This holds in whichever of several headers it is; other cookies pass."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         login = await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY})
         cookie = (login.header("Set-Cookie") or "").partition(";")[0]
@@ -373,7 +373,7 @@ async def test_without_keys_no_page_of_another_name_uses_the_engines(replica: Fa
 
 
 async def test_with_keys_every_name_will_do(replica: FakeReplica) -> None:
-    """A page has no key."""
+    """A page has no key, so names do not matter."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         assert (await named(proxy.url, "GET", "/queue", "proxy.internal", bearer(ADMIN_KEY))).status == 200
 
@@ -426,7 +426,7 @@ async def test_a_control_call_in_another_spelling_is_the_same_call(replica: Fake
 async def test_what_is_not_known_to_be_data_is_the_operators_to_open(
     forward: str | None, keys: bool, statuses: tuple[int, int, int], replica: FakeReplica
 ) -> None:
-    """By default it needs an admin key where there are keys; data is data as ever."""
+    """With keys configured it needs an admin key by default; known data paths stay data."""
     given: dict[str, Any] = {**(KEYS if keys else {}), **({"forward_unknown": forward} if forward else {})}
     async with running_proxy(replica.url, **given) as proxy:
         for headers, status in zip(([], [bearer(DATA_KEY)], [bearer(ADMIN_KEY)]), statuses, strict=True):
@@ -465,7 +465,7 @@ UNUSUAL: dict[str, tuple[str, bytes, tuple[Header, ...]]] = {
 
 @pytest.mark.parametrize("way", UNUSUAL)
 async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: FakeReplica) -> None:
-    """So it waits where nothing is granted, and it is counted."""
+    """Therefore it waits while grants are suspended, and it is counted."""
     target, body, headers = UNUSUAL[way]
     async with running_proxy(replica.url) as proxy:
         answer = await call(proxy.url, "POST", target, *headers, body=body)
@@ -551,7 +551,7 @@ async def test_a_redirect_of_an_engine_leads_nowhere_but_here(
 
 
 async def test_a_body_is_invited_only_once_it_is_welcome(replica: FakeReplica) -> None:
-    """After the key and the size: curl and others wait for it with large bodies (RFC 9110, 10.1.1)."""
+    """The proxy invites it after the key and size check: curl and others wait for that (RFC 9110, 10.1.1)."""
     expects = [("Host", "localhost"), ("Expect", "100-continue")]
     async with running_proxy(replica.url, **KEYS, max_body_bytes=1000) as proxy:
         for headers, length, status in (
@@ -573,7 +573,7 @@ async def test_a_body_is_invited_only_once_it_is_welcome(replica: FakeReplica) -
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 async def test_a_client_that_half_closes_gets_its_answer(version: str, replica: FakeReplica) -> None:
-    """It sends nothing more, and reads: `nc -N` and some libraries do so."""
+    """Such a client sends nothing more, but reads: `nc -N` and some libraries do so."""
     body = json.dumps(turn("p")).encode()
     async with running_proxy(replica.url) as proxy:
         for waits_s in (0.0, 0.3):
@@ -589,7 +589,7 @@ async def test_a_client_that_half_closes_gets_its_answer(version: str, replica: 
 
 
 async def test_a_client_that_closes_while_it_waits_is_still_seen_to_leave(replica: FakeReplica) -> None:
-    """Both ends look the same at first; its turn is given up, and no replica works for it."""
+    """At first both look the same; then its turn is given up, and no replica works for it."""
     replica.behaviour = Gate()
     async with running_proxy(replica.url) as proxy:
         async with Wire.open(proxy.url) as wire:
@@ -599,7 +599,7 @@ async def test_a_client_that_closes_while_it_waits_is_still_seen_to_leave(replic
 
 
 async def test_turns_over_the_rate_wait_and_admin_requests_are_refused(replica: FakeReplica) -> None:
-    """Never a 429 for a turn: Codex gives up at one. Health is never limited."""
+    """A turn never gets 429, at which Codex gives up. Health is never limited."""
     async with running_proxy(replica.url, **KEYS, rate_limit_per_s=40, rate_limit_burst_count=2) as proxy:
         began_s = asyncio.get_running_loop().time()
         turns = [post(proxy.url, CHAT, turn("p"), bearer(DATA_KEY)) for _ in range(6)]
@@ -627,7 +627,7 @@ async def test_a_turn_that_waits_for_its_rate_may_leave(replica: FakeReplica) ->
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent(replica: FakeReplica) -> None:
-    """By its length, or in chunks as soon as they are too many."""
+    """Its length refuses it, or its chunks as soon as they are too many."""
     async with running_proxy(replica.url, max_body_bytes=1000) as proxy:
         async with Wire.open(proxy.url) as wire:
             wire.send_raw(head_bytes(f"POST {CHAT} HTTP/1.1", [("Host", "x"), ("Content-Length", "1001")]))
@@ -642,7 +642,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(replica: FakeR
 
 
 async def test_a_head_over_the_limit_is_refused(replica: FakeReplica) -> None:
-    """64 KiB a header, 128 headers; the connection is closed."""
+    """Limits are 64 KiB a header and 128 headers; the connection is closed."""
     async with running_proxy(replica.url) as proxy:
         for headers in ([("X-Long", "x" * 70_000)], [(f"X-{number}", "x") for number in range(200)]):
             assert (await call(proxy.url, "GET", "/health", *headers)).status == 400
@@ -650,7 +650,7 @@ async def test_a_head_over_the_limit_is_refused(replica: FakeReplica) -> None:
 
 @pytest.mark.parametrize("target", ["http://x/v1/files", "x://evil.test/v1/files"])
 async def test_a_target_is_a_path(target: str, replica: FakeReplica) -> None:
-    """Put behind a replica's address, anything else would name another host."""
+    """After a replica's address anything else would name another host."""
     async with running_proxy(replica.url) as proxy:
         refused = await call(proxy.url, "GET", target)
         assert (refused.status, refused.error["code"]) == (400, "invalid_request")
@@ -749,7 +749,7 @@ async def test_https_with_a_certificate_that_is_read_again(tmp_path: Path, repli
 
 
 async def test_engines_with_https_are_verified_by_the_file(tmp_path: Path) -> None:
-    """By poller and turns alike; without the file they are not trusted."""
+    """Poller and turns verify them; without the file they are not trusted."""
     files = Files(tmp_path)
     files.issue()
     engine_keys = {"api_keys": (DATA_LINE,), "tls_cert": files.cert, "tls_key": files.key}
@@ -757,7 +757,7 @@ async def test_engines_with_https_are_verified_by_the_file(tmp_path: Path) -> No
     async with fake_replica(behaviour) as replica, running_proxy(replica.url, **engine_keys) as engine:
         async with running_proxy(
             engine.url, backend_ca_file=files.ca_file, backend_api_key=DATA_KEY
-        ) as proxy:  # the one behind speaks https and wants a key, as an engine may
+        ) as proxy:  # the proxy behind speaks https and needs a key, as an engine may
             assert (await ask(proxy.url, "p")).status == 200
         async with running_proxy(engine.url, up=0, no_replica_limit_s=0, backend_api_key=DATA_KEY) as proxy:
             assert (await ask(proxy.url, "p")).status == 503
@@ -776,7 +776,7 @@ async def ids_of(replica: FakeReplica, proxy: RunningProxy, *headers: Header) ->
 
 
 async def test_a_request_has_one_id_everywhere(replica: FakeReplica) -> None:
-    """The client's, or a new one; at the engine, in the answer, in the log, and with an error, too."""
+    """It is the client's or a new one, and is seen at the engine, in the answer, in the log, and with an error."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     async with running_proxy(replica.url) as proxy:
         with structlog.testing.capture_logs() as logged:
@@ -794,11 +794,11 @@ async def test_a_request_has_one_id_everywhere(replica: FakeReplica) -> None:
         assert (await get(proxy.url, "/health")).header("X-Request-Id")
 
 
-# --- data that is never shown
+# --- secrets that are never shown
 
 
 async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
-    """Not in a log, not in an answer of ours, not in what the configuration prints, not in the event log."""
+    """No log, no answer of ours, no printed configuration and no event log has one."""
     secrets = ("s3cret-of-the-engine", "s3cret-in-the-url", "s3cret-callback", "sk-of-the-client", DATA_KEY, ADMIN_KEY)
     async with fake_replica() as replica:
         url = replica.url.replace("http://", "http://user:s3cret-in-the-url@")
@@ -827,7 +827,7 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
                 wire.send_raw(f"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {DATA_KEY}\0\r\n\r\n".encode())
                 assert (await wire.head()).status == 400
             metrics = (await get(process.url, "/metrics")).body.decode()
-            await replica.stop()  # so that failures are logged, too
+            await replica.stop()  # then failures are logged, too
             await post(process.url, CHAT, turn("q"), bearer(DATA_KEY), ("Connection", "close"))
             process.process.terminate()
             assert await process.exit_status() == 0
@@ -846,7 +846,7 @@ async def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
 
 
 async def test_names_matter_where_only_operators_have_keys(replica: FakeReplica) -> None:
-    """Data is open then, so a page whose name points here must not use it."""
+    """Data is open then, so a page whose name points here must be kept out."""
     agent = ("User-Agent", "Mozilla/5.0")
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:
         assert (await named(proxy.url, "POST", CHAT, "evil.example", agent)).status == 421

@@ -95,7 +95,7 @@ async def until_requests(url: str, count: int) -> None:
 
 
 async def test_turns_are_scheduled_on_two_engines_and_hits_are_read() -> None:
-    """Kinds and capacities are found out; a program stays where its cache is; answers and metrics say what hit."""
+    """Kind and capacity are detected; a program stays with its cache; answers and metrics show the hits."""
     async with (
         sglang(kv_tokens=8000) as first,
         sglang(kv_tokens=4000) as second,
@@ -130,7 +130,7 @@ async def test_turns_are_scheduled_on_two_engines_and_hits_are_read() -> None:
 
 
 async def test_what_does_not_fit_waits() -> None:
-    """The pool's size comes from the engine alone: of programs that fill it, the last ones are held."""
+    """The pool's size comes from the engine alone: when programs fill it, the last ones are held."""
     async with sglang(kv_tokens=2048, timing="demo") as url, running_proxy(url) as proxy:
         body = turn(content="word " * 600, max_tokens=40, ignore_eos=True)
         turns = [
@@ -156,7 +156,7 @@ async def test_both_kinds_serve_side_by_side() -> None:
 
 
 async def test_an_engine_without_metrics_is_scheduled_all_the_same() -> None:
-    """Its server information says how large it is."""
+    """Its server information has its size."""
 
     async def behave(call: Call) -> None:
         known = call.target == "/get_server_info"
@@ -171,7 +171,7 @@ async def test_an_engine_without_metrics_is_scheduled_all_the_same() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_its_own_endpoint_is_a_turn(stream: bool) -> None:
-    """Tokens in, tokens out, as trainers ask: claims, hits and the id of ours as on the others."""
+    """It takes and gives tokens, as trainers need: claims, hits and our id are as on other endpoints."""
     async with sglang() as url, running_proxy(url) as proxy:
         body = {"input_ids": list(range(200, 400)), "stream": stream, "sampling_params": {"max_new_tokens": 8}}
         for _ in range(2):
@@ -209,7 +209,7 @@ async def test_an_engine_that_keeps_zombies_is_rid_of_them_within_a_second(strea
 
 @pytest.mark.parametrize("moment", ["before the first byte", "in a stream", "in a whole answer"])
 async def test_whatever_the_moment_the_engine_is_told_which_request_to_end(moment: str) -> None:
-    """By the id that the turn went there with, and with the key that it went there with."""
+    """The abort has the id and the key of the turn."""
     half = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
     before = {
         "before the first byte": [],
@@ -229,7 +229,7 @@ async def test_whatever_the_moment_the_engine_is_told_which_request_to_end(momen
 
 
 async def test_a_turn_by_the_facade_is_ended_by_its_id_too() -> None:
-    """When its client leaves, on the replica that this one chose."""
+    """This happens when its client leaves, on the replica that the client chose."""
     async with recording(Gate()) as (replica, heard), running_proxy(replica.url) as proxy:
         async with Wire.open(proxy.url) as wire:
             wire.send("POST", f"/workers/{replica.replica_id}{CHAT}", [], json.dumps(turn("p")).encode())
@@ -241,7 +241,7 @@ async def test_a_turn_by_the_facade_is_ended_by_its_id_too() -> None:
 
 
 async def test_a_turn_that_ends_well_or_never_went_there_is_not_aborted() -> None:
-    """Nor one that the client named itself: its name may be the beginning of others."""
+    """The same holds for a turn that the client named: its name may be the beginning of others."""
     gate = Gate()
     async with recording(gate) as (replica, heard), running_proxy(replica.url, **cap(1)) as proxy:
         async with Wire.open(proxy.url) as running_turn:
@@ -264,7 +264,7 @@ async def test_a_turn_that_ends_well_or_never_went_there_is_not_aborted() -> Non
 
 
 async def test_turns_that_a_shutdown_cuts_off_are_ended_in_their_engine() -> None:
-    """At the end of the grace period the proxy only sends a last message to the engine."""
+    """At the end of the grace period the proxy still sends a last message to the engine."""
     async with sglang(timing="demo", keep_zombies=True) as url:
         settings = ServeConfig.load(backends=(url,), port=0, poll_interval_s=0.05, grace_s=0.0)
         runtime, _ = build_runtime(settings)
@@ -278,7 +278,7 @@ async def test_turns_that_a_shutdown_cuts_off_are_ended_in_their_engine() -> Non
 
 
 async def test_an_engine_without_aborts_is_asked_once() -> None:
-    """404 is no error to anybody."""
+    """Its 404 is no error for anybody."""
     async with (
         recording(Gate(), statuses={"/abort_request": "404 Not Found"}) as (replica, heard),
         running_proxy(replica.url) as proxy,
@@ -297,7 +297,7 @@ async def test_an_engine_without_aborts_is_asked_once() -> None:
 
 
 async def test_a_release_gives_tagged_memory_back_wherever_it_lies() -> None:
-    """With the option on; another program keeps its memory."""
+    """This needs the option; another program keeps its memory."""
     async with (
         sglang() as first,
         sglang() as second,
@@ -314,7 +314,7 @@ async def test_a_release_gives_tagged_memory_back_wherever_it_lies() -> None:
 
 
 async def test_only_programs_that_were_tagged_are_ended_and_only_once() -> None:
-    """By us with the option, or by the client; a replica that never had a turn of it is not told."""
+    """The option or the client tags them; a replica without a turn of the program gets no notice."""
     async with recording() as (replica, heard), running_proxy(replica.url) as proxy:
         await ask(proxy.url, "untagged")
         assert "session_id" not in replica.calls[-1].json()
@@ -327,7 +327,7 @@ async def test_only_programs_that_were_tagged_are_ended_and_only_once() -> None:
 
 
 async def test_an_engine_without_close_session_is_asked_once_and_a_dead_one_delays_nothing() -> None:
-    """A release is answered at once, whatever the engine makes of it."""
+    """A release is answered at once, whatever the engine does with it."""
     async with (
         recording(statuses={"/close_session": "404 Not Found"}) as (replica, heard),
         running_proxy(replica.url, engine_tags=True) as proxy,
@@ -377,7 +377,7 @@ async def test_a_pause_and_new_weights_that_somebody_else_gave_are_observed() ->
 
 
 async def test_a_pause_that_went_through_the_proxy_ends_where_the_engine_goes_on() -> None:
-    """This holds whoever resumed it."""
+    """It ends whoever resumed the engine."""
     async with sglang() as url, running_proxy(url, observe_interval_s=0.05) as proxy:
         (replica,) = proxy.runtime.scheduler.replicas.values()
         assert (await post(proxy.url, "/pause_generation", {"mode": "in_place"})).status == 200
@@ -389,7 +389,7 @@ async def test_a_pause_that_went_through_the_proxy_ends_where_the_engine_goes_on
 
 
 async def test_an_older_engine_that_does_not_say_whether_it_is_paused_is_left_alone() -> None:
-    """404 is no word on it."""
+    """Its 404 says nothing about a pause."""
     async with (
         recording(answers({"detail": "Not Found"}, status="404 Not Found")) as (replica, _),
         running_proxy(replica.url, observe_interval_s=0.05) as proxy,
@@ -399,7 +399,7 @@ async def test_an_older_engine_that_does_not_say_whether_it_is_paused_is_left_al
 
 
 async def test_loads_of_an_engine_count_the_turns_held_for_it() -> None:
-    """Trainers wait until a load is zero; the engine's own count stands in the answer, too."""
+    """Trainers wait until a load is zero; the answer has the engine's own count, too."""
     async with sglang(timing="demo") as url, running_proxy(url, **cap(1)) as proxy:
         first = asyncio.create_task(ask(proxy.url, "a", **LONG))
         await until(lambda: proxy.runtime.leases_count == 1)
@@ -421,7 +421,7 @@ async def test_loads_of_an_engine_count_the_turns_held_for_it() -> None:
 
 
 async def test_loads_of_an_older_engine_are_added_up_as_it_says_them() -> None:
-    """It has a sum of its own for each rank, and one over all."""
+    """It has one sum for each rank, and one over all."""
     said = {
         "loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0, "num_total_reqs": 1}],
         "aggregate": {"total_running_reqs": 1, "total_waiting_reqs": 0, "total_reqs": 1},

@@ -1,4 +1,4 @@
-"""How `thunderagent serve` starts and ends, as a process."""
+"""The start and the end of `thunderagent serve` as a process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def until_draining(process: CommandProcess) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains(number: signal.Signals) -> None:
-    """Not ready, no new turn, held turns refused, streams finish, exit status 0."""
+    """The proxy is not ready, takes no turn, refuses held turns, finishes streams, and ends with status 0."""
     gate = a_stream()
     policy = ("--policy", "cap", "--policy-arg", "n=1", "--grace-s", "20")
     async with fake_replica(gate) as replica, serve("--backends", replica.url, *policy) as process:
@@ -90,7 +90,7 @@ async def test_a_signal_drains(number: signal.Signals) -> None:
 
 
 async def test_before_it_refuses_it_serves_and_its_clients_turn_elsewhere() -> None:
-    """Within the delay it is not ready, answers on connections old and new, and each answer is their last."""
+    """During the delay it is not ready, answers on old and new connections, and each answer is the last there."""
     gate, plain = a_stream(), answers()
 
     async def behave(call: Call) -> None:
@@ -129,7 +129,7 @@ async def until_held(process: CommandProcess, count: int) -> None:
 
 
 async def test_the_end_of_the_grace_period_cuts() -> None:
-    """A longer stream is visibly cut; the replica is told; the exit status is 0 all the same."""
+    """A longer stream is visibly cut; the replica is told; the exit status is still 0."""
     async with fake_replica(a_stream()) as replica, serve("--backends", replica.url, "--grace-s", "0.3") as process:
         await process.ready()
         async with Wire.open(process.url) as wire:
@@ -144,7 +144,7 @@ async def test_the_end_of_the_grace_period_cuts() -> None:
 
 
 async def test_without_turns_the_end_is_quick() -> None:
-    """No grace period is waited for when nothing is in flight, idle connections or not."""
+    """It waits for no grace period when nothing is in flight, with or without idle connections."""
     async with fake_replica() as replica, serve("--backends", replica.url) as process:
         await process.ready()
         async with Wire.open(process.url) as wire:
@@ -180,7 +180,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="pr
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_embedded_engines_end_with_the_proxy(number: signal.Signals) -> None:
-    """Even with kill -9, which leaves the proxy no time to end them; and it says loudly that they are simulated."""
+    """They end even after kill -9 of the proxy, which cannot end them; it says loudly that they are simulated."""
     async with serve("--embedded-engines", "2") as process:
         await process.ready()
         engines = children_of(process.process.pid)
@@ -197,7 +197,7 @@ async def test_embedded_engines_end_with_the_proxy(number: signal.Signals) -> No
 
 @needs_proc
 async def test_ctrl_c_does_not_reach_the_embedded_engines() -> None:
-    """A terminal sends SIGINT to a whole process group; engines outlast the grace period, so they are not in it."""
+    """A terminal sends SIGINT to a whole process group; engines must outlast the grace period, so none is in it."""
     async with serve("--embedded-engines", "2") as process:
         engines = children_of(process.process.pid)
         assert len(engines) == 2
@@ -207,7 +207,7 @@ async def test_ctrl_c_does_not_reach_the_embedded_engines() -> None:
 
 
 async def test_an_address_in_use_is_said_so() -> None:
-    """Exit status 1 and one sentence, no trace."""
+    """The exit status is 1, with one sentence and no trace."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = await asyncio.create_subprocess_exec(
@@ -223,7 +223,7 @@ async def test_an_address_in_use_is_said_so() -> None:
 
 
 async def test_the_log_of_an_undisturbed_run_has_no_error() -> None:
-    """One line for the turn, and nothing worse than a warning."""
+    """It has one line for the turn, and nothing worse than a warning."""
     async with fake_replica(answers()) as replica, serve("--backends", replica.url, "--log-format", "json") as process:
         await process.ready()
         await ask(process.url, "a")

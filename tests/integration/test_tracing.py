@@ -1,4 +1,4 @@
-"""Spans as a collector gets them, over HTTP, decoded from their bytes; and the trace context as engines get it."""
+"""Spans as a collector gets them over HTTP, decoded from their bytes; and the trace context that engines get."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Collector:
 
 @pytest.fixture
 async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
-    """Run a collector; spans come to it every 20 ms."""
+    """Run a collector that gets spans every 20 ms."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=t1")
     ours = Collector()
@@ -115,7 +115,7 @@ def is_within(inner: Any, outer: Any) -> bool:
 
 
 async def test_a_program_is_one_trace_of_turns_and_tools(collector: Collector) -> None:
-    """Hold and forward in each turn, the tool between two, all under the program, which ends with its release."""
+    """Each turn has a hold and a forward, tools lie between turns, all under the program, which ends at its release."""
     async with fake_replica(answers(CALLING)) as replica, traced(collector, replica) as url:
         await post(url, CHAT, turn("p"), ("X-Request-Id", "mine"))
         await asyncio.sleep(0.05)
@@ -147,7 +147,7 @@ async def test_a_program_is_one_trace_of_turns_and_tools(collector: Collector) -
 
 
 async def test_a_client_s_trace_goes_on(collector: Collector) -> None:
-    """Through us to the engine, with its state; the turn is linked to its program."""
+    """It continues through us to the engine, with its state; the turn is linked to its program."""
     async with fake_replica(streams(word("a"), USAGE_EVENT, DONE)) as replica, traced(collector, replica) as url:
         answer = await post(url, CHAT, turn("p", stream=True), CLIENTS, ("tracestate", "vendor=1"), ("baggage", "a=b"))
         assert answer.whole
@@ -166,7 +166,7 @@ async def test_a_client_s_trace_goes_on(collector: Collector) -> None:
 
 
 async def test_a_hold_is_as_long_as_the_turn_waited(collector: Collector) -> None:
-    """And a turn that leaves, or is tried elsewhere, says so."""
+    """A turn that leaves, or is tried elsewhere, says so."""
     gate = Gate()
     async with (
         fake_replica(gate) as replica,
@@ -195,7 +195,7 @@ async def test_a_hold_is_as_long_as_the_turn_waited(collector: Collector) -> Non
 
 
 async def test_what_is_no_turn_passes_as_it_came(collector: Collector) -> None:
-    """No span, and the client's own context untouched."""
+    """There is no span, and the client's own context is untouched."""
     async with fake_replica() as replica, traced(collector, replica) as url:
         await exchange(url, "POST", "/tokenize", [CLIENTS], b"{}")
         assert replica.calls[0].header("traceparent") == CLIENTS[1]
@@ -203,7 +203,7 @@ async def test_what_is_no_turn_passes_as_it_came(collector: Collector) -> None:
 
 
 async def test_of_traces_that_are_not_sampled_nothing_is_sent(collector: Collector) -> None:
-    """Engines are told so; a client that wants its trace gets it."""
+    """Engines are told that; a client that wants its trace gets it."""
     async with fake_replica() as replica, traced(collector, replica, trace_sample_ratio=0) as url:
         await ask(url, "p")
         assert context_of(replica.calls[0])[2] is False
@@ -212,7 +212,7 @@ async def test_of_traces_that_are_not_sampled_nothing_is_sent(collector: Collect
 
 
 async def test_without_the_option_headers_pass_unchanged() -> None:
-    """And nothing of OpenTelemetry is there."""
+    """Nothing of OpenTelemetry is added."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         await post(proxy.url, CHAT, turn("p"), CLIENTS, ("tracestate", "vendor=1"))
         dropped = ("host", "content-length", "content-type")
@@ -230,6 +230,6 @@ async def test_a_collector_that_is_gone_disturbs_nobody() -> None:
 
 
 def test_a_ratio_is_a_part() -> None:
-    """Not a percentage."""
+    """It is not a percentage."""
     with pytest.raises(ConfigurationError, match="trace_sample_ratio"):
         ServeConfig.load(trace_sample_ratio=10)

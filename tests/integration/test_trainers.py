@@ -1,7 +1,7 @@
-"""What trainers and agent frameworks say over the wire, in the order in which their sources say it.
+"""The requests of trainers and agent frameworks over the wire, in the order of their sources.
 
-Each page of docs/integrations that has no program of its own to run names the versions that were read. The calls are
-here as they are there: paths, headers, fields, what is read of the answers, and who tries again.
+Each page of docs/integrations without a runnable program names the versions that were read. The calls here equal those
+in the sources: paths, headers, fields, what is read of answers, and who retries.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def program(proxy: RunningProxy, program_id: str) -> dict[str, Any]:
 
 @dataclass
 class Sample:
-    """What slime keeps of one sample."""
+    """The part of slime's sample that is needed here."""
 
     session_id: str
     prompt: list[int]
@@ -77,7 +77,7 @@ class Sample:
         return json.dumps(payload).encode()
 
     async def generate(self, proxy: RunningProxy) -> None:
-        """Ask for the rest of the response."""
+        """Request the rest of the response."""
         answer = await post(proxy.url, "/generate", self.body, ("X-SMG-Routing-Key", self.session_id))
         assert answer.status == 200
         meta_info = answer.json()["meta_info"]
@@ -86,7 +86,7 @@ class Sample:
 
 
 async def abort_servers_until_idle(proxy: RunningProxy) -> None:
-    """Do what slime's function of this name does, at once where it waits 3 s."""
+    """Do what slime's function of this name does, without its wait of 3 s."""
 
     async def until_idle(client: httpx2.AsyncClient, url: str) -> None:
         for _ in range(100):
@@ -115,8 +115,8 @@ async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
         await asyncio.gather(*rollout)
         assert {sample.status for sample in samples} == {"abort"}
         assert sorted(len(sample.response) for sample in samples) == [0, 0, PARTIAL_COUNT, PARTIAL_COUNT]
-        assert sum(len(engine.turns) for engine in engines) == 2  # a held turn that was aborted reached no engine
-        # New weights, told to the engines themselves.
+        assert sum(len(engine.turns) for engine in engines) == 2  # an aborted held turn reached no engine
+        # New weights, sent to the engines themselves.
         assert (await post(proxy.url, "/weight_sync/begin")).status == 200
         assert (await post(proxy.url, "/weight_sync/end", {"weight_version": "2"})).status == 200
         for engine in engines:
@@ -133,7 +133,7 @@ async def test_slime_finishes_partial_samples_in_the_next_rollout() -> None:
 
 
 async def test_slime_waits_out_what_an_engine_does_wrong() -> None:
-    """It asks for a worker's health through us, and tries a turn again whatever went wrong with it."""
+    """It asks for a worker's health through us, and retries a turn after every failure."""
     async with trained_engines(1) as (proxy, (engine,), (replica,)):
         (url,) = await worker_urls(proxy)
         async with httpx2.AsyncClient() as client:
@@ -162,7 +162,7 @@ class SkyRL:
     server_urls: list[str]
 
     async def call_server(self, url: str, path: str, body: object = None, method: str = "POST", **query: str) -> Any:
-        """Call one server; a body is read only if the answer says how long it is."""
+        """Call one server; a body is read only if the answer gives its length."""
         async with self.session.request(method, url + path, json=body, params=query) as response:
             answer = await response.json() if response.content_length else None
             response.raise_for_status()
@@ -187,7 +187,7 @@ class SkyRL:
             return await response.json(content_type=None)
 
     async def finish_session(self, session_id: str) -> int:
-        """Say that a trajectory ended."""
+        """Report that a trajectory ended."""
         url = f"{self.proxy_url}/finish_session"
         async with self.session.post(url, params={"session_id": session_id}) as response:
             await response.read()
@@ -208,7 +208,7 @@ async def test_skyrl_updates_weights_in_mid_generation() -> None:
         trajectories = ["task-1_0", "task-1_1"]
         running = [asyncio.create_task(skyrl.generate(name, [1, 2, 3], "0")) for name in trajectories]
         await until(lambda: [engine.running_count for engine in engines] == [1, 1])
-        # One weight sync, as `_call_all_servers` tells it: each server by its own URL.
+        # One weight sync, as `_call_all_servers` sends it: each server by its own URL.
         await skyrl.call_all("/pause", mode="keep", clear_cache="false")
         late = asyncio.create_task(skyrl.generate("task-2_0", [7], "0"))
         await until(lambda: proxy.runtime.held_count == 1)
@@ -239,7 +239,7 @@ async def test_skyrl_updates_weights_in_mid_generation() -> None:
 
 
 async def test_skyrl_s_own_endpoint_is_a_turn() -> None:
-    """It asks there when it wants the routed experts back. The id may be in the path; held, it is aborted as others."""
+    """SkyRL uses it for routed experts. The id may be in the path; a held one is aborted as others."""
     async with AsyncExitStack() as stack:
         proxy, (engine,), _ = await stack.enter_async_context(trained_engines(1, **cap(1)))
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -260,7 +260,7 @@ async def test_skyrl_s_own_endpoint_is_a_turn() -> None:
 
 
 async def test_skyrl_with_the_proxy_alone_has_one_server() -> None:
-    """Without server URLs it tells the proxy: broadcasts are answered as by one engine, what differs is refused."""
+    """Without server URLs it calls the proxy: broadcasts are answered as by one engine, differences are refused."""
     async with AsyncExitStack() as stack:
         proxy, engines, _ = await stack.enter_async_context(trained_engines())
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -278,7 +278,7 @@ async def test_skyrl_with_the_proxy_alone_has_one_server() -> None:
 
 
 async def admin_post(client: httpx2.AsyncClient, path: str, **options: Any) -> None:
-    """Do what prime-rl's `_admin_post` does: try again on 5xx and broken connections; it waits longer."""
+    """Do what prime-rl's `_admin_post` does: retry on 5xx and broken connections; the original waits longer."""
     for attempt in range(10):
         response = await client.post(path, **options)
         if response.status_code < 500 or attempt == 9:
@@ -295,7 +295,7 @@ async def of_verifiers(proxy: RunningProxy, trace_id: str, tokens: list[int], ve
 
 
 async def test_prime_rl_updates_the_policy_in_flight() -> None:
-    """Admin URLs are those of the facade; a failed call is repeated; the cached memory is forgotten."""
+    """Admin URLs are those of the facade; a failed call is repeated; cached memory is forgotten."""
     async with AsyncExitStack() as stack:
         proxy, engines, replicas = await stack.enter_async_context(trained_engines(gate_open=False))
         admins = [
@@ -353,7 +353,7 @@ async def test_prime_rl_updates_the_policy_in_flight() -> None:
 
 
 async def test_verifiers_names_the_rollout_whatever_its_harness_says() -> None:
-    """A harness keeps its own headers, which verifiers passes on: one rollout is one program nevertheless."""
+    """A harness keeps its own headers, which verifiers passes on: one rollout is still one program."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         for session in ("cc-1", "cc-2"):
             own: list[Header] = [("X-Session-ID", "trace-1"), ("X-Claude-Code-Session-Id", session)]
@@ -374,7 +374,7 @@ def code(page: str, number: int = 0) -> str:
 
 
 async def test_verl_s_router_takes_leases() -> None:
-    """The page's code as verl's `LLMServerClient` calls it: a turn waits for its lease and goes where that says."""
+    """The page's code, called as verl's `LLMServerClient` does: a turn waits for its lease and goes where that says."""
     module: dict[str, Any] = {}
     exec(code("verl"), module)
     async with trained_engines(listed=False, **cap(1)) as (proxy, _, replicas):
@@ -391,7 +391,7 @@ async def test_verl_s_router_takes_leases() -> None:
         assert await router.acquire_server(request_id="r1", prompt_ids=[1, 2, 3, 4, 5]) == (server_id, handle)
         await router.release_server(server_id, request_id="r1")
         assert (await program(proxy, "r1"))["context_tokens"] == 5
-        # New weights, between the two words of the hook.
+        # New weights, between the two calls of the hook.
         await post(proxy.url, "/weight_sync/begin")
         late = asyncio.create_task(router.acquire_server(request_id="r1", prompt_ids=[1]))
         await until(lambda: proxy.runtime.held_count == 2)
@@ -417,7 +417,7 @@ async def test_verl_s_router_takes_leases() -> None:
 
 @dataclass
 class NemoGym:
-    """What `NeMoGymAsyncOpenAI` of one rollout says, and when it asks again; soon where it waits half a second."""
+    """The requests of `NeMoGymAsyncOpenAI` for one rollout, and its retries, without their half second of waiting."""
 
     session: aiohttp.ClientSession
     base_url: str
@@ -425,7 +425,7 @@ class NemoGym:
     tries_count: int = 0
 
     async def request(self, url: str, **body: Any) -> tuple[int, bytes]:
-        """Ask until there is an answer: without limit if there is none, three times if the status suggests a retry."""
+        """Retry until there is an answer: without limit while there is none, three times if a status suggests that."""
         headers = {"Content-Type": "application/json", "Authorization": "Bearer dummy_key"}
         answers_count = 0
         while True:
@@ -442,7 +442,7 @@ class NemoGym:
             await asyncio.sleep(0.05)
 
     async def turn(self, content: str) -> tuple[int, bytes]:
-        """Make one turn, as `VLLMModel` does that forwards the session's id."""
+        """Make one turn, as a `VLLMModel` that forwards the session's id does."""
         conversation = {"conversation_id": self.conversation_id}
         asked = turn(content=content, temperature=1.0, logprobs=True, conversation_params=conversation)
         return await self.request(f"{self.base_url}/chat/completions", **asked)
@@ -450,14 +450,14 @@ class NemoGym:
 
 @asynccontextmanager
 async def nemo_gym(url: str, count: int = 1) -> AsyncIterator[list[NemoGym]]:
-    """So many rollouts on the one session that they share, without time-outs and without cookies."""
+    """A number of rollouts on their shared session, without time-outs and without cookies."""
     options: Any = {"timeout": aiohttp.ClientTimeout(), "cookie_jar": aiohttp.DummyCookieJar()}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), **options) as session:
         yield [NemoGym(session, f"{url}/v1", f"rollout-{number}") for number in range(count)]
 
 
 async def test_rollouts_of_nemo_gym_are_held_and_ask_once() -> None:
-    """Each is a program by its conversation's id, which the engine gets too; the tokens of a prompt are no turn."""
+    """Each is a program by its conversation's id, which the engine gets too; counting a prompt's tokens is no turn."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         async with nemo_gym(proxy.url, 8) as rollouts:
             asked = [asyncio.create_task(rollout.turn("solve it")) for rollout in rollouts]
@@ -482,7 +482,7 @@ async def test_rollouts_of_nemo_gym_are_held_and_ask_once() -> None:
 
 
 async def test_nemo_gym_waits_for_an_engine_that_is_gone() -> None:
-    """It is held while there is none; an engine's answer that suggests a retry is passed on unchanged, three times."""
+    """Turns are held while there is none; an engine's answer that suggests a retry passes unchanged, three times."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy, nemo_gym(proxy.url) as (rollout,):
         await replica.stop()
         await proxy.up(0)
@@ -517,7 +517,7 @@ async def test_nemo_gym_tries_again_until_the_proxy_is_back() -> None:
 
 
 async def test_nemo_gym_reads_that_a_prompt_is_too_long_in_the_engine_s_words() -> None:
-    """It ends the rollout there with its output so far, so it must be a 400, and not be retried."""
+    """NeMo Gym ends the rollout there with its output so far, so it must be a 400, and not be retried."""
     words = {"object": "error", "message": "This model's maximum context length is 32768 tokens.", "code": 400}
     async with fake_replica(answers(words, status="400 Bad Request")) as replica, running_proxy(replica.url) as proxy:
         async with nemo_gym(proxy.url) as (rollout,):
@@ -537,7 +537,7 @@ OPENHANDS: list[Header] = [
 
 
 async def test_openhands_tries_again_as_the_same_program() -> None:
-    """After an engine's error, and after a time-out of its own while it was held: each time one generation."""
+    """It retries after an engine's error, and after its own time-out while held: each time there is one generation."""
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         replica.behaviour = answers({"error": {"message": "no"}}, status="500 Internal Server Error")
         assert (await post(proxy.url, CHAT, turn(), *OPENHANDS)).status == 500
@@ -562,7 +562,7 @@ async def test_openhands_tries_again_as_the_same_program() -> None:
 
 
 async def test_the_condenser_of_openhands_is_a_turn_of_its_conversation() -> None:
-    """All models of a conversation carry its id: one that asks while another is in flight waits for nothing."""
+    """All models of a conversation carry its id: a request during another one in flight waits for nothing."""
     gate = Gate()
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         replica.behaviour = gate
@@ -577,7 +577,7 @@ async def test_the_condenser_of_openhands_is_a_turn_of_its_conversation() -> Non
 
 
 async def test_instances_of_swe_agent_are_programs_by_their_base_url() -> None:
-    """Each run has its own; a release in the end leaves nothing, and the second run of an instance is a new program."""
+    """Each run has its own URL; a release at the end leaves nothing; a second run of an instance is a new program."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         sent: list[Header] = [("User-Agent", "swe-agent/1.1.0"), ("X-Stainless-Read-Timeout", "3600")]
         generations = []

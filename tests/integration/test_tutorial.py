@@ -1,4 +1,4 @@
-"""The tutorial as a newcomer types it: every command of the page runs, and shows what the page says."""
+"""The tutorial as a newcomer types it: every command of the page runs, and shows the page's output."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_every_command_of_the_tutorial_shows_what_it_says(tmp_path: Path) 
 @pytest.mark.real
 @pytest.mark.timeout(300, func_only=True)
 async def test_the_installation_of_the_tutorial_works(tmp_path: Path) -> None:
-    """In an empty environment, from this checkout."""
+    """The commands run in an empty environment, from this checkout."""
     script = INSTALL.replace(".venv", str(tmp_path / "venv")).replace("pip install .", f"pip install --quiet {ROOT}")
     shell = await asyncio.create_subprocess_exec(
         "bash", "-euc", f"{script}\nthunderagent --version", cwd=tmp_path, stdout=PIPE, stderr=STDOUT

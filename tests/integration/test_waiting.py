@@ -1,4 +1,4 @@
-"""Clients that wait, give up, and try again: one turn, one generation, and no timer of ours ends a wait."""
+"""Clients that wait, give up, and retry: one turn, one generation, and no timer of ours ends a wait."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def in_flight(proxy: RunningProxy, replica_calls: list[Call], count: int) 
 
 
 async def test_an_openai_client_with_3_s_of_patience_gets_its_answer_before_it_gives_up() -> None:
-    """Its program is held for want of memory; the turn runs once, before the client would try again."""
+    """Its program is held for lack of memory; the turn runs once, before the client would retry."""
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1)) as proxy,
@@ -101,7 +101,7 @@ async def test_an_openai_client_that_gives_up_and_tries_again_leaves_one_generat
 
 
 async def test_an_openai_client_that_tries_again_while_it_is_held_makes_one_turn() -> None:
-    """Patience is not read: abandoned attempts reach no engine; the last attempt is one turn, one generation."""
+    """Patience is not read here: abandoned attempts reach no engine; the last one is one turn, one generation."""
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1), client_patience=False) as proxy,
@@ -161,7 +161,7 @@ async def test_a_patience_that_is_none_is_refused_in_clear_words(value: str) -> 
 
 
 async def test_a_client_like_codex_is_held_as_long_as_it_takes() -> None:
-    """No limit of ours ends the wait, no status comes, and never 429: limits of 0.1 s are over many times."""
+    """No limit of ours ends the wait, and no status comes, least of all 429: limits of 0.1 s pass many times."""
     limits = {"idle_limit_s": 30.0, "no_replica_limit_s": 0.1, "silence_timeout_s": 0.1, "first_byte_timeout_s": 0.1}
     async with (
         fake_replica(streams(word("hello"), event("[DONE]"))) as replica,
@@ -211,7 +211,7 @@ async def test_a_held_attempt_is_superseded_by_the_next() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_attempt_in_flight_is_superseded_by_the_next(streamed: bool) -> None:
-    """Its generation ends within a second, the lease passes to the second, and nothing is left."""
+    """Its generation ends within a second, the second gets the lease, and nothing is left."""
     gate = Gate([stream_head(), chunk(word("one"))]) if streamed else Gate()
     async with (
         fake_replica(gate) as replica,
@@ -242,7 +242,7 @@ SAMPLES = 4
 
 
 async def test_identical_samples_do_not_end_each_other() -> None:
-    """Best of n: the same body of the same program, sent at once on purpose; even where one of them is tried again."""
+    """Best of n sends the same body of one program at once on purpose; this holds even if one of them is retried."""
     gate = Gate(after=(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",))
     async with (
         fake_replica(gate) as replica,
@@ -293,7 +293,7 @@ async def test_the_same_body_without_a_retry_count_is_another_turn() -> None:
 async def test_an_idempotency_key_says_what_is_the_same_turn(
     keys: tuple[str, str], count: int, program_id: str | None, superseded: bool
 ) -> None:
-    """With one, no count is needed; of anonymous turns both are."""
+    """With a key no retry count is needed; anonymous turns need both."""
     gate = Gate()
     async with (
         fake_replica(gate) as replica,
@@ -375,7 +375,7 @@ async def test_a_parent_that_waits_for_five_sub_agents_under_its_own_id_is_no_de
 
 
 async def test_a_parent_that_waits_for_five_programs_of_its_own_is_no_deadlock(engine_url: str) -> None:
-    """The same with ids of their own, and a header that names their parent."""
+    """The programs have their own ids, and a header that names their parent."""
     async with running_proxy(engine_url, **cap(1)) as proxy:
         async with asyncio.timeout(10):
             assert (await ask(proxy.url, "parent", max_tokens=4)).status == 200
@@ -392,7 +392,7 @@ async def test_a_parent_that_waits_for_five_programs_of_its_own_is_no_deadlock(e
 
 
 async def test_a_held_stream_shows_signs_of_life() -> None:
-    """Comments until the lease is there, then the engine's events, byte for byte."""
+    """Comments come until the lease, then the engine's events, byte for byte."""
     pieces = [word("hello"), event("[DONE]")]
     async with (
         fake_replica(streams(*pieces)) as replica,
@@ -414,7 +414,7 @@ async def test_a_held_stream_shows_signs_of_life() -> None:
 
 
 async def test_a_stream_that_is_not_held_has_no_heartbeat() -> None:
-    """Nor has a turn that is not streamed, however long it is held."""
+    """A turn that is not streamed has none either, however long it is held."""
     async with (
         fake_replica(streams(word("x"))) as replica,
         running_proxy(replica.url, **cap(1), heartbeat_s=0.02) as proxy,
@@ -430,7 +430,7 @@ async def test_a_stream_that_is_not_held_has_no_heartbeat() -> None:
 
 
 async def test_an_error_after_a_heartbeat_comes_as_an_event() -> None:
-    """In the words of the API that was called; the stream ends properly."""
+    """It has the words of the called API; the stream ends properly."""
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1), heartbeat_s=0.02) as proxy,
@@ -469,7 +469,7 @@ async def test_the_messages_api_has_an_event_for_heartbeats_and_one_for_errors()
 
 @contextlib.asynccontextmanager
 async def serving(routes: Sequence[web.RouteDef] = (), app: web.Application | None = None) -> AsyncIterator[str]:
-    """Serve on loopback for the length of the block."""
+    """Serve on loopback during the block."""
     app = app or web.Application()
     app.add_routes(routes)
     async with on_loopback(app, handler_cancellation=True) as url:

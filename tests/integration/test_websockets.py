@@ -1,4 +1,4 @@
-"""Websockets: with a lease, byte for byte both ways, as fast as the slower side takes it, until one side closes."""
+"""Websockets: with a lease, byte for byte both ways, at the speed of the slower side, until one side closes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REALTIME = "/v1/realtime"
 
 
 class Engine:
-    """A vLLM to the poller, which says everything back on its websockets."""
+    """A vLLM for the poller, which echoes everything on its websockets."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -88,7 +88,7 @@ async def talking(url: str, path: str = REALTIME, **options: Any) -> AsyncIterat
 
 
 async def test_what_is_said_goes_both_ways_under_a_lease() -> None:
-    """Small and large; the lease ends when the client closes, and no program was opened."""
+    """Messages are small and large; the lease ends when the client closes, and no program was opened."""
     async with engine() as behind, running_proxy(behind.url) as proxy:
         async with talking(proxy.url, REALTIME + "?model=m", headers={"X-Program-ID": "a", "X-Own": "1"}) as socket:
             await until(lambda: proxy.runtime.leases_count == 1)
@@ -122,7 +122,7 @@ async def test_whoever_closes_closes_the_other_side() -> None:
 
 
 async def test_who_speaks_faster_than_is_read_waits() -> None:
-    """What is on its way is in buffers of megabytes, not in memory without end."""
+    """Messages on their way take buffers of megabytes, not memory without end."""
     async with engine() as behind, running_proxy(behind.url) as proxy:
         behind.reads.clear()
         async with talking(proxy.url) as socket:
@@ -151,7 +151,7 @@ async def test_a_refusal_is_the_engines_and_other_paths_change_no_protocol() -> 
 
 
 async def test_keys_and_pages_of_others_are_judged() -> None:
-    """A page may open a websocket to any origin, without being asked first."""
+    """A page may open a websocket to any origin, without a preflight."""
     async with engine() as behind:
         async with running_proxy(behind.url, **KEYS) as proxy:
             await _refused(proxy.url, 401)
@@ -234,7 +234,7 @@ async def test_a_websocket_that_is_too_old_in_the_midst_of_a_frame_is_no_failure
 
 
 async def test_so_many_websockets_are_open_and_no_more() -> None:
-    """The limits are for all together and for each key; closing one allows another."""
+    """There is a limit for all together and one for each key; closing one allows another."""
     async with engine() as behind:
         async with running_proxy(behind.url, max_websockets_count=2) as proxy:
             async with talking(proxy.url), talking(proxy.url):

@@ -1,4 +1,4 @@
-"""What the scheduler learns of a turn through the real proxy: shared prompts, groups, and tools."""
+"""The scheduler's knowledge of a turn through the real proxy: shared prompts, groups, and tools."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ async def test_the_samples_of_a_group_share_their_prompt(engine_url: str, tmp_pa
 
 
 async def test_a_group_is_a_text_like_other_ids(engine_url: str) -> None:
-    """Or else the turn is refused, as for a program or a branch."""
+    """Otherwise the turn is refused, as for a program or a branch."""
     async with running_proxy(engine_url) as proxy:
         answer = await post(proxy.url, CHAT, turn("a"), ("X-Program-Group", "g" * 257))
         assert (answer.status, answer.error["code"]) == (400, "invalid_program_id")
 
 
 async def answer_of(replica_answer: Any, log: Path, **fields: Any) -> Answer:
-    """Make one turn with a replica that answers so."""
+    """Make one turn with a replica that gives this answer."""
     async with fake_replica(replica_answer) as replica, running_proxy(replica.url, event_log=log) as proxy:
         return await ask(proxy.url, "a", **fields)
 
@@ -108,7 +108,7 @@ async def test_a_turn_that_follows_on_its_heels_is_begun_after_the_one_before_ha
 
 
 async def test_the_tool_that_a_whole_answer_calls(tmp_path: Path) -> None:
-    """It is read, and the answer is the engine's, byte for byte."""
+    """The tool call is read, and the answer is the engine's, byte for byte."""
     body = json.dumps({"choices": [{"index": 0, "message": {"tool_calls": [{"function": CALL}]}}]}).encode()
     answer = await answer_of(answers(body), tmp_path / "events")
     assert answer.body == body
@@ -117,7 +117,7 @@ async def test_the_tool_that_a_whole_answer_calls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
 async def test_the_tool_that_a_stream_calls(tmp_path: Path, stream_options: object) -> None:
-    """It comes in pieces, with usage that the client asked for or not."""
+    """The call comes in pieces, with or without usage that the client asked for."""
     head, tail = CALL["arguments"][:9], CALL["arguments"][9:]
     pieces = [
         word("I see."),
@@ -134,7 +134,7 @@ async def test_the_tool_that_a_stream_calls(tmp_path: Path, stream_options: obje
 
 
 async def test_what_an_engine_did_since_the_last_poll(tmp_path: Path) -> None:
-    """Prompt tokens looked up and preemptions, from the metrics of a poll."""
+    """The metrics of a poll give prompt tokens looked up, and preemptions."""
     log = tmp_path / "events"
 
     def metrics(queries: int, hits: int, preemptions: int) -> str:

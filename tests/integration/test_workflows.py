@@ -1,4 +1,4 @@
-"""The workflow tutorial's files, unchanged from the page, against a running proxy; and the programs of its turns."""
+"""The workflow tutorial's files, unchanged, against a running proxy; and the programs of its turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ URL = "http://127.0.0.1:8300"
 
 
 def write_tutorial(folder: Path, proxy_url: str) -> None:
-    """Write the files that the page has, each named in its first line."""
+    """Write the page's files, each named in its first line."""
     text = whole(PAGE.read_text())
     for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         name = re.match(r"# (\w+\.\w+)\n", block)
