@@ -1,4 +1,4 @@
-"""Which kind DetectedBackend takes an engine for."""
+"""DetectedBackend's choice of an engine's kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SGLANG = "# HELP sglang:num_running_reqs Running\nsglang:num_running_reqs 4.0\n"
 
 
 def test_the_prefix_of_the_metrics_says_the_kind() -> None:
-    """Nothing else is needed; and an engine that is replaced by one of another kind is noticed."""
+    """Nothing else is needed; replacing an engine by one of another kind is noticed."""
     backend = backend_of("auto")
     assert backend.kind == "auto"
     assert backend.read_metrics(VLLM) == ReplicaReading(running_count=3)
@@ -22,7 +22,7 @@ def test_the_prefix_of_the_metrics_says_the_kind() -> None:
 
 
 def test_an_engine_that_says_nothing_keeps_its_kind() -> None:
-    """One poll without metrics is no reason to forget."""
+    """One poll without metrics is no reason to forget it."""
     backend = backend_of("auto")
     assert backend.read_metrics("up 1\n") == NOTHING_READ
     assert backend.kind == "auto"
@@ -32,7 +32,7 @@ def test_an_engine_that_says_nothing_keeps_its_kind() -> None:
 
 
 def test_an_sglang_without_metrics_is_known_by_its_information() -> None:
-    """Without --enable-metrics /server_info alone says what it is; vLLM's says nothing that we read."""
+    """Without --enable-metrics /server_info alone shows the kind; vLLM's shows nothing that we read."""
     backend = backend_of("auto")
     assert "/server_info" in backend.info_paths
     assert backend.read_info('{"vllm_config": "..."}') is None
@@ -42,7 +42,7 @@ def test_an_sglang_without_metrics_is_known_by_its_information() -> None:
 
 
 def test_each_replica_is_found_out_for_itself() -> None:
-    """What is found of one engine says nothing of the next."""
+    """One engine's kind says nothing about the next."""
     first, second = backend_of("auto"), backend_of("auto")
     first.read_metrics(SGLANG)
     assert (first.kind, second.kind) == ("sglang", "auto")

@@ -1,4 +1,4 @@
-"""Compare the index of a pool with a model that keeps everything and scans all of it."""
+"""The index of a pool compared with a model that keeps everything and scans all of it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def figure(blocks: KvBlocks, program: str = "p") -> int | None:
 
 
 def test_a_program_has_what_it_stored_and_all_before() -> None:
-    """Only new blocks are stored by a turn; those it hits are the ones before."""
+    """A turn stores only new blocks; its hits are the blocks before."""
     assert figure(after(stored(1, 2, 3), stored(4, 5, parent=3))) == 5
 
 
 def test_shared_blocks_count_for_each_who_used_them() -> None:
-    """The second program names only what it added, and what that follows."""
+    """The second program names only the blocks that it added, and the block before them."""
     blocks = after(stored(1, 2, 3, program="a"), stored(7, parent=2, program="b"))
     assert (figure(blocks, "a"), figure(blocks, "b")) == (3, 3)
     blocks.apply(removed(2))
@@ -54,7 +54,7 @@ def test_blocks_of_nobody_are_there_for_those_who_go_on_from_them() -> None:
 
 
 def test_a_tail_that_goes_shortens_the_figure_block_by_block() -> None:
-    """The order in which engines take blocks."""
+    """Engines take blocks in this order."""
     blocks = after(stored(1, 2, 3))
     for left in (2, 1, 0):
         blocks.apply(removed(left + 1))
@@ -62,7 +62,7 @@ def test_a_tail_that_goes_shortens_the_figure_block_by_block() -> None:
 
 
 def test_what_lies_behind_a_gap_counts_for_nothing_until_the_gap_is_filled() -> None:
-    """A hit needs every block before; a request that continues behind a filled gap has all of it."""
+    """A hit needs every block before it; a request that continues behind a filled gap has all blocks."""
     blocks = after(stored(1, 2, 3, 4), removed(2))
     assert figure(blocks) == 1
     blocks.apply(stored(2, parent=1, program="other"))
@@ -71,7 +71,7 @@ def test_what_lies_behind_a_gap_counts_for_nothing_until_the_gap_is_filled() -> 
 
 
 def test_a_block_is_gone_with_its_last_copy() -> None:
-    """An engine computes the last block of a prompt again, into a second one."""
+    """An engine computes the last block of a prompt again, into a second copy."""
     blocks = after(stored(1, 2), stored(2, parent=1), removed(2))
     assert figure(blocks) == 2
     blocks.apply(removed(2))
@@ -79,7 +79,7 @@ def test_a_block_is_gone_with_its_last_copy() -> None:
 
 
 def test_a_report_of_hits_adds_no_copies() -> None:
-    """It looks like a store of the whole chain, from the root on."""
+    """It looks like a store of the whole chain from the root."""
     blocks = after(stored(1, 2), stored(1, 2, program="q"))
     assert figure(blocks, "q") == 2
     blocks.apply(removed(2))
@@ -87,7 +87,7 @@ def test_a_report_of_hits_adds_no_copies() -> None:
 
 
 def test_a_chain_whose_beginning_is_not_known_has_no_figure() -> None:
-    """Not known is not zero; a later report of the beginning makes it known."""
+    """Unknown is not zero; a later report of the beginning makes it known."""
     blocks = after(stored(3, 4, parent=2))
     assert figure(blocks) is None
     assert blocks.take_changes(9) == []
@@ -97,7 +97,7 @@ def test_a_chain_whose_beginning_is_not_known_has_no_figure() -> None:
 
 
 def test_a_side_question_counts_beside_the_main_chain() -> None:
-    """And what both share once."""
+    """Blocks that both share count once."""
     blocks = after(stored(1, 2, 3, 4), stored(8, parent=1), stored(5, parent=4))
     assert figure(blocks) == 6
     blocks.apply(removed(8))
@@ -111,7 +111,7 @@ def test_only_one_group_of_layers_is_followed() -> None:
 
 
 def test_changes_are_given_once_and_only_if_they_are_some() -> None:
-    """A program that came and went in between says nothing; a cleared pool is zero for all that were told."""
+    """A program that came and went in between gives no change; a cleared pool is zero for all reported programs."""
     blocks = after(stored(1, program="a"), stored(2, program="b"), removed(2))
     assert blocks.take_changes(9) == [("a", 16)]
     assert blocks.take_changes(9) == []
@@ -125,7 +125,7 @@ def test_changes_are_given_once_and_only_if_they_are_some() -> None:
 
 
 def test_changes_are_taken_a_few_at_a_time() -> None:
-    """So a report of many programs blocks nothing."""
+    """Otherwise a report of many programs would block the loop."""
     blocks = after(*(stored(n, program=f"p{n}") for n in range(5)))
     assert [len(blocks.take_changes(2)) for _ in range(4)] == [2, 2, 1, 0]
     assert not blocks.has_changes
@@ -145,7 +145,7 @@ def test_programs_and_chains_are_bounded(monkeypatch: object) -> None:
 
 
 def test_hashes_that_go_round_in_a_circle_end() -> None:
-    """Rubbish is survived."""
+    """Such rubbish is survived."""
     blocks = after(stored(1, parent=2), stored(2, parent=1), stored(3, parent=3), stored(4), stored(1, parent=4))
     assert figure(blocks) is None
     blocks.apply(removed(1, 2, 3, 4, 1))
@@ -167,7 +167,7 @@ def chain_of(block: int) -> list[int]:
 
 @dataclass
 class Naive:
-    """All copies, and of each program every chain it ever stored, as far as it lies there in one piece."""
+    """All copies, and every chain that each program ever stored, as far as its blocks are in memory without a gap."""
 
     copies: dict[int, int] = field(default_factory=dict)
     chains: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -220,7 +220,7 @@ def test_any_sequence_of_events_gives_what_the_naive_model_gives(steps: list[tup
                 hashes = chain_of(end)[-count:]
                 parent = PARENTS[hashes[0]]
                 if parent is None and naive.copies.get(hashes[0]):
-                    continue  # taken for a report of hits: a test of its own
+                    continue  # counts as a report of hits, which has its own test
                 blocks.apply(BlocksStored(tuple(hashes), parent, BLOCK_TOKENS, program))  # type: ignore[arg-type]
                 naive.store(hashes, program)  # type: ignore[arg-type]
             case ("remove", int(block)):

@@ -1,4 +1,4 @@
-"""The subscriber against a publisher as vLLM's, on real sockets: gaps, replays, restarts, rubbish and floods."""
+"""The subscriber against a publisher like vLLM's, on real sockets: gaps, replays, restarts, rubbish and floods."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def removed(*hashes: int) -> dict[str, object]:
 
 @dataclass
 class Recorder:
-    """A listener that remembers the last figure of each program, and when reports came."""
+    """A listener that remembers the last figure of each program, and the time of each report."""
 
     figures: dict[str, int] = field(default_factory=dict)
     reports: list[tuple[str, dict[str, int]]] = field(default_factory=list)
@@ -71,14 +71,14 @@ class Recorder:
 
 @dataclass
 class Engine:
-    """A publisher as vLLM's: a PUB socket, and a ROUTER that replays the last batches."""
+    """A publisher like vLLM's: a PUB socket, and a ROUTER that replays the last batches."""
 
     context: zmq.asyncio.Context
     address: str = ""
     replay_address: str = ""
     buffer_size: int = 100_000
     holes: set[int] = field(default_factory=set)
-    """Messages that the next replay leaves out."""
+    """Messages that the next replay omits."""
     has_topic: bool = True
     is_mute: bool = False
     asked_from: list[int] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Engine:
 
 
 async def bind(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Bind, as soon as the socket that was closed there is really gone."""
+    """Bind as soon as the closed socket on that address is really gone."""
     async with asyncio.timeout(10):
         while True:
             try:
@@ -168,7 +168,7 @@ async def following(engine: Engine, *, replays: bool = True, connected: bool = T
 
 
 async def connect(engine: Engine, recorder: Recorder) -> None:
-    """Publish until it is heard, and begin again with nothing."""
+    """Publish until the subscriber receives it, then start again with nothing."""
     async with asyncio.timeout(10):
         while "hello" not in recorder.figures:
             await engine.publish(stored(-1, program="hello"))
@@ -182,7 +182,7 @@ async def connect(engine: Engine, recorder: Recorder) -> None:
 
 
 async def test_what_an_engine_stores_and_removes_is_reported(engine: Engine) -> None:
-    """With the replica's name, each change once."""
+    """Each change is reported once, with the replica's name."""
     async with following(engine) as recorder:
         await engine.publish(stored(1, 2), stored(7, program="q"))
         await recorder.until(p=2, q=1)
@@ -195,7 +195,7 @@ async def test_what_an_engine_stores_and_removes_is_reported(engine: Engine) -> 
 
 
 async def test_replicas_come_and_go_while_it_runs(engine: Engine) -> None:
-    """One that is added is heard; one that is removed is heard no more, and leaves no task behind."""
+    """Messages of an added one arrive; a removed one's no longer do, and it leaves no task behind."""
     recorder = Recorder()
     events = KvEvents(recorder, [], SETTINGS)
     task = asyncio.create_task(events.run())
@@ -226,7 +226,7 @@ async def test_replicas_come_and_go_while_it_runs(engine: Engine) -> None:
 
 @pytest.mark.parametrize("has_topic", [True, False])
 async def test_a_gap_is_filled_from_the_replay(engine: Engine, has_topic: bool) -> None:
-    """Asked for from the last message taken, whose bytes tell that it is still the same engine."""
+    """The replay begins at the last known message, whose bytes show that it is still the same engine."""
     engine.has_topic = has_topic
     async with following(engine) as recorder:
         await engine.publish(stored(1))
@@ -241,7 +241,7 @@ async def test_a_gap_is_filled_from_the_replay(engine: Engine, has_topic: bool) 
 
 
 async def test_what_the_replay_and_the_publisher_both_send_is_taken_once(engine: Engine) -> None:
-    """A replay runs ahead of what waits to be taken: copies would be counted twice, and outlive their removal."""
+    """A replay runs ahead of waiting messages: copies would be counted twice, and outlive their removal."""
     async with following(engine) as recorder:
         await engine.publish(stored(1), lost=True)
         for parent in range(1, 6):
@@ -253,7 +253,7 @@ async def test_what_the_replay_and_the_publisher_both_send_is_taken_once(engine:
 
 
 async def test_a_replay_that_leaves_something_out_is_asked_for_again(engine: Engine) -> None:
-    """A ROUTER drops what a slow peer does not take."""
+    """A ROUTER drops messages that a slow peer does not take."""
     async with following(engine) as recorder:
         for parent in range(9):
             await engine.publish(stored(parent + 1, parent=parent or None), lost=True)
@@ -264,7 +264,7 @@ async def test_a_replay_that_leaves_something_out_is_asked_for_again(engine: Eng
 
 
 async def test_who_comes_late_learns_what_was_before(engine: Engine) -> None:
-    """At the first message all that the engine keeps is asked for."""
+    """At the first message the subscriber asks for all that the engine keeps."""
     await engine.publish(stored(1, 2))
     await engine.publish(stored(3, parent=2))
     async with following(engine, connected=False) as recorder:
@@ -277,7 +277,7 @@ async def test_who_comes_late_learns_what_was_before(engine: Engine) -> None:
 
 
 async def test_what_cannot_be_replayed_is_not_known_any_more(engine: Engine) -> None:
-    """Without a replay a gap ends all figures, silently; those whose beginning comes again have one again."""
+    """Without a replay a gap ends all figures, silently; a program whose beginning comes again has one again."""
     async with following(engine, replays=False) as recorder:
         await engine.publish(stored(1, 2), stored(7, program="q"))
         await recorder.until(p=2, q=1)
@@ -292,7 +292,7 @@ async def test_what_cannot_be_replayed_is_not_known_any_more(engine: Engine) -> 
 
 @pytest.mark.parametrize("trouble", ["too old", "no answer"])
 async def test_a_replay_that_does_not_reach_back_is_no_help(engine: Engine, trouble: str) -> None:
-    """What it can say is taken, and the rest is as if there were none."""
+    """The messages that it has are taken; the rest is handled as without a replay."""
     async with following(engine) as recorder:
         await engine.publish(stored(1, 2))
         await recorder.until(p=2)
@@ -309,9 +309,9 @@ async def test_a_replay_that_does_not_reach_back_is_no_help(engine: Engine, trou
 
 @pytest.mark.parametrize("replays", [True, False])
 async def test_an_engine_that_restarted_has_nothing(engine: Engine, replays: bool) -> None:
-    """Its numbers begin anew: that is reported, and what it has since."""
+    """Its numbers begin anew: the restart is reported, and everything since."""
     async with following(engine, replays=replays) as recorder:
-        for _ in range(0 if replays else 300):  # else the next number is believed: more than it says until it is heard
+        for _ in range(0 if replays else 300):  # else the next number passes: it publishes more until it is heard
             await engine.publish()
         await engine.publish(stored(1, 2), stored(7, program="q"))
         await recorder.until(p=2, q=1)
@@ -326,7 +326,7 @@ async def test_an_engine_that_restarted_has_nothing(engine: Engine, replays: boo
 
 
 async def test_a_restarted_engine_first_heard_with_the_next_number_is_another(engine: Engine) -> None:
-    """It said as many as the old one before it was heard: its next number alone would pass."""
+    """It published as many messages as the old one before it was heard: its next number alone would pass."""
     async with following(engine) as recorder:
         for n in range(3):
             await engine.publish(stored(n, program="old"))
@@ -338,7 +338,7 @@ async def test_a_restarted_engine_first_heard_with_the_next_number_is_another(en
             await engine.publish(stored(10), lost=True)
         with structlog.testing.capture_logs() as logs:
             async with asyncio.timeout(10):
-                while not logs:  # what is no message tells when it is heard again
+                while not logs:  # a malformed message shows when it is heard again
                     await engine.pub.send_multipart([b"x"])
                     await asyncio.sleep(0.02)
         await engine.publish(stored(20, program="new"))
@@ -346,7 +346,7 @@ async def test_a_restarted_engine_first_heard_with_the_next_number_is_another(en
 
 
 async def test_a_restarted_engine_that_overtook_us_is_recognised(engine: Engine) -> None:
-    """Its numbers are higher than ours were, but the bytes of the last message that we know are others."""
+    """Its numbers are higher than ours were, but the bytes of the last message that we know differ."""
     async with following(engine) as recorder:
         await engine.publish(stored(1, 2))
         await recorder.until(p=2)
@@ -357,7 +357,7 @@ async def test_a_restarted_engine_that_overtook_us_is_recognised(engine: Engine)
 
 
 async def test_rubbish_is_survived(engine: Engine) -> None:
-    """Frames that are none are skipped; a batch that cannot be read may have said anything. Each is said once."""
+    """Malformed frames are skipped; an unreadable batch may have had any content. Each is logged once."""
     async with following(engine) as recorder:
         await engine.publish(stored(1))
         await recorder.until(p=1)
@@ -380,7 +380,7 @@ async def test_a_flood_stops_nobody_and_is_reported_seldom(engine: Engine) -> No
     async with following(engine) as recorder:
         for n in range(1, 4000):
             await engine.publish(stored(n, parent=n - 1 or None), lost=n == 1)
-        longest_s, last_s = 0.0, thread_time()  # of work: what else the machine does counts for nothing
+        longest_s, last_s = 0.0, thread_time()  # processor time: other work on the machine does not count
         async with asyncio.timeout(30):
             while recorder.figures != {"p": 3999}:
                 await asyncio.sleep(0)
@@ -392,7 +392,7 @@ async def test_a_flood_stops_nobody_and_is_reported_seldom(engine: Engine) -> No
 
 
 async def test_an_engine_that_is_not_there_yet_is_no_error(engine: Engine) -> None:
-    """It is followed as soon as it is up."""
+    """The subscriber follows it as soon as it is up."""
     await engine.stop()
     async with following(engine, connected=False) as recorder:
         await asyncio.sleep(0.2)
@@ -415,7 +415,7 @@ async def test_several_replicas_are_told_apart(engine: Engine) -> None:
 
 
 async def test_the_server_tells_the_scheduler(engine: Engine, tmp_path: Path) -> None:
-    """By the replica's name that it goes by there; the event is in the event log."""
+    """The scheduler knows the replica by its name there; the event is in the event log."""
     config = ServeConfig.load(
         port=0,
         backends="http://127.0.0.1:9",
@@ -438,7 +438,7 @@ async def test_the_server_tells_the_scheduler(engine: Engine, tmp_path: Path) ->
 
 
 def test_it_runs_on_the_event_loop_of_the_server() -> None:
-    """Which is uvloop's."""
+    """That loop is uvloop's."""
 
     async def follow() -> None:
         context = zmq.asyncio.Context()
@@ -457,7 +457,7 @@ def test_it_runs_on_the_event_loop_of_the_server() -> None:
 @pytest.mark.parametrize("address", ["tcp://*:5557", "http://127.0.0.1:5557", "127.0.0.1:5557", ""])
 @pytest.mark.parametrize("is_replay", [False, True])
 def test_an_address_that_is_none_is_a_configuration_error(address: str, is_replay: bool) -> None:
-    """Before anything runs, with the address in the message."""
+    """The error comes before anything runs, with the address in the message."""
     addresses = ("tcp://127.0.0.1:5557", address) if is_replay else (address, None)
     with pytest.raises(ConfigurationError, match="not an address to connect to"):
         KvEvents(Recorder(), [KvEventsEndpoint("r", *addresses)])
@@ -479,13 +479,13 @@ def test_an_address_that_is_none_is_a_configuration_error(address: str, is_repla
     ],
 )
 def test_each_backend_has_one_address(given: dict[str, object], message: str) -> None:
-    """Events are matched with backends by order alone."""
+    """Only the order matches events with backends."""
     with pytest.raises(ConfigurationError, match=message):
         ServeConfig.load(**given)
 
 
 def test_without_pyzmq_the_error_says_what_to_install() -> None:
-    """In a process of its own, in which it cannot be imported."""
+    """This runs in a separate process, in which it cannot be imported."""
     code = (
         "import sys; sys.modules['zmq'] = None\n"
         "from thunderagent.cli import main\n"

@@ -1,4 +1,4 @@
-"""What is read from vLLM's messages about its KV pool: as 0.32 sends them, as older ones did, and rubbish."""
+"""vLLM's messages about its KV pool as they are read: in the form of 0.32, in older forms, and rubbish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thunderagent.backends.kv_messages import (
     read_message,
 )
 
-# As a real vLLM 0.32 sends it.
+# A real vLLM 0.32 sends this.
 STORED = {
     "type": "BlockStored",
     "block_hashes": [2**64 - 1, 7],
@@ -48,7 +48,7 @@ def stored_as(**fields: object) -> dict[str, Any]:
 
 
 def test_a_batch_of_0_32() -> None:
-    """Maps, with the session that the request named."""
+    """They are maps, with the session that the request named."""
     assert read_events(batch(STORED, REMOVED, CLEARED)) == [
         BlocksStored((2**64 - 1, 7), None, 32, "p", 0),
         BlocksRemoved((7,), 0),
@@ -58,18 +58,18 @@ def test_a_batch_of_0_32() -> None:
 
 @pytest.mark.parametrize("rest", [(), (0,), (0, "more", {"than": "we know"})])
 def test_a_batch_may_have_more_or_fewer_fields(rest: tuple[object, ...]) -> None:
-    """The rank came later, and more may come."""
+    """The rank came later, and more fields may come."""
     assert read_events(batch(CLEARED, rest=rest)) == [PoolCleared()]
 
 
 def test_hashes_may_be_bytes() -> None:
-    """By an environment variable of the engine's."""
+    """An environment variable of the engine sets this."""
     event = stored_as(block_hashes=[b"a" * 32], parent_block_hash=b"b" * 32)
     assert read_events(batch(event)) == [BlocksStored((b"a" * 32,), b"b" * 32, 32, "p")]
 
 
 def test_fields_that_are_missing_or_new_do_no_harm() -> None:
-    """A version that names no session, and one that says more."""
+    """One version names no session, another has more fields."""
     event = {"type": "BlockStored", "block_hashes": [1], "block_size": 16, "new": [1, {"x": 2}]}
     assert read_events(batch(event)) == [BlocksStored((1,), None, 16, None)]
 
@@ -89,7 +89,7 @@ def test_fields_that_are_missing_or_new_do_no_harm() -> None:
     ],
 )
 def test_events_of_older_versions_are_arrays(event: list[object], expected: object) -> None:
-    """With fewer fields at the end, or others than we know there."""
+    """They have fewer fields at the end, or unknown ones there."""
     assert read_events(batch(event)) == [expected]
 
 
@@ -108,7 +108,7 @@ def test_events_of_older_versions_are_arrays(event: list[object], expected: obje
     ],
 )
 def test_what_is_not_about_the_pool_is_left_out(event: object) -> None:
-    """Kinds that we do not know, other media, layers that keep only a window; what comes with it is read."""
+    """Unknown kinds, other media, layers that keep only a window; the rest of the batch is read."""
     assert read_events(batch(event, CLEARED)) == [PoolCleared()]
 
 
@@ -123,7 +123,7 @@ def test_what_is_not_about_the_pool_is_left_out(event: object) -> None:
     ],
 )
 def test_a_program_id_is_as_it_was_sent(sent: str, program: str | None) -> None:
-    """Whether it came in a header or in the body."""
+    """It came in a header or in the body."""
     (event,) = read_events(batch(stored_as(session_id=sent)))
     assert isinstance(event, BlocksStored)
     assert event.program_id == program
@@ -148,7 +148,7 @@ def test_a_program_id_is_as_it_was_sent(sent: str, program: str | None) -> None:
     ],
 )
 def test_rubbish_is_an_error_of_ours(payload: bytes) -> None:
-    """Whatever it is."""
+    """Every kind of rubbish raises it."""
     with pytest.raises(KvMessageError):
         read_events(payload)
 
@@ -162,7 +162,7 @@ def test_any_bytes_are_read_or_are_an_error_of_ours(payload: bytes) -> None:
 
 
 def test_frames() -> None:
-    """Of a message, of a replay, of a replay of older versions, and of its end."""
+    """Frames of a message, of a replay, of an older version's replay, and of its end."""
     seven = (7).to_bytes(8, "big")
     assert read_message([b"topic", seven, b"x"]) == KvMessage(7, b"x")
     assert read_message([b"", b"topic", seven, b"x"]) == KvMessage(7, b"x")
@@ -173,6 +173,6 @@ def test_frames() -> None:
 
 @pytest.mark.parametrize("frames", [[], [b"x"], [b"", b"short", b"x"], [b"x" * 9, b""]])
 def test_frames_that_are_none(frames: list[bytes]) -> None:
-    """Somebody else's messages."""
+    """They are somebody else's messages."""
     with pytest.raises(KvMessageError):
         read_message(frames)

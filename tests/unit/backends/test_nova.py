@@ -1,4 +1,4 @@
-"""NovaBackend's reading of an exposition, and its messages to Nova about programs."""
+"""NovaBackend's reading of metrics, and its messages to Nova about programs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_capacity_is_slots_times_tokens() -> None:
 
 
 def test_what_is_not_said_is_not_known() -> None:
-    """Never zero."""
+    """It is never zero."""
     assert read("") == NOTHING_READ
     assert read("nova:slots 0\nnova:slot_tokens 2048\nnova:slots_used 0\n") == NOTHING_READ
     assert read("nova:slots NaN\nnova:slot_tokens 2048\nnova:pending_encode -1\n") == NOTHING_READ
@@ -48,13 +48,13 @@ def test_what_is_not_said_is_not_known() -> None:
 
 @given(st.text())
 def test_no_exposition_raises(exposition: str) -> None:
-    """Whatever answers there."""
+    """This holds whatever answers there."""
     read(exposition)
     read(f"nova:slots {exposition}")
 
 
 def test_it_is_found_out_by_its_metrics() -> None:
-    """As the other kinds are."""
+    """The other kinds are detected this way, too."""
     backend = backend_of("auto")
     assert backend.read_metrics(SAMPLE).capacity_tokens == 32768
     assert (backend.kind, backend.notices) == ("nova", NovaBackend().notices)
@@ -63,7 +63,7 @@ def test_it_is_found_out_by_its_metrics() -> None:
 
 
 def test_a_turn_is_tagged_if_that_is_wished_for() -> None:
-    """Nothing else of the body is touched."""
+    """Nothing else of the body changes."""
     notices = NovaBackend().notices
     named = notices.name_turn(CHAT, b' {"a": 1}', 'p "1"', tags_programs=True)
     assert json.loads(named.body) == {"program_id": 'p "1"', "a": 1}
@@ -90,6 +90,6 @@ def test_other_bodies_are_left_as_they_are(path: str, body: bytes, program_id: s
 
 
 def test_the_end_of_a_program_gives_its_slot_back() -> None:
-    """At `/release`."""
+    """`/release` does this."""
     notice = NovaBackend().notices.program_ended("p")
     assert (notice.path, json.loads(notice.body)) == ("/release", {"program_id": "p"})

@@ -1,4 +1,4 @@
-"""What the poller tells its listener about real servers that start late, hang, fail, die and come back."""
+"""The poller's reports to its listener about real servers that start late, hang, fail, die and come back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READING = ReplicaReading(capacity_tokens=16_000, running_count=3)
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Wait for what no event announces, up to the test's own time limit."""
+    """Wait for a condition that no event announces, up to the test's own time limit."""
     while not condition():
         await asyncio.sleep(0.005)
 
@@ -76,7 +76,7 @@ class Engine:
 
 @dataclass
 class Recorder:
-    """A listener that remembers, and lets a test wait for what it wants to hear."""
+    """A listener that remembers its reports, and lets a test wait for one."""
 
     heard: list[tuple[str, ...]] = field(default_factory=list)
     readings: list[tuple[str, ReplicaReading]] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Recorder:
 
 @pytest.fixture
 async def engines() -> AsyncIterator[Callable[[], Engine]]:
-    """Make engines, each on a free port of its own and not yet started; stop them at the end."""
+    """Make engines, each on its own free port and not yet started; stop them at the end."""
     made: list[Engine] = []
 
     def make() -> Engine:
@@ -187,7 +187,7 @@ async def test_the_reading_comes_before_the_coming_up(engines: Callable[[], Engi
 async def test_a_replica_that_starts_late_is_reported_once_and_then_comes_up(
     engines: Callable[[], Engine],
 ) -> None:
-    """Nobody listening at the start is said once, not at every poll; starting is noticed."""
+    """A missing server at the start is reported once, not at every poll; its start is noticed."""
     engine = engines()
     async with polling(endpoint(engine)) as (_, recorder):
         await recorder.until_heard("down")
@@ -199,7 +199,7 @@ async def test_a_replica_that_starts_late_is_reported_once_and_then_comes_up(
 
 
 async def test_a_replica_that_dies_is_down_and_can_come_back(engines: Callable[[], Engine]) -> None:
-    """Death and return are each told once, and readings pause in between."""
+    """Death and return are each reported once, and there are no readings in between."""
     engine = engines()
     await engine.start()
     async with polling(endpoint(engine)) as (poller, recorder):
@@ -245,7 +245,7 @@ async def test_failures_that_are_not_in_a_row_do_not_add_up(engines: Callable[[]
 
 
 async def test_a_replica_that_is_silent_for_less_than_the_limit_stays_up(engines: Callable[[], Engine]) -> None:
-    """A loaded engine lets polls wait while its streams flow: several missed deadlines are no reason to lose it."""
+    """A loaded engine delays polls while its streams flow: several missed deadlines are no reason to drop it."""
     engine = engines()
     await engine.start()
     async with polling(endpoint(engine), deadline_s=0.05, silence_limit_s=30.0) as (_, recorder):
@@ -258,7 +258,7 @@ async def test_a_replica_that_is_silent_for_less_than_the_limit_stays_up(engines
 
 
 async def test_a_replica_that_hangs_is_down_after_the_limit(engines: Callable[[], Engine]) -> None:
-    """Silence is a failure in the end, and says how long was waited."""
+    """Silence is a failure in the end, and the report says how long the poller waited."""
     engine = engines()
     await engine.start()
     async with polling(endpoint(engine), deadline_s=0.1) as (_, recorder):
@@ -317,7 +317,7 @@ async def test_metrics_that_fail_are_no_reason_to_be_down(engines: Callable[[], 
 
 
 async def test_an_unknown_capacity_is_logged(engines: Callable[[], Engine]) -> None:
-    """Metrics without a capacity are read for the rest, and the log raises the alarm once."""
+    """All else is read from metrics without a capacity, and the log raises the alarm once."""
     engine = engines()
     engine.metrics = "vllm:num_requests_running 3.0\n"
     await engine.start()
@@ -331,7 +331,7 @@ async def test_an_unknown_capacity_is_logged(engines: Callable[[], Engine]) -> N
 async def test_suspect_polls_at_once_and_a_refused_connection_is_down_at_once(
     engines: Callable[[], Engine],
 ) -> None:
-    """A failed request does not wait for the next interval, nor a dead replica for a second failure."""
+    """A failed request does not wait for the next interval, and a dead replica not for a second failure."""
     engine = engines()
     await engine.start()
     async with polling(endpoint(engine), interval_s=60) as (poller, recorder):
@@ -359,7 +359,7 @@ async def test_suspecting_while_a_poll_is_under_way_polls_once_more(engines: Cal
 
 
 async def test_replicas_come_and_go_while_it_runs(engines: Callable[[], Engine]) -> None:
-    """One added at run time is polled; a removed one gives no more events, and may return as new."""
+    """One added at run time is polled; a removed one gives no more reports, and may return as new."""
     first, second = engines(), engines()
     await first.start()
     await second.start()
@@ -428,7 +428,7 @@ async def test_unknown_replicas_are_suspected_and_removed_in_vain() -> None:
 
 
 async def test_a_bug_in_the_listener_ends_the_poller_loudly(engines: Callable[[], Engine]) -> None:
-    """Only expected failures are caught: an error of our own comes out of run."""
+    """Only expected failures are caught: our own error leaves run."""
     engine = engines()
     await engine.start()
 
@@ -444,7 +444,7 @@ async def test_a_bug_in_the_listener_ends_the_poller_loudly(engines: Callable[[]
 
 
 async def test_it_runs_once_at_a_time_and_again_after_a_cancellation(engines: Callable[[], Engine]) -> None:
-    """A second run beside the first is a bug; after a cancellation it goes on where it was."""
+    """A second concurrent run is a bug; after a cancellation it continues where it was."""
     engine = engines()
     await engine.start()
     async with polling(endpoint(engine)) as (poller, recorder):
@@ -536,7 +536,7 @@ async def test_ranks_of_a_url_share_its_polls(engines: Callable[[], Engine]) -> 
 async def test_ranks_of_an_engine_whose_kind_is_found_out_have_their_own_readings(
     engines: Callable[[], Engine],
 ) -> None:
-    """What tells the ranks apart in SGLang's metrics is another label than vLLM's."""
+    """SGLang's metrics name the rank by another label than vLLM's."""
     engine = engines()
     engine.metrics = "".join(
         f'sglang:max_total_num_tokens{{dp_rank="{rank}",tp_rank="0"}} {tokens}.0\n'
@@ -577,7 +577,7 @@ class Splitter(Recorder):
 async def test_ranks_that_are_found_come_up_in_the_poll_that_finds_them(
     at_once: bool, engines: Callable[[], Engine]
 ) -> None:
-    """The listener puts them in the place of the whole, which never comes up, even if it is removed later."""
+    """The listener replaces the whole by the ranks; the whole never comes up, even if it is removed later."""
     engine = engines()
     engine.metrics = ranks_exposition(1000, 2000)
     await engine.start()

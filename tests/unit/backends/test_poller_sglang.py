@@ -1,4 +1,4 @@
-"""What the poller makes of an SGLang: its health takes a while, and its capacity may be elsewhere."""
+"""The poller on an SGLang: its health takes a while, and its capacity may be elsewhere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 @dataclass
 class Listener:
-    """Remembers what it heard."""
+    """Remembers its reports."""
 
     heard: list[str] = field(default_factory=list)
     readings: list[ReplicaReading] = field(default_factory=list)
@@ -91,13 +91,13 @@ async def polls(listener: Listener, count: int) -> None:
 
 
 async def test_an_engine_that_answers_for_its_metrics_is_not_silent(engine: Engine) -> None:
-    """While it is paused its health hangs for as long as that takes; it stays up, and is read."""
+    """While it is paused its health does not answer; it stays up, and is read."""
     async with polling(engine) as listener:
         await polls(listener, 1)
         engine.health_hangs = True
         await polls(listener, 4)
         assert listener.heard == ["up"]
-        engine.metrics = None  # nothing is answered any more but that this is not here
+        engine.metrics = None  # every request now answers 404
         async with asyncio.timeout(10):
             while len(listener.heard) < 2:
                 await asyncio.sleep(0.005)
@@ -105,7 +105,7 @@ async def test_an_engine_that_answers_for_its_metrics_is_not_silent(engine: Engi
 
 
 async def test_an_engine_whose_health_hangs_from_the_start_is_not_up(engine: Engine) -> None:
-    """Metrics alone bring nothing up."""
+    """Metrics alone bring no engine up."""
     engine.health_hangs = True
     async with polling(engine) as listener:
         async with asyncio.timeout(10):
@@ -134,7 +134,7 @@ async def test_the_server_information_is_asked_only_while_the_metrics_lack_the_c
 
 @pytest.mark.parametrize("kind", ["sglang", "auto"])
 async def test_an_older_engine_without_metrics_has_a_capacity_all_the_same(engine: Engine, kind: str) -> None:
-    """Its path was another; and `auto` finds out by it what it is."""
+    """Its path was another, and `auto` recognises the kind by it."""
     engine.metrics = None
     engine.info = {"/get_server_info": '{"max_total_num_tokens": 4000}'}
     async with polling(engine, kind) as listener:

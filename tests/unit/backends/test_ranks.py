@@ -1,4 +1,4 @@
-"""Which ranks an exposition is about, and what is of one of them."""
+"""The ranks of an exposition, and the lines of one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ process_open_fds 9.0
 
 
 def test_the_lines_of_a_rank_are_read_alone() -> None:
-    """Wherever the label stands, and not those of rank 10, or of a label that ends alike."""
+    """The label may stand anywhere; lines of rank 10, or of a label that ends alike, are not read."""
     reading = VllmBackend().read_metrics(of_rank(EXPOSITION, "engine", 1))
     assert (reading.capacity_tokens, reading.running_count, reading.waiting_count) == (2000, 2, 4)
     assert reading.kv_used_ratio is None
@@ -42,7 +42,7 @@ def test_the_lines_of_a_rank_are_read_alone() -> None:
     ],
 )
 def test_ranks_are_counted_from_zero_without_a_gap(labels: list[str], count: int) -> None:
-    """A server with only some of all ranks is one replica: a header would not choose among those."""
+    """A server with only some of all ranks is one replica: a header could not choose among those."""
     exposition = "".join(f'vllm:num_requests_running{{model_name="m",dp_rank="{label}"}} 1.0\n' for label in labels)
     assert rank_count_of(exposition, "dp_rank") == count
     assert rank_count_of(exposition, "engine") == 0

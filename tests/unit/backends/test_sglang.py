@@ -1,4 +1,4 @@
-"""What SglangBackend reads, and which bodies it puts names into."""
+"""SglangBackend's readings, and the bodies into which it puts names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.sglang import SglangBackend
 from thunderagent.backends.sglang_notices import SglangNotices
 
-# As SGLang 0.5.23 says it with --enable-metrics-for-all-schedulers --enable-priority-scheduling, of tp_size 4 and
+# SGLang 0.5.23 reports this with --enable-metrics-for-all-schedulers --enable-priority-scheduling, tp_size 4 and
 # dp_size 2 with DP attention: each rank twice, and requests by priority beside all of them.
 TWO_RANKS = """\
 # HELP sglang:num_running_reqs The number of running requests.
@@ -68,7 +68,7 @@ def capacity_of(*samples: str) -> int | None:
 
 
 def test_ranks_of_a_pool_count_once_and_pools_are_summed() -> None:
-    """Of each data-parallel rank the largest value counts; counts are summed over the ranks, tokens over sources."""
+    """For each data-parallel rank the largest value counts; counts are summed over ranks, tokens over sources."""
     assert read(TWO_RANKS) == ReplicaReading(
         capacity_tokens=112_000,
         kv_used_ratio=0.25,
@@ -83,7 +83,7 @@ def test_ranks_of_a_pool_count_once_and_pools_are_summed() -> None:
 
 
 def test_a_version_before_kv_used_tokens_gives_the_mean_of_its_usage() -> None:
-    """Until April 2026 the part of the pool in use was said as a ratio only."""
+    """Until April 2026 the used part of the pool was reported as a ratio only."""
     older = "\n".join(line for line in TWO_RANKS.splitlines() if "kv_used_tokens" not in line)
     assert read(older).kv_used_ratio == 0.375
 
@@ -95,17 +95,17 @@ def test_one_rank_has_no_label_for_it() -> None:
 
 @pytest.mark.parametrize("samples", [(), ("{} 0.0",), ('{dp_rank="0"} 64000.0', '{dp_rank="1"} 0.0'), ("{} NaN",)])
 def test_an_absent_or_empty_capacity_is_no_number(samples: tuple[str, ...]) -> None:
-    """Older versions report 0, or nothing, before the first batch; a sum over only some ranks is no pool's size."""
+    """Older versions report 0 or nothing before the first batch; a sum over only some ranks is no pool's size."""
     assert capacity_of(*samples) is None
 
 
 def test_an_engine_without_metrics_says_nothing() -> None:
-    """Another engine's exposition holds nothing of ours."""
+    """Another engine's exposition has no metric that we read."""
     assert read("vllm:num_requests_running 3.0\n") == NOTHING_READ
 
 
 def test_what_was_loaded_from_a_tier_did_not_lie_in_the_pool() -> None:
-    """HiCache's tiers are the host and a storage of some kind; without them nothing is said of a tier."""
+    """HiCache's tiers are the host and some kind of storage; without them there is no figure for a tier."""
     cached = 'sglang:cached_tokens_total{{cache_source="{0}"}} {1}.0\n'.format
     asked = "sglang:prompt_tokens_total 900.0\n"
     reading = read(asked + cached("device", 400) + cached("host", 100) + cached("storage_HiCacheFile", 50))
@@ -134,7 +134,7 @@ def test_what_prometheus_client_writes_is_read() -> None:
 
 @given(st.text() | st.lists(st.sampled_from(TWO_RANKS.splitlines())).map("\n".join))
 def test_reading_never_raises(exposition: str) -> None:
-    """Whatever an engine sends, a reading comes of it."""
+    """Whatever an engine sends, there is a reading."""
     read(exposition)
     SglangBackend().read_info(exposition)
 
@@ -166,7 +166,7 @@ def test_reading_never_raises(exposition: str) -> None:
     ],
 )
 def test_the_server_information_says_the_capacity_over_all_ranks(info: Any, capacity_tokens: int | None) -> None:
-    """Each rank's own where it says it; else the first rank's times their number; never zero."""
+    """Each rank's own value counts if reported; else the first rank's times their number; never zero."""
     assert SglangBackend().read_info(json.dumps(info)) == capacity_tokens
 
 
@@ -176,7 +176,7 @@ CHAT = "/v1/chat/completions"
 
 
 def name(body: str, *, path: str = CHAT, program_id: str | None = "p/1", tags: bool = False) -> tuple[str, bool]:
-    """Return what stands before the body's own members, its id written as ID, and whether it is tagged."""
+    """Return what precedes the body's own members, its id written as ID, and whether it is tagged."""
     named = SglangNotices().name_turn(path, body.encode(), program_id, tags_programs=tags)
     text = named.body.decode()
     if named.engine_request_id:
@@ -224,13 +224,13 @@ def test_one_request_gets_an_id_of_ours_at_its_front(path: str, body: str) -> No
     ],
 )
 def test_what_has_an_id_or_may_be_several_is_left_as_it_is(path: str, body: str) -> None:
-    """Older versions refuse one id for several prompts; a client's id is the client's."""
+    """Older versions refuse one id for several prompts; a client's own id stays."""
     named = SglangNotices().name_turn(path, body.encode(), "p", tags_programs=False)
     assert named == (body.encode(), "", False)
 
 
 def test_programs_are_tagged_only_if_that_is_wished_for() -> None:
-    """A body that names the program itself is tagged; one that names something else keeps it."""
+    """A body that names the program itself is tagged; one that names something else stays as it is."""
     assert name('{"messages":[]}') == ('{"rid":"ID",', False)
     assert name('{"messages":[]}', tags=True) == ('{"rid":"ID","session_id":"p/1",', True)
     assert name('{"messages":[]}', tags=True, program_id=None) == ('{"rid":"ID",', False)
@@ -248,7 +248,7 @@ def test_ids_differ_and_none_begins_with_another() -> None:
 
 
 def test_notices_are_what_sglang_reads() -> None:
-    """Paths and fields of its `AbortReq` and `CloseSessionReqInput`."""
+    """They have the paths and fields of its `AbortReq` and `CloseSessionReqInput`."""
     notices = SglangNotices()
     assert notices.turn_left("ab12") == ("/abort_request", b'{"rid":"ab12"}')
     assert notices.program_ended("p/ü") == ("/close_session", '{"session_id":"p/ü"}'.encode())
@@ -256,5 +256,5 @@ def test_notices_are_what_sglang_reads() -> None:
 
 @given(st.binary())
 def test_naming_never_raises(body: bytes) -> None:
-    """Rubbish stays what it is."""
+    """Rubbish stays as it is."""
     SglangNotices().name_turn("/generate", body, "p", tags_programs=True)

@@ -1,4 +1,4 @@
-"""What VllmBackend reads from an exposition."""
+"""VllmBackend's readings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def capacity_of(*labels: str) -> int | None:
 
 
 def test_counts_are_summed_over_ranks_and_ratios_averaged() -> None:
-    """One reading describes a replica of two data-parallel ranks; `_created` times never enter a sum."""
+    """One reading describes a replica of two data-parallel ranks; `_created` times are in no sum."""
     assert read(TWO_RANKS) == ReplicaReading(
         capacity_tokens=112_000,
         kv_used_ratio=0.375,
@@ -71,7 +71,7 @@ def test_counts_are_summed_over_ranks_and_ratios_averaged() -> None:
 
 
 def test_a_real_engine_is_read() -> None:
-    """What vLLM 0.32 said of itself under load, one rank, 14 requests on a pool of 500 blocks of 32 tokens."""
+    """A vLLM 0.32 reported this under load: one rank, 14 requests on a pool of 500 blocks of 32 tokens."""
     assert read(REAL_SAMPLE.read_text()) == ReplicaReading(
         capacity_tokens=16_000,
         kv_used_ratio=0.687374749498998,
@@ -84,7 +84,7 @@ def test_a_real_engine_is_read() -> None:
 
 
 def test_a_tier_is_known_once_it_was_asked() -> None:
-    """Both counters are there, and zero, without a KV connector; with one they are summed over ranks."""
+    """Without a KV connector both counters exist and are zero; with one they are summed over ranks."""
     counters = 'vllm:external_prefix_cache_{0}_total{{engine="{1}"}} {2}.0\n'.format
     assert read(counters("queries", 0, 0) + counters("hits", 0, 0)) == NOTHING_READ
     asked = (
@@ -110,7 +110,7 @@ def test_the_new_name_wins_over_the_old() -> None:
 
 
 def test_names_are_matched_whole() -> None:
-    """A name that only begins like one we need, or follows a namespace of its own, is another metric."""
+    """A name that only begins like one we need, or has an extra namespace, is another metric."""
     alike = """\
 vllm:num_requests_waiting_by_reason{reason="capacity"} 5.0
 vllm:num_requests_running_max 9.0
@@ -191,7 +191,7 @@ def test_a_broken_line_costs_only_itself(broken: str) -> None:
 
 @pytest.mark.parametrize("garbage", ["", "\n\n", "<html>502</html>", '{"detail":"Not Found"}', "\0\ufffd"])
 def test_total_garbage_gives_an_empty_reading(garbage: str) -> None:
-    """Something that is no exposition at all reads as nothing."""
+    """Text that is no exposition at all gives an empty reading."""
     assert read(garbage) == NOTHING_READ
 
 
@@ -208,7 +208,7 @@ def test_windows_line_ends_are_read() -> None:
 
 
 def test_what_prometheus_client_writes_is_read() -> None:
-    """What the library that vLLM exposes its metrics with writes, `_created` samples too, is understood."""
+    """vLLM exposes its metrics with this library; its output, `_created` samples included, is understood."""
     registry = CollectorRegistry()
     Gauge("vllm:num_requests_running", "Running", ["engine"], registry=registry).labels("0").set(2)
     Counter("vllm:prefix_cache_hits", "Hits", ["engine"], registry=registry).labels("0").inc(64)
@@ -223,6 +223,6 @@ def test_backend_of_knows_each_kind_by_its_name() -> None:
 
 
 def test_an_unknown_kind_is_a_configuration_error_that_names_the_known() -> None:
-    """A misspelt kind says what would have been right."""
+    """The error for a misspelt kind names the right ones."""
     with pytest.raises(ConfigurationError, match=r"unknown backend 'vlm'; known are: .*vllm"):
         backend_of("vlm")

@@ -1,4 +1,4 @@
-"""The combination beside single policies: all workloads are there, runs are paired, and the best single is the best."""
+"""The combination beside single policies: all workloads have cases, runs are paired, the best single is the best."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def kept_with(
 
 
 def test_every_workload_has_a_case() -> None:
-    """Those that others are mixed of or made from stand for them."""
+    """Workloads that are mixed or made from others stand for these."""
     mixed = {*mars.SHORT_KINDS, mars.LONG_KIND}
     have = {case.workload for case in CASES}
     assert len(have) == len(CASES)
@@ -65,7 +65,7 @@ def test_every_workload_has_a_case() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.workload)
 def test_every_policy_can_be_made_and_every_program_comes(case: Case) -> None:
-    """And more programs come than fit, on engines with blocks that hold them."""
+    """More programs come than fit, on engines whose blocks hold them."""
     for name in CONTESTANTS:
         Contestant.parse(Task(case, name, 0).policy)
     assert case.programs_count > 1.5 * case.fitting_count
@@ -78,7 +78,7 @@ def test_every_policy_can_be_made_and_every_program_comes(case: Case) -> None:
 
 
 def test_on_one_replica_sticky_is_fcfs_and_runs_once() -> None:
-    """With two it has a run of its own; a cap is as many as fit."""
+    """On two replicas it has its own run; a cap is the number that fits."""
     one = next(case for case in CASES if case.replicas_count == 1)
     two = next(case for case in CASES if case.replicas_count == 2)
     assert Task(one, STICKY, 0).key == Task(one, FCFS, 0).key
@@ -88,26 +88,26 @@ def test_on_one_replica_sticky_is_fcfs_and_runs_once() -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.profile == "demo"], ids=lambda case: case.workload)
 def test_as_many_fit_as_the_case_says(case: Case) -> None:
-    """Of the mean size of programs over their lives; the others are as they were found in the same way."""
+    """The mean size of programs over their lives counts; the other workloads are computed in the same way."""
     engine = case.scenario(0).engine
     context_tokens = mean_context_tokens(case.programs(), engine)
     assert case.fitting_count == int(case.replicas_count * engine.capacity_tokens / context_tokens)
 
 
 def test_another_load_is_another_run() -> None:
-    """So that kept runs of it are not taken for these."""
+    """Stored runs of one load are not taken for those of another."""
     tasks = [Task(case, "mars", 0) for case in (CASES[0], replace(CASES[0], rate_per_s=9.0), CASES[1])]
     assert len({task.key for task in tasks}) == 3
 
 
 def test_throughput_is_that_until_nine_tenths_of_the_turns_are_through() -> None:
-    """However long the last one takes."""
+    """The time of the last one does not matter."""
     assert turns_per_min([*(6.0 * turn for turn in range(1, 11)), 1e6, 1e6, 1e6][:10]) == pytest.approx(10.0)
     assert turns_per_min([1.0] * 9 + [1000.0]) == pytest.approx(540.0)
 
 
 def test_the_best_single_policy_is_the_best_over_all_workloads() -> None:
-    """For each figure apart, and ratios are taken to it."""
+    """It is chosen for each figure separately, and ratios are taken to it."""
     figures = {
         COMBINATION: (12.0, 30.0, 0.6),
         OLDEST_FIRST: (11.0, 50.0, 0.3),
@@ -128,7 +128,7 @@ def test_the_best_single_policy_is_the_best_over_all_workloads() -> None:
 
 
 def test_one_workload_that_is_worse_is_found() -> None:
-    """Although the mean over all is better; a longer time is worse."""
+    """It is found although the mean over all is better; a longer time is worse."""
     kept = kept_with({COMBINATION: (20.0, 50.0, 0.1)})
     kept[Task(CASES[2], COMBINATION, 0).key]["mean_s"] = 120.0
     kept[Task(CASES[2], COMBINATION, 1).key]["mean_s"] = 120.0
@@ -139,7 +139,7 @@ def test_one_workload_that_is_worse_is_found() -> None:
 
 
 def test_nobody_in_time_is_no_division_by_nothing() -> None:
-    """If the best single policy has a seed with none in time, means are compared."""
+    """If a seed of the best single policy has no program in time, means are compared."""
     kept = kept_with({})
     for name in SINGLE:
         kept[Task(CASES[0], name, 0).key]["in_time_ratio"] = 0.0
@@ -153,7 +153,7 @@ def test_nobody_in_time_is_no_division_by_nothing() -> None:
 
 
 def test_runs_are_kept_and_not_done_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short load, to its end; what is kept is read again."""
+    """A short load runs to its end; its stored runs are read again."""
     case = replace(CASES[0], programs_count=6)
     monkeypatch.setattr(combination, "CONTESTANTS", {COMBINATION: CONTESTANTS[COMBINATION], FCFS: FCFS})
     path = tmp_path / "runs.json"
@@ -173,6 +173,6 @@ def test_runs_are_kept_and_not_done_twice(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_runs_of_a_seed_are_the_same() -> None:
-    """Every time."""
+    """Each time they give the same figures."""
     task = Task(replace(CASES[1], programs_count=8), COMBINATION, 3)
     assert run_one(task, lambda: None) == run_one(task, lambda: None)

@@ -1,4 +1,4 @@
-"""The companion systems' policies beside each other: all of them run, and their figures are over those of FCFS."""
+"""The companion systems' policies side by side: all of them run, and their figures are divided by those of FCFS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunderagent.simulator.workloads.distributions import workload
 
 
 def test_every_policy_has_a_row_over_the_stock_engine() -> None:
-    """Paired by seed, with costs; no turn fails."""
+    """Rows are paired by seed, with costs; no turn fails."""
     scenario = scenario_of("demo", minutes=1.5)
     plan = ComparisonPlan(scenario, workload("standard"), CONTESTANTS, (8,), (0, 1), process_count=1)
     result = compare(plan)
@@ -31,7 +31,7 @@ def test_every_policy_has_a_row_over_the_stock_engine() -> None:
 
 
 def test_the_settings_exist() -> None:
-    """Workloads and engines of the benchmark are those that the package has."""
+    """The package has the workloads and engines of the benchmark."""
     for case in CASES:
         assert scenario_of(case.profile, minutes=case.minutes, warmup_minutes=case.warmup_minutes, loop=case.loop)
         assert workload(case.workload).program(0, 0).turns

@@ -1,4 +1,4 @@
-"""The core beside an earlier commit: what is run is that commit's code, and what is kept are ratios of one round."""
+"""The core beside an earlier commit: the commit's own code runs, and the stored ratios are those of one round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.machine import ROOT
 
 
 def test_ratios_are_those_of_each_round() -> None:
-    """A round in which the machine was slow is slow for all, and its ratio stays."""
+    """A round on a slow machine is slow for all builds, and its ratio stays."""
     before = [{"event_mean_ms": each} for each in (10.0, 40.0, 10.0)]
     now = [{"event_mean_ms": each} for each in (5.0, 20.0, 6.0)]
     figures = summary({"before": before, "interpreted": now})
@@ -21,7 +21,7 @@ def test_ratios_are_those_of_each_round() -> None:
 
 
 def test_the_code_of_a_commit_runs_from_where_it_lies(tmp_path: Path) -> None:
-    """A commit whose benchmark breaks fails the run: so it was not today's that ran."""
+    """A commit whose benchmark fails makes the run fail: so its own code ran, not today's."""
     if subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
         pytest.skip("not a checkout")
     tree = unpacked("HEAD", tmp_path)

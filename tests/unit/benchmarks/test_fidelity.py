@@ -23,7 +23,7 @@ REAL, SIMULATED = (
 
 
 def prompt_words(spec: LoadSpec, index: int) -> list[int]:
-    """Return how many words each prompt of a program has behind the chat template: a role before each message."""
+    """Return the number of words of each prompt of a program after the chat template: a role before each message."""
     plan = plan_program(spec, index)
     text = f"<system> {plan.system_prompt} "
     counts = []

@@ -32,7 +32,7 @@ def figures_of(*programs: list[TurnRecord], window_end_s: float = 1e6) -> dict[s
 
 
 def test_turns_and_programs_are_in_time_by_what_they_take_alone() -> None:
-    """A program's tools are in its ideal: its turns took 2.5 times theirs, and all of it less than that."""
+    """A program's ideal includes its tools: its turns took 2.5 times theirs, and all of it took less than that."""
     figures = figures_of(records_of(0, 0.99), records_of(1, 2.5))
     of_first, of_all = len(records_of(0, 1)), len(records_of(0, 1)) + len(records_of(1, 1))
     assert figures == {
@@ -46,7 +46,7 @@ def test_turns_and_programs_are_in_time_by_what_they_take_alone() -> None:
 
 
 def test_only_programs_that_ended_in_the_window_count() -> None:
-    """Neither one that was cut off, nor one whose last turn failed, nor one that ended later; its turns do."""
+    """A program does not count if it was cut off, its last turn failed, or it ended later; its turns do."""
     whole = records_of(0, 0.5)
     cut, later = records_of(1, 0.5)[:-1], records_of(2, 0.5)
     failed = records_of(3, 0.5)

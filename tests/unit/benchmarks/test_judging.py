@@ -23,7 +23,7 @@ CERTAIN = JudgeModel(recall=((0.5, 1.0),), false_alarms=((0.5, 0.0),), noise_rat
 
 @pytest.mark.parametrize(("turns", "height"), [(0, 0.0), (5, 0.25), (10, 0.5), (15, 0.7), (20, 0.9), (100, 0.9)])
 def test_a_curve_is_straight_between_its_points(turns: float, height: float) -> None:
-    """From nothing at the begin, and flat at the end."""
+    """It starts at zero, and is flat at the end."""
     assert at(CURVE, turns) == pytest.approx(height)
 
 
@@ -33,7 +33,7 @@ def plan_of(number: int, outcome: str, turns_count: int = 6) -> ProgramPlan:
 
 
 class Tasks:
-    """Programs of which every second fails."""
+    """Programs of which every second one fails."""
 
     name = "tasks"
 
@@ -42,7 +42,7 @@ class Tasks:
 
 
 def test_predictions_are_as_frequent_as_the_curves_say() -> None:
-    """By outcome; those with one seed are the same however often they are asked for."""
+    """They depend on the outcome; with one seed they are the same however often they are computed."""
     judge = JudgeModel(recall=CURVE, false_alarms=((10.0, 0.1),), noise_ratio=0.3)
     for outcome, ratio in (("failure", 0.5), ("success", 0.1)):
         said = [judge.predicts_failure(plan_of(number, outcome), 7, 10) for number in range(3000)]
@@ -66,7 +66,7 @@ def run(judge: JudgeModel | None, **changes: object) -> RunResult:
 
 
 def test_verdicts_come_and_questions_cost() -> None:
-    """Every two turns but the last, of every program; the turns that ask take time from others."""
+    """Every two turns of every program but the last; questions take time from others."""
     judged, alone = run(CERTAIN), run(None)
     events = [event for event, _ in judged.events]
     verdicts = [event for event in events if isinstance(event, ProgramJudged)]
@@ -81,7 +81,7 @@ def test_verdicts_come_and_questions_cost() -> None:
 
 
 def test_roles_and_outcomes_are_told() -> None:
-    """As a client's headers would."""
+    """They are told as a client's headers would tell them."""
     events = [event for event, _ in run(None).events]
     assert {event.role for event in events if isinstance(event, TurnArrived)} == {"a", "b"}
     outcomes = {event.program_id: event.outcome for event in events if isinstance(event, ProgramReleased)}
@@ -89,12 +89,12 @@ def test_roles_and_outcomes_are_told() -> None:
 
 
 def test_questions_are_lost_with_their_replica() -> None:
-    """They give no more events; programs continue."""
+    """Lost questions give no more events; programs continue."""
     result = run(CERTAIN, outages=(Outage("r0", 1.0, 3.0),), replica_count=2)
     assert result.complete
     assert result.program_count == 6
 
 
 def test_waits_know_what_their_programs_came_to() -> None:
-    """So that latency can be told apart by it."""
+    """Latencies can be split by it."""
     assert sorted(wait.outcome for wait in run(None).waits.programs) == ["failure"] * 3 + ["success"] * 3

@@ -1,4 +1,4 @@
-"""The benchmark of limits: whose times count, and how they are compared."""
+"""The benchmark of limits: which programs' times count, and how they are compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CELL = Cell("mini-swe-agent", "qwen3-14b-h100", 1, 0.5)
 
 
 class Tens:
-    """Every program takes ten seconds of a tool, and next to nothing else."""
+    """Every program's tool takes ten seconds, and all else next to nothing."""
 
     name = "tens"
 
@@ -28,7 +28,7 @@ class Tens:
 
 
 def test_those_that_came_in_the_time_are_followed_to_their_ends() -> None:
-    """One at a time, from 25 to 45 s: those that came at 30 and 40 s, though the second ends at 50 s."""
+    """One runs at a time; from 25 to 45 s those that came at 30 and 40 s count, though the second ends at 50 s."""
     scenario = Scenario(EngineConfig(16_000), programs_count=2, horizon_s=45.0)
     agenda = Agenda()
     simulation = Simulation(scenario, Tens(), Cap(n=1), agenda=agenda)

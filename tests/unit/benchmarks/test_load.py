@@ -47,7 +47,7 @@ class FakeEngine:
         self.released: Counter[str] = Counter()
         self.running_count = 0
         self.highest_running_count = 0
-        self.failures: list[str] = []  # what the next turns meet: "status", "cut" or "event"
+        self.failures: list[str] = []  # what happens to the next turns: "status", "cut" or "event"
         self.failure_status = 503
         self.delay_s = 0.0
 

@@ -1,4 +1,4 @@
-"""The origin that each result states, and that none is lost."""
+"""The origin that each result states, and results that are never lost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_a_result_says_which_code_made_it_and_on_what_machine(tmp_path: Path) ->
 
 
 def test_an_earlier_result_is_kept_beside_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All runs, not the best. What the same process finds step by step is one result."""
+    """All runs are kept, not the best. The results of one process count as one."""
     for figure in (1, 2):
-        monkeypatch.setattr(machine, "_written", set())  # another process
+        monkeypatch.setattr(machine, "_written", set())  # as another process
         for step in range(3):
             path = save_results("core", {"figure": figure, "step": step}, tmp_path)
     assert json.loads(path.read_text())["figure"] == 2

@@ -1,4 +1,4 @@
-"""The comparison of MARS: programs are paired over rates and policies, regimes have their volumes, ratios pairs."""
+"""The comparison of MARS: programs are paired over rates and policies, ratios are of pairs, regimes have volumes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from thunderagent.simulator.workloads.plans import ProgramPlan
 
 
 def test_there_are_twenty_points() -> None:
-    """Four regimes, at three loads on one GPU and at two on the other."""
+    """There are four regimes, at three loads on one GPU and at two on the other."""
     assert len(set(POINTS)) == 20
     assert sum(len(loads) for loads in LOADS.values()) * len(REGIMES) == 20
 
 
 def volume_tokens(plan: ProgramPlan) -> int:
-    """Return how many tokens all prompts of a program have together."""
+    """Return the number of tokens in all prompts of a program together."""
     volume = context_tokens = 0
     for turn in plan.turns:
         context_tokens += turn.new_tokens
@@ -46,14 +46,14 @@ def volume_tokens(plan: ProgramPlan) -> int:
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_mean_volume_is_that_of_the_regime(regime: str) -> None:
-    """Over many programs, whose spread is wide."""
+    """The mean is over many programs, whose spread is wide."""
     programs = mix(regime, 1.0)
     mean_tokens = fmean(volume_tokens(programs.program(index, seed)) for seed in range(8) for index in range(400))
     assert mean_tokens == pytest.approx(1000 * int(regime.removesuffix("k")), rel=0.06)
 
 
 def test_a_rate_only_moves_arrivals() -> None:
-    """So that points of a regime differ in nothing else."""
+    """Points of a regime differ in nothing else."""
     slow, fast = mix("220k", 0.1), mix("220k", 0.2)
     for index in range(20):
         plan, sooner = slow.program(index, 3), fast.program(index, 3)
@@ -64,7 +64,7 @@ def test_a_rate_only_moves_arrivals() -> None:
 
 
 def test_every_policy_can_be_made_and_only_mars_has_the_changed_engine() -> None:
-    """The stock engine has priorities where a policy gives some."""
+    """The stock engine has priorities if a policy gives some."""
     for policy, text in POLICIES.items():
         assert str(Contestant.parse(text)) == text
         engine = scenario_of(POINTS[0], policy, 0).engine
@@ -73,13 +73,13 @@ def test_every_policy_can_be_made_and_only_mars_has_the_changed_engine() -> None
 
 
 def goodput_of(last: float) -> dict[str, float]:
-    """Return what a run has in time that has that part of it in time in the end."""
+    """Return the goodput of a run with that part of it in time."""
     programs = {f"goodput_{alpha}": last * alpha / 3 for alpha in (1, 2, 3)}
     return programs | {f"turn_goodput_{alpha}": last * (alpha + 1) / 4 for alpha in (1, 2, 3)}
 
 
 def test_ratios_are_taken_seed_by_seed_to_the_best_other() -> None:
-    """With the mean of all; a point is won if the ratio is over 1, and goodputs are of whole regimes."""
+    """The mean of all is used; a point is won if the ratio is over 1, and goodputs are of whole regimes."""
     kept = {}
     for point in POINTS:
         for policy in POLICIES:
@@ -107,7 +107,7 @@ def test_ratios_are_taken_seed_by_seed_to_the_best_other() -> None:
 
 @pytest.mark.parametrize("policy", [MARS, MARS_ON_STOCK])
 def test_a_run_has_its_figures(policy: str) -> None:
-    """A short one, to its end."""
+    """The run is short, and complete."""
     figures = run_one(Task(POINTS[0], policy, 0, programs_count=8), lambda: None)
     assert figures["mean_s"] > 0
     assert 0 <= figures["goodput_1"] <= figures["goodput_2"] <= figures["goodput_3"] <= 1

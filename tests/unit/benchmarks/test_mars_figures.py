@@ -1,4 +1,4 @@
-"""MARS's further figures: programs that fit a smaller context, tools in a framework, and a component less."""
+"""MARS's further figures: programs that fit a smaller context, tools in a framework, and missing components."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.mlfq import Mlfq
 
 
 def test_programs_that_a_context_cannot_hold_are_drawn_anew() -> None:
-    """They come at the same time; the others are as they were."""
+    """They come at the same time; the others are unchanged."""
     inner = mix("220k", 0.1)
     bounded = Bounded(inner, GPT_OSS_CONTEXT_TOKENS)
     for index in range(200):
@@ -38,7 +38,7 @@ def test_programs_that_a_context_cannot_hold_are_drawn_anew() -> None:
 
 
 def test_tools_in_a_framework_take_longer_and_nothing_else_changes() -> None:
-    """At least by what the framework itself takes."""
+    """The difference is at least the framework's own time."""
     inner = mix("125k", 0.1)
     for framed, before in zip(Framed(inner).program(3, 0).turns, inner.program(3, 0).turns, strict=True):
         assert framed.tool_s > FRAMEWORK_S
@@ -46,7 +46,7 @@ def test_tools_in_a_framework_take_longer_and_nothing_else_changes() -> None:
 
 
 def test_every_run_of_a_figure_has_a_key_of_its_own() -> None:
-    """And a policy that can be made."""
+    """It also has a policy that can be made."""
     for plan in (ORDERS, FIG8, FIG11, FIG13):
         tasks = tasks_of(plan, 0)
         assert len({task.key for task in tasks}) == len(tasks)
@@ -55,7 +55,7 @@ def test_every_run_of_a_figure_has_a_key_of_its_own() -> None:
 
 
 def test_without_the_coordinator_the_engine_knows_no_levels() -> None:
-    """And keeps what it keeps through a tool."""
+    """The engine still keeps what it keeps through a tool."""
     with_it, _ = _run_of(Task("fig13", "125k", "h100", 1.0, MARS, 0))
     without, _ = _run_of(Task("fig13", "125k", "h100", 1.0, WITHOUT_COORDINATOR, 0))
     assert (with_it.engine.discipline, without.engine.discipline) == (Mlfq, None)
@@ -66,7 +66,7 @@ def test_without_the_coordinator_the_engine_knows_no_levels() -> None:
 
 @pytest.mark.parametrize("policy", ABLATIONS)
 def test_a_run_comes_to_its_end(policy: str) -> None:
-    """A short one, with all its figures."""
+    """A short run has all its figures."""
     figures = run_one(Task("fig13", "125k", "h100", 1.0, policy, 0, programs_count=6), lambda: None)
     assert figures["completed_ratio"] == 1.0
     assert figures["failed_turns_count"] == 0

@@ -1,4 +1,4 @@
-"""The line through the samples of a process's memory: its slope, and how sure that is."""
+"""The line through the samples of a process's memory: its slope, and the certainty of that slope."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_memory_that_never_moves_has_no_slope() -> None:
 
 
 def test_the_interval_holds_the_truth_19_times_of_20_for_samples_that_follow_one_another() -> None:
-    """With an interval for independent samples it would be half of the time."""
+    """An interval for independent samples would hold it half of the time."""
     misses_count = 0
     for seed in range(400):
         rng, wander_mb, resident_mb = Random(seed), 0.0, []

@@ -53,7 +53,7 @@ def test_a_level_is_of_what_remains_and_of_service_and_falls_by_waiting(
 
 
 def test_a_long_prompt_stands_in_nobodys_way() -> None:
-    """A later short one ends in one iteration; a stock engine first computes the long one."""
+    """A later short prompt ends in one iteration; a stock engine first computes the long one."""
     through = {}
     for policy in ("fcfs", "mlfq"):
         engine = make_engine(blocks=20_000, policy=policy)
@@ -67,7 +67,7 @@ def test_a_long_prompt_stands_in_nobodys_way() -> None:
 
 
 def test_one_that_is_alone_gets_the_whole_budget() -> None:
-    """Only the company of others makes quanta."""
+    """Quanta apply only in company."""
     engine = make_engine(blocks=40_000)
     engine.submit(request("long", 0, 60_000, 2), 0.0)
     assert engine.step(0.0).work.prefill_tokens == 8192
@@ -76,7 +76,7 @@ def test_one_that_is_alone_gets_the_whole_budget() -> None:
 
 
 def test_who_uses_whole_quanta_falls() -> None:
-    """One level each time, whatever is left of it: the tail of a prompt gets a quarter of what its head got."""
+    """It falls one level each time, whatever is left: the tail of a prompt gets a quarter of its head's quantum."""
     engine = make_engine(blocks=5000)
     engine.submit(request("talks", 50_000, 4, 400), 0.0)
     engine.step(0.0)
@@ -86,7 +86,7 @@ def test_who_uses_whole_quanta_falls() -> None:
 
 
 def test_a_chunk_that_does_not_fit_shrinks_instead_of_preempting() -> None:
-    """What generates grew into the room of a prompt: that is computed as far as there is room, and not preempted."""
+    """A generating request grew into a prompt's room: as much as fits is computed, and nothing is preempted."""
     chunks, preempted = {}, {}
     for policy in ("priority", "mlfq"):
         engine = make_engine(blocks=40, max_num_batched_tokens=64, policy=policy)
@@ -106,7 +106,7 @@ def test_a_chunk_that_does_not_fit_shrinks_instead_of_preempting() -> None:
 
 
 def test_shrinking_halves_down_to_one_block() -> None:
-    """As many tokens as fit, of the quantum halved again and again."""
+    """The quantum is halved again and again until it fits."""
     engine = make_engine(blocks=10)
     engine.submit(request("a", 0, 20), 0.0)
     sequence = engine._sequences["a"]
@@ -118,7 +118,7 @@ def test_shrinking_halves_down_to_one_block() -> None:
 
 
 def test_the_largest_prompt_is_preempted_before_who_generates() -> None:
-    """Priority comes before footprint, and the youngest last."""
+    """Priority precedes footprint, and the youngest goes last."""
     engine = make_engine(blocks=16, max_num_batched_tokens=4096)
     for name, start, prompt in (("small", 0, 8), ("large", 100, 24)):
         engine.submit(request(name, start, prompt, 20), 0.0)
@@ -137,7 +137,7 @@ def _plan(engine: Engine):  # type: ignore[no-untyped-def]
 
 
 def test_retained_blocks_wait_for_the_next_turn() -> None:
-    """Others do not take them as they take free ones; and they are given back when the next turn has them."""
+    """Others do not take them as free blocks; they are given back when the next turn has them."""
     for retain, cached in (("", 0), ("p", 40)):
         engine = make_engine(blocks=24)
         engine.submit(request("first", 0, 40, retain=retain), 0.0)
@@ -155,7 +155,7 @@ def test_retained_blocks_wait_for_the_next_turn() -> None:
 
 
 def test_retained_blocks_go_before_anybody_waits_the_least_important_and_largest_first() -> None:
-    """By the priority of the turn that left them, then by their number."""
+    """The priority of the turn that left them counts, then their number."""
     engine = make_engine(blocks=24)
     for name, start, prompt, priority in (("low", 0, 16, 3), ("large", 100, 32, 1), ("small", 200, 16, 1)):
         engine.submit(request(name, start, prompt, priority=priority, retain=name), 0.0)
@@ -170,7 +170,7 @@ def test_retained_blocks_go_before_anybody_waits_the_least_important_and_largest
 
 
 class AnyUseThatRetains(AnyUse):
-    """And retained, and let go: every block is free xor held, and all come to their end."""
+    """The engine also retains blocks and lets them go: every block is either free or held, and all turns end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class AnyUseThatRetains(AnyUse):
     def retract(self) -> None:
         running_count = self.engine.stats.running_count
         assert self.engine.retract_all() == running_count
-        assert self.engine.stats.running_count == 0  # what is retained is used all the same
+        assert self.engine.stats.running_count == 0  # retained blocks still count as used
 
     def teardown(self) -> None:
         finish(self.engine)

@@ -1,4 +1,4 @@
-"""Nova's policies in virtual time: which is better, at four rates, with the stage times of the paper."""
+"""Nova's policies in virtual time, compared at four rates with the stage times of the paper."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mean_s_of(rate_per_s: float) -> dict[str, float]:
 
 
 def beside(ends: tuple[float, ...], *between: float) -> list[object]:
-    """Return loads as parameters: those between its ends take long to say the same."""
+    """Return loads as parameters: those between the ends take long and show the same."""
     return [*ends, *(pytest.param(each, marks=pytest.mark.nightly) for each in between)]
 
 
@@ -49,8 +49,8 @@ def test_the_adaptive_split_is_the_best_of_five_policies(rate_per_s: float) -> N
 
 @pytest.mark.parametrize("load", beside((0.4, 0.8), 0.55, 0.7))
 def test_the_adaptive_split_follows_the_load_of_an_h100(load: float) -> None:
-    """With stage times measured there: at most 5 % worse than the best static split, at each load."""
-    h100 = read_profile(ROOT / "benchmarks" / "results" / "nova-profile.json")  # also where results go elsewhere
+    """Stage times were measured there: it is at most 5 % worse than the best static split, at each load."""
+    h100 = read_profile(ROOT / "benchmarks" / "results" / "nova-profile.json")  # also if results go elsewhere
     rate_per_s, card = load / (h100.encode_s + h100.prefill_s), measured(h100)
 
     def mean_s(split_policy: SplitPolicy) -> float:
@@ -64,7 +64,7 @@ def test_the_adaptive_split_follows_the_load_of_an_h100(load: float) -> None:
 
 
 def test_no_static_split_is_good_at_every_rate() -> None:
-    """Which one is best depends on the load: the larger the load, the smaller the share of decoding."""
+    """The best one depends on the load: the larger the load, the smaller the share of decoding."""
     best = []
     for rate_per_s in (RATES_PER_S[0], RATES_PER_S[-1]):
         mean_s = mean_s_of(rate_per_s)
@@ -74,14 +74,14 @@ def test_no_static_split_is_good_at_every_rate() -> None:
 
 @pytest.mark.parametrize("policy_name", ["nova", "multi_stream", "chunked", "pf_limit"])
 def test_one_request_alone_takes_what_its_stages_take(policy_name: str) -> None:
-    """806.8 ms, 324.1 ms, and 28.9 ms for each token but the first; chunks each read the weights again."""
+    """806.8 ms, 324.1 ms, and 28.9 ms for each token but the first; each chunk reads the weights again."""
     outcome = Model(Scheduler(policy_name, slots=1), [(1.0, 41)]).run()
     prefill_s = 14 * 0.0289 if policy_name == "chunked" else 0.3241
     assert outcome.latencies_s == [pytest.approx(0.8068 + prefill_s + 40 * decode_s(1))]
 
 
 def test_all_requests_end_in_the_order_of_their_loads() -> None:
-    """The same arrivals make the same run."""
+    """The same arrivals give the same run."""
     first, second = (run("nova", 0.5, count=50) for _ in range(2))
     assert first == second
     assert len(arrivals(0.5, 50, 0)) == len(first.latencies_s) == 50
@@ -90,7 +90,7 @@ def test_all_requests_end_in_the_order_of_their_loads() -> None:
 
 @pytest.mark.parametrize("rate_per_s", beside((0.4,), 0.3))
 def test_waits_are_those_of_the_queue_model(rate_per_s: float) -> None:
-    """Eq. 6 within a tenth, while the split seldom changes: later requests are served faster, so they wait less."""
+    """Eq. 6 holds within a tenth while the split seldom changes: later requests are served faster, so wait less."""
     adaptive = adaptive_of(profile(), MEAN_OUTPUT_TOKENS)
     outcome = run("nova", rate_per_s, split_policy=adaptive, count=3000)
     expected_s = expected_wait_s(rate_per_s, fmean(outcome.front_s), pstdev(outcome.front_s))
@@ -98,7 +98,7 @@ def test_waits_are_those_of_the_queue_model(rate_per_s: float) -> None:
 
 
 def test_both_stages_take_what_the_paper_measured() -> None:
-    """Table V: 1.35 to 1.44 s for encoding and prefill, at each rate, with its shares; within 6 %."""
+    """Table V has 1.35 to 1.44 s for encoding and prefill, at each rate, with its shares; the model is within 6 %."""
     for rate_per_s in RATES_PER_S:
         outcome = run("nova", rate_per_s, split_policy=PAPER, count=500)
         assert 1.30 <= fmean(outcome.front_s) <= 1.50

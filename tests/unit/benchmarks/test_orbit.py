@@ -1,4 +1,4 @@
-"""ORBIT's comparison: what is compared, and how it is read."""
+"""ORBIT's comparison: its contestants, and the reading of its runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thunderagent.simulator.workloads.distributions import workload
 
 
 def test_right_and_wrong_tasks_are_read_apart() -> None:
-    """Their latencies make that of all, weighed by how many there are; the judge's questions are counted."""
+    """Their latencies give that of all, weighted by their numbers; the judge's questions are counted."""
     engine = EngineConfig(kv_tokens=4_000_000, block_size=64, max_num_seqs=4, timing=profile(PROFILE))
     scenario = Scenario(engine=engine, loop="open", programs_count=6, horizon_s=50_000, seed=3)
     policy, judge = IN_THE_ENGINE["JUDGE"]
@@ -39,7 +39,7 @@ def test_right_and_wrong_tasks_are_read_apart() -> None:
 
 
 def test_every_contestant_can_be_made() -> None:
-    """And the judge knows more of those that fail than it suspects of those that do not."""
+    """The judge finds more of the tasks that fail than it suspects of those that do not."""
     for policy, _ in (*IN_THE_ENGINE.values(), *IN_FRONT_OF_IT.values()):
         Contestant.parse(policy)
     assert all(at(JUDGE.recall, turns) > at(JUDGE.false_alarms, turns) for turns in (10, 20, 45, 100))

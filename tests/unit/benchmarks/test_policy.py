@@ -1,4 +1,4 @@
-"""The benchmark of the default policy, without its runs: what it reads, how loads are counted, and what passes."""
+"""The benchmark of the default policy without its runs: its inputs, the loads, and its verdicts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
 
 @dataclass(frozen=True)
 class OneProgram:
-    """100 new tokens, 20 out, a tool of 100 s, 30 new, 10 out."""
+    """It has 100 new tokens, 20 out, a tool of 100 s, 30 new, 10 out."""
 
     name: str = "one"
 
@@ -60,7 +60,7 @@ def value_of(result: Any) -> Any:
 
 
 def test_the_mean_context_of_a_program_by_hand() -> None:
-    """20 s and 10 s of turns, a second an iteration, and 100 s of a tool with 120 tokens."""
+    """Turns take 20 s and 10 s, a second an iteration; a tool takes 100 s with 120 tokens."""
     engine = EngineConfig(16_000, timing=TimingProfile("unit", base_s=1.0, prefill_token_s=0.0, decode_request_s=0.0))
     assert mean_context_tokens(OneProgram(), engine) == pytest.approx((20 * 110 + 100 * 120 + 10 * 155) / 130)
 
@@ -71,7 +71,7 @@ def test_a_load_is_that_many_contexts_over_the_capacity(load: float, count: int)
 
 
 def test_the_mean_over_loads_keeps_seeds_apart() -> None:
-    """Two seeds at two loads: 0.5 and 0.7 in the mean."""
+    """Two seeds at two loads have means of 0.5 and 0.7."""
     found = over_loads([[0.4, 0.6], [0.6, 0.8]])
     expected = Interval.of([0.5, 0.7])
     assert (found.count, found.mean, found.half_width) == (2, pytest.approx(0.6), pytest.approx(expected.half_width))
@@ -92,7 +92,7 @@ def test_a_figure_that_one_run_lacks_has_no_mean() -> None:
 @pytest.mark.parametrize(
     ("interval", "at_least", "at_most", "verdict"),
     [
-        (Interval(5, 0.84, 1.5), 0.85, None, "no"),  # its good end would reach it
+        (Interval(5, 0.84, 1.5), 0.85, None, "no"),  # only its good end would reach the bar
         (Interval(5, 1.1, 0.2), 1.0, None, "no"),
         (Interval(5, 1.3, 0.2), 1.0, None, "yes"),
         (Interval(5, 0.9, 0.05), 1.0, None, "no"),
@@ -101,7 +101,7 @@ def test_a_figure_that_one_run_lacks_has_no_mean() -> None:
         (Interval(1, 0.9, None), 1.0, None, "undecided"),
         (Interval(5, 1.0, 0.5), None, 1.2, "no"),
         (Interval(5, 0.5, 0.5), None, 1.2, "yes"),
-        (Interval(2, 0.0, 0.0), None, 0.0, "yes"),  # the same in each
+        (Interval(2, 0.0, 0.0), None, 0.0, "yes"),  # the same in each seed
         (Interval(1, 0.0, None), None, None, ""),
         (None, 1.0, None, ""),
     ],
@@ -113,7 +113,7 @@ def test_the_bad_end_of_an_interval_must_reach_the_bar_over_enough_seeds(
 
 
 def test_what_was_in_time_is_kept_of_every_comparison() -> None:
-    """For the report, whichever command made them."""
+    """The report needs it, whichever command made the comparison."""
     bench = Bench(arguments().parse_args(["limits", "--seeds", "1", "--jobs", "1", "--minutes", "1"]), Console())
     for count in (2, 3):
         bench.runs(f"with {count}", bench.scenario(SMALL), bench.programs(SMALL), ("passthrough", "sticky"), count)

@@ -1,4 +1,4 @@
-"""The comparison on a real engine, without the engine: what is run, in what order, and how it is set out."""
+"""The comparison on a real engine, without the engine: its runs, their order, and their layout."""
 
 from __future__ import annotations
 

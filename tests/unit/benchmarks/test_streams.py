@@ -1,4 +1,4 @@
-"""The engine that drips and the client that reads it: what goes in comes out, byte for byte, however it is cut."""
+"""The engine that drips and the client that reads it: output equals input, byte for byte, however it is cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Transport:
-    """What a client needs of one."""
+    """The parts of a transport that a client needs."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -66,7 +66,7 @@ async def test_streams_come_whole_and_those_that_are_cut_do_not() -> None:
 
 
 async def test_an_engine_fails_where_it_is_told_to() -> None:
-    """Before the head, and between two events."""
+    """It fails before the head, or between two events."""
 
     def plan(path: str, body: bytes) -> Plan:
         events: Iterator[bytes] | None = iter([b"data: 1\n\n"]) if body == b"stream" else None

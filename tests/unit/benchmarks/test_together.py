@@ -1,4 +1,4 @@
-"""Two models behind one proxy, one of which is short of memory: the other's programs do not notice."""
+"""Two models behind one proxy, one of them short of memory: the other's programs are not affected."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_each_model_has_the_throughput_and_the_waits_that_it_has_alone(
 
 
 def test_the_short_one_is_short(alone_and_together: dict[str, tuple[RunResult, RunResult]]) -> None:
-    """Else the cell would show nothing: in one queue with it the other would wait as well."""
+    """Otherwise the test would show nothing: in one queue with it the other would wait as well."""
     assert alone_and_together["short"][1].longest_hold_s > 5
     assert alone_and_together["ample"][1].longest_hold_s == 0
 
 
 def test_a_run_alone_is_the_same_run() -> None:
-    """Pools, shared time and other turn numbers change no figure where there is one model."""
+    """With one model, pools, shared time and other turn numbers change no figure."""
     scenario = replace(AMPLE, horizon_s=180, warmup_s=0)
     policy = load_policy(ServeConfig().policy, {})
     (alone,) = simulate_together([Model("ample", scenario, workload("standard"), policy)])

@@ -1,4 +1,4 @@
-"""How a replica is written down."""
+"""The notation of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lookup makes of a name."""
+"""What the resolver makes of a name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(resolver: Resolver, url: str = "dns+http://engines:8000") -> DnsSourc
 
 
 async def test_each_address_is_a_replica_once() -> None:
-    """IPv6 in brackets, addresses of this machine's own link left out, in a fixed order."""
+    """IPv6 is in brackets, link-local addresses are left out, the order is fixed."""
     resolver = Scripted([["10.0.0.2", "fd00::1", "10.0.0.1", "10.0.0.2", "fe80::1%3"]])
     async with following(source(resolver, "dns+http://engines:8000#dp=2")) as heard:
         await heard.until(lambda: heard.sets)
@@ -59,7 +59,7 @@ async def test_a_lookup_that_fails_or_finds_nothing_tells_no_set(answer: Sequenc
 
 
 async def test_a_lookup_that_hangs_is_given_up() -> None:
-    """It would hang for ever."""
+    """Otherwise it would hang for ever."""
 
     class Silent:
         async def addresses(self, name: str) -> Sequence[str]:

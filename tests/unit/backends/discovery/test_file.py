@@ -1,4 +1,4 @@
-"""What a file may say, and when it is believed."""
+"""What a file may contain, and when it counts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_file_can_say_that_there_is_no_replica(suffix: str, text: str) -> None
     ],
 )
 def test_a_file_that_is_not_wholly_right_is_refused(suffix: str, content: bytes, message: str | None) -> None:
-    """With what is wrong, and where."""
+    """The error says what is wrong, and where."""
     if message is None:
         assert len(parse(content, suffix)) == 2
         return
@@ -85,7 +85,7 @@ async def test_a_change_is_told_once(tmp_path: Path) -> None:
 
 
 async def test_what_is_wrong_is_told_and_no_set(tmp_path: Path) -> None:
-    """Missing, rubbish, a folder, too large: what was said last stays."""
+    """Missing, rubbish, a folder, too large: the last set stays."""
     path = tmp_path / "replicas.txt"
     async with following(FileSource(path, interval_s=0.002)) as heard:
         await heard.until(lambda: heard.failures)
@@ -107,7 +107,7 @@ async def test_what_is_wrong_is_told_and_no_set(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> None:
-    """The first half of it would be a whole set, and a wrong one."""
+    """The first half of it would be a complete but wrong set."""
     path = tmp_path / "replicas.txt"
     path.write_text("http://a:1\nhttp://b:2#dp=4\n")
     async with following(FileSource(path, interval_s=0.002)) as heard:

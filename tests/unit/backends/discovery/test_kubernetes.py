@@ -1,4 +1,4 @@
-"""An API server that answers badly: the set that was known stays, and the source says why."""
+"""An API server answers badly: the known set stays, and the source says why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def page(*pods: Any, **metadata: Any) -> dict[str, Any]:
 
 
 class Api:
-    """Answers lists and watches from a script; its last list is for good, and a watch without a script stays silent."""
+    """Answers lists and watches from a script; its last list repeats, and a watch without a script stays silent."""
 
     def __init__(self) -> None:
         self.lists: list[Any] = []
@@ -99,7 +99,7 @@ async def test_a_list_in_pages_is_one_set(api: Api) -> None:
     ],
 )
 async def test_a_list_that_is_none_tells_no_set(api: Api, answer: Any, message: str) -> None:
-    """At the start, and after a list that was good; then it goes on with the next good one."""
+    """This holds at the start and after a good list; then it continues with the next good one."""
     api.lists = [answer, page(pod())]
     api.watches = [[{"type": "ERROR", "object": {"code": 410, "message": "too old"}}]]
     async with following(source(api)) as heard:
@@ -121,7 +121,7 @@ async def test_a_list_that_is_none_tells_no_set(api: Api, answer: Any, message: 
     ids=str,
 )
 async def test_a_watch_that_breaks_is_gone_on_with(api: Api, events: list[Any]) -> None:
-    """Whatever it breaks with, the set stays and the next change is heard."""
+    """Whatever breaks it, the set stays and the next change is noticed."""
     api.lists = [page(pod())]
     change = {"type": "ADDED", "object": pod("b", "10.0.0.2")}
     api.watches = [events, [change]]
@@ -131,7 +131,7 @@ async def test_a_watch_that_breaks_is_gone_on_with(api: Api, events: list[Any]) 
 
 
 async def test_a_watch_goes_on_from_the_last_version_heard_of(api: Api) -> None:
-    """Bookmarks included."""
+    """Bookmarks count too."""
     api.lists = [page(pod())]
     bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "77"}}}
     api.watches = [[bookmark], []]
@@ -142,7 +142,7 @@ async def test_a_watch_goes_on_from_the_last_version_heard_of(api: Api) -> None:
 
 
 async def test_what_pods_are_replicas(api: Api) -> None:
-    """Ready once, not over, with an address and the port; a new pod may have the address of one that goes."""
+    """They were ready once, are not over, have an address and the port; a new pod may reuse an ending one's address."""
     done = pod("done", "10.0.0.9")
     done["status"]["phase"] = "Succeeded"
     nowhere = pod("nowhere")
@@ -193,7 +193,7 @@ async def test_the_login_of_a_kubeconfig_is_sent(api: Api, tmp_path: Path) -> No
 
 
 async def test_without_a_usable_configuration_the_source_says_so(api: Api, tmp_path: Path) -> None:
-    """Later there may be one."""
+    """A later one is taken."""
     kubeconfig = tmp_path / "config"
     async with following(source(api, kubeconfig=kubeconfig)) as heard:
         await heard.until(lambda: heard.failures)
