@@ -1,4 +1,4 @@
-"""Where turns go, in every form; what no form can hold is refused; the libraries' clients."""
+"""The targets of turns in every form; refusals of what no form can hold; the libraries' clients."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_any_id_stands_in_the_base_url(program_id: str, quoted: str) -> None:
 
 @pytest.mark.parametrize("program_id", ["é", " a", "a "])
 def test_an_id_that_no_header_can_hold_is_not_sent_in_one(program_id: str) -> None:
-    """Clients would refuse it, or the proxy would read another."""
+    """Clients would refuse it, or the proxy would read another id."""
     with pytest.raises(ValueError, match="cannot be sent in a header: use base_url"):
         _ = program(program_id, proxy=PROXY).headers
 
@@ -111,7 +111,7 @@ def test_an_id_is_made_up_for_each() -> None:
 
 
 def test_a_client_of_openai_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its key is that of the options, of the environment, or a word; its other options are the caller's."""
+    """Its key is that of the options, of the environment, or a placeholder; its other options are the caller's."""
     p = program("a b", proxy=PROXY, group="g")
     with p.openai(max_retries=5, default_headers={"X-Mine": "1"}) as client:
         assert (str(client.base_url), client.api_key, client.max_retries) == (f"{PROXY}/p/a%20b/v1/", "none", 5)
@@ -132,7 +132,7 @@ async def test_an_async_client_of_openai_is_set_up() -> None:
 
 
 def test_clients_of_anthropic_are_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the real classes are called; a login by token needs no key."""
+    """The real classes are called; a login by token needs no key."""
 
     def timeout(read_s: float, *, connect: float) -> tuple[float, float]:
         return read_s, connect
@@ -161,7 +161,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, helper: str
 
 
 def test_a_library_that_lacks_something_itself_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It would be wrong to tell people to install what they have."""
+    """Such an error must not tell people to install what they have."""
     (tmp_path / "anthropic.py").write_text("import a_part_that_is_missing")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "anthropic", raising=False)
@@ -170,7 +170,7 @@ def test_a_library_that_lacks_something_itself_says_so(monkeypatch: pytest.Monke
 
 
 def test_importing_the_client_needs_nothing_but_python() -> None:
-    """No package of anybody else's is there afterwards, and nothing of ours but the client."""
+    """Afterwards no third-party package is loaded, and nothing of ours but the client."""
     code = """
 import sys
 before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""The life of a program: what is asked of the proxy at its begin and its end, however it ends."""
+"""The life of a program: the requests to the proxy at its begin and its end, however it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.unit.client.support import FakeProxy
 
 NOBODY = "http://127.0.0.1:9"
-"""The port of `discard`, where nothing listens."""
+"""The port of `discard`; nothing listens there."""
 
 REFUSAL = {"error": {"message": "sandboxes are off", "type": "x", "param": None, "code": "invalid_request"}}
 
@@ -52,7 +52,7 @@ def finish_threads() -> None:
 
 
 class BodyError(Exception):
-    """What the body of a block raises."""
+    """The error that the body of a block raises."""
 
 
 # --- begin and end
@@ -117,7 +117,7 @@ async def test_the_async_body_s_error_comes_through_and_the_program_is_released(
 
 
 def test_a_program_is_entered_once(proxy: FakeProxy) -> None:
-    """Its id may come back; then it is another program."""
+    """Its id may be reused; then it is another program."""
     p = program("a", proxy=proxy.url)
     with p, pytest.raises(RuntimeError, match="was entered before"):
         p.__enter__()
@@ -146,7 +146,7 @@ async def test_a_program_without_a_block_is_opened_and_released_by_hand(proxy: F
 
 
 def test_a_refused_begin_is_raised(proxy: FakeProxy) -> None:
-    """The body does not run; the program is released, because the proxy may know it all the same."""
+    """The body does not run; the program is released, because the proxy may still know it."""
     proxy.answer("/programs", (400, REFUSAL))
     with (
         pytest.raises(ProxyRefusedError, match="400 invalid_request: sandboxes are off") as caught,
@@ -177,7 +177,7 @@ def test_a_release_is_tried_again(proxy: FakeProxy, caplog: pytest.LogCaptureFix
 def test_a_release_that_makes_no_sense_is_not_tried_again(
     proxy: FakeProxy, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
-    """Somebody else answers there: a web server that knows no programs."""
+    """Another server answers there: a web server that knows no programs."""
     proxy.answer("/programs/release", (status, b"<html>"))
     with program("a", proxy=proxy.url):
         pass
@@ -202,7 +202,7 @@ def test_a_host_that_is_none_is_a_proxy_that_does_not_answer(url: str) -> None:
 
 
 def test_the_end_waits_no_longer_than_its_limit(proxy: FakeProxy, caplog: pytest.LogCaptureFixture) -> None:
-    """The proxy accepts, and says nothing."""
+    """The proxy accepts, and does not answer."""
     proxy.gate.clear()
     begun_s = time.monotonic()
     with program("a", proxy=proxy.url, release_limit_s=0.2):
@@ -260,7 +260,7 @@ async def test_a_second_cancellation_ends_the_wait_and_not_the_release(proxy: Fa
 
 
 async def test_a_begin_that_is_cancelled_is_released_after_it(proxy: FakeProxy) -> None:
-    """Never before it: it would open the program for good."""
+    """It is never released before the begin, which would then open the program for good."""
     proxy.gate.clear()
 
     async def agent() -> None:
@@ -279,7 +279,7 @@ async def test_a_begin_that_is_cancelled_is_released_after_it(proxy: FakeProxy) 
 
 
 def test_a_program_is_released_while_its_event_loop_and_interpreter_end(proxy: FakeProxy) -> None:
-    """Ctrl-C in `asyncio.run`, and an unfinished generator."""
+    """Cases are Ctrl-C in `asyncio.run`, and an unfinished generator."""
     code = f"""
 import asyncio, signal
 from thunderagent.client import program
@@ -306,7 +306,7 @@ asyncio.run(agent())
 
 
 def test_the_innermost_program_is_current(proxy: FakeProxy) -> None:
-    """What is made inside goes to the same proxy."""
+    """Programs made inside go to the same proxy."""
     assert current_program() is None
     with program("outer", proxy=proxy.url) as outer:
         assert current_program() is outer
@@ -320,7 +320,7 @@ def test_the_innermost_program_is_current(proxy: FakeProxy) -> None:
 
 
 async def test_tasks_and_threads_have_programs_of_their_own(proxy: FakeProxy) -> None:
-    """A task begins in the program that it was started in, and a program that it enters is only its own."""
+    """A task begins in the program that started it; a program that the task enters is only its own."""
 
     def name() -> str | None:
         p = current_program()
@@ -360,7 +360,7 @@ async def test_what_outlives_its_program_sees_the_next_one_outward(proxy: FakePr
 
 
 def test_a_program_may_be_left_in_another_context(proxy: FakeProxy) -> None:
-    """As fixtures of tests are."""
+    """Fixtures of tests do that."""
     stack = contextlib.ExitStack()
     contextvars.copy_context().run(lambda: stack.enter_context(program("a", proxy=proxy.url)))
     stack.close()
@@ -384,7 +384,7 @@ def test_each_call_of_a_function_is_a_program(proxy: FakeProxy) -> None:
 
 
 async def test_each_call_of_an_async_function_is_a_program(proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without parentheses, too; side by side."""
+    """This holds without parentheses, too; calls may run side by side."""
     monkeypatch.setenv("THUNDERAGENT_PROXY", proxy.url)
 
     @as_program
@@ -410,7 +410,7 @@ async def test_an_error_comes_through_the_decorator(proxy: FakeProxy) -> None:
 
 
 def test_a_generator_is_no_program() -> None:
-    """Its call runs nothing of it: it would be released before it begins."""
+    """A call of a generator runs none of its body: the program would be released before the body begins."""
 
     def turns() -> Iterator[int]:
         yield 1
@@ -482,7 +482,7 @@ def test_sandboxes_that_are_off_are_said_to_be(proxy: FakeProxy) -> None:
 
 
 async def test_what_is_known_of_the_next_turn_is_said(proxy: FakeProxy) -> None:
-    """Of a program, and of a branch by its name; the answer says whether anybody knew it."""
+    """It is sent for a program, or for a branch by its name; the answer says whether the program is known."""
     proxy.answer("/programs/a%2Fb/hints", (200, {"program_id": "a/b", "known": True}), (200, {"known": False}))
     a = Program(proxy.url, "a/b")
     assert a.hint(12.5, confidence=0.8)

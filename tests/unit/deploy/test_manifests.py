@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: each is valid by the API's schemas, and what one names of another is there."""
+"""The Kubernetes manifests: each is valid by the API's schemas, and what one names of another exists."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SCALED = ROOT / "deploy/kubernetes-scaled"
 KUSTOMIZATIONS = [*(KUBERNETES / name for name in (".", "vllm", "monitoring", "autoscaling", "picker")), SCALED]
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 SECRETS = {"thunderagent-keys", "thunderagent-link", "hf-token"}
-"""What the documentation has users make."""
+"""Objects that users make as documented."""
 
 
 def objects_in(folder: Path) -> list[Json]:
-    """Return what a kustomization makes, but for namespaces and suffixes of names."""
+    """Return the objects of a kustomization, without namespaces and suffixes of names."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     found: list[Json] = []
     for resource in kustomization.get("resources", ()):
@@ -77,7 +77,7 @@ def of_kind(*kinds: str) -> list[Json]:
 
 
 def values_of(value: object, key: str) -> Iterator[Any]:
-    """Yield every value of a key, however deep it lies."""
+    """Yield every value of a key at any depth."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name == key:
@@ -100,7 +100,7 @@ def container_of(workload: Json) -> Json:
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> ServeConfig:
-    """The configuration that the ConfigMap holds."""
+    """The ConfigMap's configuration."""
     for name in [name for name in os.environ if name.startswith("THUNDERAGENT_")]:
         monkeypatch.delenv(name)
     return ServeConfig.load(KUBERNETES / "thunderagent.toml")
@@ -108,7 +108,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> ServeConfig:
 
 @pytest.mark.parametrize("manifest", OBJECTS, ids=id_of)
 def test_a_manifest_is_valid_by_the_schemas(manifest: Json) -> None:
-    """Every field exists, has its type, and none that must be there is missing; names and labels are well formed."""
+    """Every field exists and has its type, and no required one is missing; names and labels are well formed."""
     assert problems(manifest) == []
     assert NAME.fullmatch(manifest["metadata"]["name"])
     for labels in (*values_of(manifest, "labels"), *values_of(manifest, "matchLabels")):
@@ -157,12 +157,12 @@ MAIN = (*POD, "containers", 0)
     ],
 )
 def test_what_an_api_server_would_refuse_is_found(spoil: Callable[[Json], Json], said: str) -> None:
-    """The schemas see misspelt, missing and mistyped fields."""
+    """The schemas catch misspelt, missing and mistyped fields."""
     assert any(said in problem for problem in problems(spoil(copy.deepcopy(one("Deployment", "thunderagent")))))
 
 
 def test_a_custom_kind_is_judged_as_well() -> None:
-    """So does the shape of the operator's ServiceMonitor."""
+    """The schemas also check the operator's ServiceMonitor."""
     monitor = copy.deepcopy(one("ServiceMonitor", "thunderagent"))
     monitor["spec"]["endpoints"][0]["prot"] = "http"
     del monitor["spec"]["selector"]
@@ -170,7 +170,7 @@ def test_a_custom_kind_is_judged_as_well() -> None:
 
 
 def test_autoscalers_scale_the_engines_by_the_same_figures() -> None:
-    """That of KEDA, and the one without; a StatefulSet of that name is there."""
+    """KEDA's autoscaler and the other one use the same; a StatefulSet of that name exists."""
     scaled = one("ScaledObject", "vllm")["spec"]
     plain = AUTOSCALER["spec"]
     assert scaled["scaleTargetRef"] == plain["scaleTargetRef"]
@@ -186,7 +186,7 @@ def test_autoscalers_scale_the_engines_by_the_same_figures() -> None:
 
 
 def test_every_file_is_in_a_kustomization() -> None:
-    """Nothing lies there that is neither applied nor offered, so none escapes the tests."""
+    """Every file is applied or offered, so none escapes the tests."""
     text = "".join((folder / "kustomization.yaml").read_text() for folder in KUSTOMIZATIONS)
     for path in (*KUBERNETES.rglob("*.*"), *SCALED.rglob("*.*")):
         named = f"- {path.name}\n", f"- path: {path.name}\n", f"[{path.name}]"
@@ -195,7 +195,7 @@ def test_every_file_is_in_a_kustomization() -> None:
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.name)
 def test_kustomize_makes_the_same(folder: Path) -> None:
-    """`kubectl apply -k` sends what is judged here, all of it in one namespace."""
+    """`kubectl apply -k` sends what is checked here, all of it in one namespace."""
     done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     made = list(yaml.safe_load_all(done.stdout))
@@ -208,7 +208,7 @@ def test_kustomize_makes_the_same(folder: Path) -> None:
 
 @pytest.mark.parametrize("workload", of_kind("Deployment", "StatefulSet"), ids=id_of)
 def test_a_workload_is_of_one_piece(workload: Json) -> None:
-    """It selects its own pods, mounts volumes that are there, probes ports that it has, and reads what is made."""
+    """It selects its own pods, mounts existing volumes, probes its own ports, and reads existing objects."""
     spec, container = pod_of(workload)["spec"], container_of(workload)
     assert workload["spec"]["selector"]["matchLabels"].items() <= pod_of(workload)["metadata"]["labels"].items()
     volumes = {each["name"] for each in spec.get("volumes", ())}
@@ -238,14 +238,14 @@ def test_a_service_leads_to_a_port_of_some_pods(service: Json) -> None:
 
 @pytest.mark.parametrize("manifest", of_kind("PodDisruptionBudget", "NetworkPolicy"), ids=id_of)
 def test_budgets_and_policies_are_about_pods_that_there_are(manifest: Json) -> None:
-    """A selector that selects nothing would do nothing, in silence."""
+    """A selector that selects nothing would have no effect, silently."""
     selector = manifest["spec"].get("selector") or manifest["spec"]["podSelector"]
     pods = [pod_of(each)["metadata"]["labels"] for each in of_kind("Deployment", "StatefulSet")]
     assert sum(selector["matchLabels"].items() <= labels.items() for labels in pods) == 1
 
 
 def test_the_monitor_finds_the_service() -> None:
-    """It selects the Service's labels, and a port that this has."""
+    """It selects the Service's labels, and a port of the Service."""
     monitor, service = one("ServiceMonitor", "thunderagent")["spec"], one("Service", "thunderagent")
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert {each["port"] for each in monitor["endpoints"]} <= {each["name"] for each in service["spec"]["ports"]}
@@ -253,7 +253,7 @@ def test_the_monitor_finds_the_service() -> None:
 
 @pytest.mark.parametrize("binding", of_kind("RoleBinding"), ids=id_of)
 def test_a_binding_gives_a_role_to_the_account(binding: Json) -> None:
-    """Both are there, and in one namespace."""
+    """Both exist, and in one namespace."""
     role = one("Role", binding["roleRef"]["name"])
     (subject,) = binding["subjects"]
     account = one(subject["kind"], subject["name"])
@@ -262,7 +262,7 @@ def test_a_binding_gives_a_role_to_the_account(binding: Json) -> None:
 
 
 def test_the_account_may_only_look_at_pods() -> None:
-    """What is applied unasked lets the proxy find replicas, and no more."""
+    """The default manifests let the proxy find replicas, and no more."""
     roles = [each for each in objects_in(KUBERNETES) if each["kind"] == "Role"]
     assert [rule for role in roles for rule in role["rules"]] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
@@ -309,9 +309,9 @@ def test_the_configuration_is_one_and_names_the_engines(config: ServeConfig) -> 
 
 
 def test_a_pod_has_time_to_end(config: ServeConfig) -> None:
-    """Kubernetes waits for longer than the proxy: what it does before it asks, the grace period, and the closing."""
+    """Kubernetes waits for longer than the proxy: the delay, the grace period, and the closing."""
     proxy, engines = one("Deployment", "thunderagent"), one("StatefulSet", "vllm")
-    assert config.shutdown_delay_s >= 5  # until the Service has taken it out; it must be told, so there is no preStop
+    assert config.shutdown_delay_s >= 5  # until the Service removed it; it must get the signal, so there is no preStop
     assert "lifecycle" not in container_of(proxy)
     least_s = config.shutdown_delay_s + config.grace_s + 2 * CLOSE_S
     assert pod_of(proxy)["spec"]["terminationGracePeriodSeconds"] > least_s
@@ -332,7 +332,7 @@ UNITS = sorted((ROOT / "deploy/systemd").iterdir())
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_systemd_waits_for_longer_than_the_proxy(path: Path) -> None:
-    """Its patience covers the grace period that is the default, and the closing; a scheduler waits for no turn."""
+    """Its limit covers the default grace period and the closing; a scheduler waits for no turn."""
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]  # names are as written
     unit.read(path)
@@ -343,7 +343,7 @@ def test_systemd_waits_for_longer_than_the_proxy(path: Path) -> None:
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_systemd_knows_each_word_of_a_unit(path: Path) -> None:
-    """It complains of nothing but that the program is not installed here."""
+    """Its only complaint is that the program is not installed here."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
     done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
@@ -353,14 +353,14 @@ def test_systemd_knows_each_word_of_a_unit(path: Path) -> None:
 
 @pytest.fixture
 def made_scaled() -> dict[str, Json]:
-    """What the overlay for several processes makes, with its patches."""
+    """The overlay for several processes, with its patches."""
     done = subprocess.run([kubectl(), "kustomize", str(SCALED)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {id_of(each): each for each in yaml.safe_load_all(done.stdout)}
 
 
 def settings_of(workload: Json, pod_ip: str = "10.0.0.7") -> dict[str, str]:
-    """Return the variables that a workload's pod gets, but for those of its Secrets."""
+    """Return the variables of a workload's pod, without those of its Secrets."""
     given = {each["name"]: each["value"] for each in container_of(workload)["env"] if "value" in each}
     return {name: value.replace("$(POD_IP)", pod_ip) for name, value in given.items()}
 
@@ -368,7 +368,7 @@ def settings_of(workload: Json, pod_ip: str = "10.0.0.7") -> dict[str, str]:
 def test_gateways_know_the_schedulers_by_name(
     made_scaled: dict[str, Json], config: ServeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them; each part is configured as it may be with others, and with the keys that users make."""
+    """They know all of them; each part is configured as it may be with others, and with the users' keys."""
     gateways, schedulers = made_scaled["Deployment/thunderagent"], made_scaled["StatefulSet/thunderagent-scheduler"]
     service = made_scaled["Service/thunderagent-scheduler"]
     names = [f"thunderagent-scheduler-{number}" for number in range(schedulers["spec"]["replicas"])]
@@ -393,7 +393,7 @@ def test_gateways_know_the_schedulers_by_name(
 
 
 def test_a_scheduler_hands_over_before_it_ends(made_scaled: dict[str, Json]) -> None:
-    """It is asked to by the command that does so; and its readiness is no hindrance to an upgrade."""
+    """A command asks it to; its readiness does not hinder an upgrade."""
     container = container_of(made_scaled["StatefulSet/thunderagent-scheduler"])
     *_, command = container["lifecycle"]["preStop"]["exec"]["command"]
     words = command.removesuffix(" || true").split()
@@ -407,7 +407,7 @@ def test_a_scheduler_hands_over_before_it_ends(made_scaled: dict[str, Json]) -> 
 
 
 def test_the_autoscaler_is_of_the_gateways(made_scaled: dict[str, Json]) -> None:
-    """Their CPU: its target is there, asks for CPU, and never has fewer than two."""
+    """It scales by their CPU: its target exists, requests CPU, and never has fewer than two."""
     autoscaler = made_scaled["HorizontalPodAutoscaler/thunderagent"]["spec"]
     target = autoscaler["scaleTargetRef"]
     assert container_of(made_scaled[f"{target['kind']}/{target['name']}"])["resources"]["requests"]["cpu"]
@@ -416,7 +416,7 @@ def test_the_autoscaler_is_of_the_gateways(made_scaled: dict[str, Json]) -> None
 
 
 def test_compose_waits_for_longer_than_the_proxy() -> None:
-    """So does compose; and it publishes nothing beyond this machine."""
+    """Its limit does as well; it publishes nothing beyond this machine."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     default_s = ServeConfig.model_fields["grace_s"].default
     scaled = yaml.safe_load((ROOT / "deploy/compose/scaled.yml").read_text())["services"]

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and Prometheus' alerts: they ask for metrics and labels that there are."""
+"""The Grafana dashboard and Prometheus' alerts use only metrics and labels that exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PANELS: list[Json] = DASHBOARD["panels"]
 TARGETS = [(panel["title"], target) for panel in PANELS for target in panel.get("targets", ())]
 DURATION = re.compile(r"\d+[smh]")
 OF_SCRAPES = {"job", "instance", "namespace", "le"}
-"""Labels that Prometheus adds, and that of a histogram's buckets."""
+"""Labels that Prometheus adds, and the label of a histogram's buckets."""
 
 
 METRICS = {each.name: (each.kind, set(each.labels)) for each in described()}
@@ -31,7 +31,7 @@ EXPOSED = metric_names()
 
 
 def asked(expression: str) -> tuple[set[str], set[str]]:
-    """Return the metrics and the labels that an expression names."""
+    """Return the metrics and the labels in an expression."""
     metrics = set(re.findall(r"\bthunderagent_\w+", expression))
     selected = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)
     lists = re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", expression)
@@ -53,7 +53,7 @@ def wrong_in(expression: str, legend: str = "") -> list[str]:
 
 
 def test_the_documentation_has_what_is_compared() -> None:
-    """Kinds and labels are told."""
+    """It has kinds and labels."""
     assert METRICS["thunderagent_programs"] == ("gauge", {"status", "phase"})
     assert METRICS["thunderagent_hold_seconds"] == ("histogram", set())
 
@@ -71,7 +71,7 @@ def test_the_documentation_has_what_is_compared() -> None:
     ],
 )
 def test_what_is_not_exposed_is_found(expression: str, wrong: list[str]) -> None:
-    """The comparison sees what it is there for."""
+    """The comparison finds what it looks for."""
     assert wrong_in(expression) == wrong
 
 
@@ -85,7 +85,7 @@ def test_a_panel_asks_for_what_is_exposed(title: str, target: Json) -> None:
 
 
 def test_the_dashboard_is_well_laid_out() -> None:
-    """Panels have numbers of their own, lie within the page, and none covers another."""
+    """Panels have unique numbers, lie within the page, and none covers another."""
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     covered: set[tuple[int, int]] = set()
     for panel in PANELS:
@@ -117,12 +117,12 @@ def test_an_alert_asks_for_what_is_exposed(alert: Json) -> None:
 
 
 def test_alerts_have_names_of_their_own() -> None:
-    """Two of one name would hide each other."""
+    """Two alerts of one name would hide each other."""
     assert len({alert["alert"] for alert in ALERTS}) == len(ALERTS)
 
 
 def test_the_command_of_the_page_makes_a_rule_of_the_operator_s() -> None:
-    """What it pipes into kubectl is a PrometheusRule with these alerts."""
+    """The command pipes a PrometheusRule with these alerts into kubectl."""
     (command,) = [each for each in code_blocks("how-to/deploy.md", "sh") if "PrometheusRule" in each]
     made, _, applied = command.rpartition("|")
     assert applied.split()[:2] == ["kubectl", "apply"]

@@ -1,4 +1,4 @@
-"""Engines beside each other: which are a pool, and what must be alike within one."""
+"""Several engines: those that form a pool, and what must be alike within one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_two_models_are_told_as_pools() -> None:
 
 
 def test_within_a_pool_models_and_limits_must_be_alike() -> None:
-    """Not beyond it."""
+    """Beyond a pool they may differ."""
     found = list(findings_among([engine("one", "a", "lora"), engine("two", "a"), engine("three", "b", limit_tokens=5)]))
     warnings = [finding for finding in found if finding.level is Level.WARNING]
     assert [finding.subject for finding in warnings] == ["2 engines"]

@@ -1,4 +1,4 @@
-"""What is made of answers: of two turns of a program, of a proxy's replicas, of clocks and of what is no answer."""
+"""Findings from answers: two turns of a program, a proxy's replicas, clocks, and malformed answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_two_turns_as_they_should_be() -> None:
 
 
 def test_a_second_turn_elsewhere_is_told_with_both_places() -> None:
-    """It may be meant, so it is a warning; the miss is a fault."""
+    """That may be intended, so it is a warning; the miss is a fault."""
     found = findings(turn("r0"), turn("r1", cached=0))
     assert found["same_replica"].level is Level.WARNING
     assert found["same_replica"].text == "The first ran on r0, the second on r1."
@@ -62,13 +62,13 @@ def test_an_engine_that_does_not_say_what_it_cached_leaves_the_hit_open() -> Non
 
 
 def test_half_of_the_first_prompt_is_a_hit() -> None:
-    """Whole blocks alone are cached, and the second prompt may be much longer."""
+    """Only whole blocks are cached, and the second prompt may be much longer."""
     assert findings(turn(), turn(cached=50, prompt=900))["second_turn_hit"].level is Level.OK
     assert findings(turn(), turn(cached=49, prompt=60))["second_turn_hit"].level is Level.FAULT
 
 
 def test_turns_of_another_program_are_told_with_its_name() -> None:
-    """As where another header, or a body, names it first."""
+    """Another header, or a body, may name it first."""
     found = findings(turn(), turn(named="other"), by_path=turn(named="other"))
     assert "they were counted as program other, by x-program-id" in found["identity"].text
     assert "this address is not the proxy's" in found["identity"].remedy
@@ -94,7 +94,7 @@ def test_a_program_that_is_not_released_is_told_of() -> None:
     ],
 )
 def test_a_replica_is_judged_by_what_the_proxy_says(change: dict[str, Any], level: Level | None, text: str) -> None:
-    """Each with what to do."""
+    """Each finding says what to do."""
     proxy = proxies.Proxy("p", has_key=True, health=Answer(200), ready=Answer(200, '{"ready": true}'))
     proxy.listed = Answer(200, json.dumps({"replicas": [{**HEALTHY, **change}]}))
     found = [each for each in proxies.findings_of(proxy, "http://p", is_own=True) if each.check == "replica_up"]
@@ -103,7 +103,7 @@ def test_a_replica_is_judged_by_what_the_proxy_says(change: dict[str, Any], leve
 
 
 def test_an_engine_that_only_the_proxy_reaches_is_no_fault() -> None:
-    """Nor is one of whose ranks one is up; one that is down to both is."""
+    """One of whose ranks one is up is no fault either; one that is down for both is."""
     proxy = proxies.Proxy("p", has_key=True)
     listed = [{**HEALTHY, "replica_id": "a:1/0"}, {**HEALTHY, "replica_id": "b:1", "up": False}]
     proxy.listed = Answer(200, json.dumps({"replicas": listed}))
@@ -128,7 +128,7 @@ async def test_a_clock_is_off_by_what_the_way_does_not_explain(told_s: float, sk
 
 
 async def test_what_is_no_answer_is_kept_as_such() -> None:
-    """Nothing is raised: neither by the way there nor by a body that is no JSON, or no object."""
+    """Nothing raises: neither a failed request nor a body that is no JSON, or no object."""
 
     def fail(request: httpx2.Request) -> httpx2.Response:
         if request.url.path == "/silent":

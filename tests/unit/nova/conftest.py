@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _thread_as_before() -> Iterator[None]:
-    """Restore this thread's name and cores, which a lane that it entered changed."""
+    """Restore the name and cores of this thread, which entered a lane."""
     comm, cores = Path("/proc/thread-self/comm"), os.sched_getaffinity(0)
     name = comm.read_text()
     yield

@@ -1,4 +1,4 @@
-"""A chat becomes the prompt that the model's own tokenizer and image processor make of it, and back."""
+"""A chat becomes the prompt that the model's own tokenizer and image processor make, and tokens become text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(*content: object) -> list[dict[str, object]]:
 
 
 def test_each_image_gets_as_many_tokens_as_the_encoder_makes(loaded: tuple[Vlm, Codec]) -> None:
-    """Of two that differ in size, each."""
+    """This holds for two images of different sizes."""
     vlm, codec = loaded
     text = {"type": "text", "text": "look"}
     images = [folder.png(9), folder.png(200, 32, 96)]
@@ -43,7 +43,7 @@ def test_each_image_gets_as_many_tokens_as_the_encoder_makes(loaded: tuple[Vlm, 
 
 
 def test_text_comes_back(loaded: tuple[Vlm, Codec]) -> None:
-    """As the template puts it; special tokens are no text."""
+    """The template's text comes back; special tokens are no text."""
     _, codec = loaded
     prompt = codec.prompt([{"role": "user", "content": "hello there"}], None, [])
     assert codec.text(prompt.token_ids) == "user: hello there;assistant: "
@@ -51,7 +51,7 @@ def test_text_comes_back(loaded: tuple[Vlm, Codec]) -> None:
 
 
 def test_an_image_that_the_prompt_forges_is_refused(loaded: tuple[Vlm, Codec]) -> None:
-    """The mark of an image, written as text, is no image."""
+    """An image's mark that is written as text is no image."""
     _, codec = loaded
     with pytest.raises(ApiError, match="place"):
         codec.prompt([{"role": "user", "content": "<image>"}], None, [])
@@ -59,7 +59,7 @@ def test_an_image_that_the_prompt_forges_is_refused(loaded: tuple[Vlm, Codec]) -
 
 @pytest.mark.parametrize(("data", "status"), [(b"no image", 400), (folder.png(0, 200, 200), 413), (b"", 400)])
 def test_images_that_cannot_be_read_are_refused(loaded: tuple[Vlm, Codec], data: bytes, status: int) -> None:
-    """Or are larger than is allowed: before their pixels are unpacked."""
+    """So are images that are too large, before their pixels are unpacked."""
     _, codec = loaded
     with pytest.raises(ApiError) as refused:
         codec.prompt(said(IMAGE_PART), None, [data])
@@ -67,21 +67,21 @@ def test_images_that_cannot_be_read_are_refused(loaded: tuple[Vlm, Codec], data:
 
 
 def test_reading_ends_when_no_slot_has_room(loaded: tuple[Vlm, Codec]) -> None:
-    """However many images a body has: the last one here is never looked at."""
+    """This holds however many images a body has: the last one here is never read."""
     _, codec = loaded
     with pytest.raises(ApiError, match="more than 200"):
         codec.prompt(said(*[IMAGE_PART] * 101), None, [*[folder.png(1)] * 100, b"no image"])
 
 
 def test_a_cut_image_is_refused(loaded: tuple[Vlm, Codec]) -> None:
-    """Its header is there, its pixels are not."""
+    """Its header is complete, its pixels are not."""
     _, codec = loaded
     with pytest.raises(ApiError):
         codec.prompt(said(IMAGE_PART), None, [folder.png(7)[:60]])
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
-    """In words."""
+    """The error says so in words."""
     folder.write(tmp_path)
     config = Vlm.load(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32).model.config
     (tmp_path / "preprocessor_config.json").unlink()

@@ -40,7 +40,7 @@ def idle(stats: Stats) -> bool:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 async def test_tokens_equal_generate_one_by_one_and_with_late_joiners(family: str):
-    """Eight turns that come while others are encoded, prefilled and decoded, over four slots."""
+    """Eight turns arrive while others are encoded, prefilled and decoded, over four slots."""
     model = tiny.model(family)
     prompts = [tiny.prompt(family, seed, images=seed % 3) for seed in range(8)]
     expected = [tiny.generate(model, prompt, 10) for prompt in prompts]
@@ -104,7 +104,7 @@ async def test_a_client_that_leaves_in_any_stage_leaves_nothing_behind(stage: st
 
 
 async def test_a_program_goes_on_from_its_slot_and_gives_it_back():
-    """The second turn of a program prefills what is new alone, with the same tokens; release frees the slot."""
+    """A program's second turn prefills only what is new, with the same tokens; a release frees the slot."""
     model = tiny.model("qwen2_5_vl")
     first = tiny.prompt("qwen2_5_vl", 1)
     passes: list[tuple[str, int]] = []

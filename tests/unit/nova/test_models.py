@@ -1,4 +1,4 @@
-"""A model taken apart gives what it gives as a whole."""
+"""A model in separate stages gives the same as a whole one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_staged_tokens_equal_generate(family: str, images: int):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_chunked_prefill_gives_the_keys_of_a_whole_one(family: str):
-    """Prefill in chunks of 5, which cut images, differs from one in a piece by less than 1e-5."""
+    """Prefill in chunks of 5, which cut images, differs from prefill in one piece by less than 1e-5."""
     vlm = Vlm(tiny.model(family))
     prompt = tiny.prompt(family, 4, images=2)
     whole, chunked = vlm.cache(1, 128), vlm.cache(1, 128)

@@ -19,7 +19,7 @@ def config(*options: str) -> NovaConfig:
 
 
 def test_every_field_has_an_option_and_its_default() -> None:
-    """What is not given is as the class says."""
+    """An option that is not given has the class's default."""
     given = config()
     assert {field.name: getattr(given, field.name) for field in fields(NovaConfig) if field.name != "model"} == {
         field.name: field.default for field in fields(NovaConfig) if field.name != "model"
@@ -31,7 +31,7 @@ def test_every_field_has_an_option_and_its_default() -> None:
 
 @pytest.mark.parametrize(("text", "units"), [("adaptive", None), ("24", (24, 24)), ("24,30", (24, 30))])
 def test_splits(text: str, units: tuple[int, int] | None) -> None:
-    """By load, one for both stages, or one each."""
+    """Splits are by load, one for both stages, or one for each."""
     assert static_split(text) == units
 
 
@@ -48,7 +48,7 @@ def test_splits(text: str, units: tuple[int, int] | None) -> None:
     ],
 )
 def test_what_means_nothing_is_refused(options: tuple[str, ...]) -> None:
-    """In words, and before a model is loaded."""
+    """The refusal is in words, and comes before a model is loaded."""
     with pytest.raises(ConfigurationError):
         config(*options)
     assert main(["nova", "serve", "--model", "m", *options]) == 2

@@ -1,4 +1,4 @@
-"""Algorithm 1 and what it is compared with, as sequences of events."""
+"""Algorithm 1 and its baselines, as sequences of events."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_an_answer_of_one_token_is_never_decoded() -> None:
 
 
 def test_text_alone_begins_with_its_prefill() -> None:
-    """So does a request whose images are all cached."""
+    """A request whose images are all cached does so, too."""
     assert arrived(nova(), "a", images=0) == [StartPrefill("a", 0, PROMPT, None)]
 
 
 def test_encoding_runs_beside_decoding_on_a_split() -> None:
-    """Decoding keeps its batch in flight, and takes its share from the next one on."""
+    """The batch in flight continues; decoding takes its share from the next one on."""
     scheduler = nova()
     decoding(scheduler)
     assert arrived(scheduler, "b") == [StartEncode("b", 24)]
@@ -74,7 +74,7 @@ def test_encoding_runs_beside_decoding_on_a_split() -> None:
 
 
 def test_prefill_keeps_its_split_and_decoding_uses_the_same() -> None:
-    """Two that share must agree, whatever arrives meanwhile."""
+    """Two concurrent stages must agree on it, whatever arrives meanwhile."""
     scheduler = nova()
     decoding(scheduler)
     arrived(scheduler, "b")
@@ -84,7 +84,7 @@ def test_prefill_keeps_its_split_and_decoding_uses_the_same() -> None:
 
 
 def test_encoding_and_prefill_never_run_beside_each_other() -> None:
-    """Both compute; and the shorter one goes first."""
+    """Both compute; the shorter one goes first."""
     scheduler = nova()
     assert arrived(scheduler, "a", "b") == [StartEncode("a", None)]
     assert arrived(scheduler, "text", images=0) == []
@@ -105,7 +105,7 @@ def test_who_becomes_ready_joins_the_next_batch() -> None:
 
 
 def test_the_encoder_follows_the_load() -> None:
-    """Each request more takes four units from decoding, down to twelve: between two groups of layers."""
+    """Each further request takes four units from decoding, down to twelve, between two groups of layers."""
     scheduler = nova()
     decoding(scheduler)
     arrived(scheduler, "b")
@@ -116,7 +116,7 @@ def test_the_encoder_follows_the_load() -> None:
 
 
 def test_the_encoder_gets_all_when_decoding_ends() -> None:
-    """Nothing comes to be decoded before it is through."""
+    """No request comes to decoding before the encoder is done."""
     scheduler = nova()
     decoding(scheduler)
     arrived(scheduler, "b")
@@ -132,7 +132,7 @@ def test_a_static_split_stays() -> None:
 
 
 def test_a_request_waits_for_a_slot_and_holds_up_none_that_has_one() -> None:
-    """Text that came first waits for one; what is encoded goes on."""
+    """Text that came first waits for a slot; what is being encoded continues."""
     scheduler = nova(slots=1)
     assert arrived(scheduler, "a") == [StartEncode("a", None)]
     arrived(scheduler, "text", images=0)
@@ -147,7 +147,7 @@ def test_a_request_waits_for_a_slot_and_holds_up_none_that_has_one() -> None:
 
 
 def test_who_leaves_in_a_pass_is_freed_with_its_answer() -> None:
-    """The worker still writes to its slot."""
+    """The worker still writes to its slot until then."""
     scheduler = nova()
     arrived(scheduler, "a", "b")
     assert scheduler.handle(Cancelled(0.0, "a")) == []
@@ -158,7 +158,7 @@ def test_who_leaves_in_a_pass_is_freed_with_its_answer() -> None:
 
 
 def test_who_leaves_while_decoding_is_freed_after_the_batch() -> None:
-    """Others of the batch go on."""
+    """The others of the batch continue."""
     scheduler = nova()
     decoding(scheduler)
     arrived(scheduler, "b", images=0)
@@ -189,7 +189,7 @@ def test_a_pass_that_failed_ends_its_requests_and_frees_its_stage(stage: str) ->
 
 
 def test_what_cannot_be_is_refused() -> None:
-    """A stage that has no such request does not answer for it."""
+    """A stage without such a request does not answer for it."""
     scheduler = nova()
     arrived(scheduler, "a")
     for event in (
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
-    """A policy by another name, or no slot."""
+    """Cases are a policy of an unknown name, and no slots."""
     for name, slots in (("other", 1), ("nova", 0)):
         with pytest.raises(ValueError, match=r"polic|slots"):
             Scheduler(name, slots=slots)
@@ -214,7 +214,7 @@ def test_settings_that_mean_nothing_are_refused() -> None:
 
 
 def test_streams_without_a_split_run_the_same_passes() -> None:
-    """All of them on the whole device."""
+    """All of them run on the whole device."""
     scheduler = Scheduler("multi_stream", slots=9, split_policy=PAPER)
     decoding(scheduler)
     assert arrived(scheduler, "b", "c") == [StartEncode("b", None)]
@@ -233,7 +233,7 @@ def test_decode_limited_runs_one_pass_at_a_time() -> None:
 
 
 def test_chunks_of_a_prefill_take_the_rest_of_the_budget() -> None:
-    """128 tokens less one for each that is decoded; the next step begins when both are through."""
+    """They get 128 tokens less one for each that is decoded; the next step begins when both are done."""
     scheduler = Scheduler("chunked", slots=9)
     arrived(scheduler, "a", images=0, prompt_tokens=128)
     scheduler.handle(PrefillDone(0.0, "a", 128))
@@ -244,7 +244,7 @@ def test_chunks_of_a_prefill_take_the_rest_of_the_budget() -> None:
 
 
 def test_a_budget_that_decoding_uses_up_lets_prefill_creep() -> None:
-    """A token at a time, not never."""
+    """It gets one token at a time, instead of none."""
     scheduler = Scheduler("chunked", slots=9, budget_tokens=1)
     arrived(scheduler, "a", images=0, prompt_tokens=1)
     scheduler.handle(PrefillDone(0.0, "a", 1))
@@ -253,7 +253,7 @@ def test_a_budget_that_decoding_uses_up_lets_prefill_creep() -> None:
 
 
 def test_chunked_encodes_beside_nothing() -> None:
-    """That delays decoding, as the paper says."""
+    """Chunked prefill beside encoding would delay decoding, as the paper says."""
     scheduler = Scheduler("chunked", slots=9)
     decoding_tokens = 100
     arrived(scheduler, "a", images=0, prompt_tokens=decoding_tokens)

@@ -43,7 +43,7 @@ def events_of(body: str) -> list[Any]:
 
 
 async def test_an_answer_and_its_usage() -> None:
-    """The tokens of images are among those of the prompt, and told apart."""
+    """Tokens of images are part of the prompt's, and shown separately."""
     async with served(FakeEngine()) as client:
         answer = (await client.post(CHAT, json=chat("hello", PNG, PNG))).json()
     choice = answer["choices"][0]
@@ -59,7 +59,7 @@ async def test_an_answer_and_its_usage() -> None:
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 async def test_an_answer_is_cut_at_its_length(field: str) -> None:
-    """And says so."""
+    """Its finish reason says so."""
     async with served(FakeEngine()) as client:
         answer = (await client.post(CHAT, json=chat("hello", **{field: 3}))).json()
     assert answer["choices"][0]["message"]["content"] == "HEL"
@@ -69,7 +69,7 @@ async def test_an_answer_is_cut_at_its_length(field: str) -> None:
 
 @pytest.mark.parametrize("asks", [True, False])
 async def test_a_stream(asks: bool) -> None:
-    """One event for each token, the role in the first; the usage only if it was asked for."""
+    """There is one event for each token, with the role in the first; usage comes only on request."""
     options = {"stream_options": {"include_usage": True}} if asks else {}
     async with served(FakeEngine()) as client:
         answer = await client.post(CHAT, json=chat("hello", PNG, stream=True, **options))
@@ -135,14 +135,14 @@ async def test_what_is_refused(what: str) -> None:
 
 
 async def test_what_concerns_sampling_has_no_effect() -> None:
-    """Decoding is greedy; clients send such fields with everything."""
+    """Decoding is greedy; clients always send such fields."""
     async with served(FakeEngine()) as client:
         answer = await client.post(CHAT, json=chat("a", temperature=0.7, top_p=0.9, seed=1, user="x"))
     assert answer.json()["choices"][0]["message"]["content"] == "A"
 
 
 async def test_too_many_that_wait_are_refused() -> None:
-    """Each holds the pixels of its images."""
+    """Each waiting request holds the pixels of its images."""
     async with served(FakeEngine(encode_s=0.2), max_waiting=2) as client:
         answers = await asyncio.gather(*(client.post(CHAT, json=chat("a", PNG)) for _ in range(6)))
     statuses = sorted(answer.status_code for answer in answers)
@@ -152,7 +152,7 @@ async def test_too_many_that_wait_are_refused() -> None:
 
 @pytest.mark.parametrize("stage", ["encode", "prefill", "decode"])
 async def test_a_pass_that_fails_is_told(stage: str) -> None:
-    """With a status where none was sent yet, else as an event; and everything comes back."""
+    """It has a status if none was sent yet, else an event; all resources come back."""
     engine = FakeEngine(fails_at=stage)
     async with served(engine) as client:
         whole = await client.post(CHAT, json=chat("hello", PNG))
@@ -170,7 +170,7 @@ STAGES = {"encode": {"encode_s": 0.4}, "prefill": {"prefill_s": 0.4}, "decode": 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_client_that_leaves_gives_everything_back(stage: str, stream: bool) -> None:
-    """In each stage, and while waiting for it: slots and queue are empty within a second."""
+    """It leaves in each stage, and while waiting for one: slots and queue are empty within a second."""
     engine = FakeEngine(**STAGES[stage])
     async with served(engine) as client:
         async with asyncio.TaskGroup() as group:
@@ -191,7 +191,7 @@ def _is_at(engine: FakeEngine, stage: str) -> bool:
 
 
 async def test_the_proxy_reads_the_metrics() -> None:
-    """While requests wait for the encoder, and after."""
+    """It reads them while requests wait for the encoder, and afterwards."""
     engine = FakeEngine(encode_s=0.3)
     async with served(engine) as client:
         tasks = [asyncio.create_task(client.post(CHAT, json=chat("hello", PNG))) for _ in range(3)]
@@ -212,7 +212,7 @@ async def test_the_proxy_reads_the_metrics() -> None:
 
 
 async def test_a_programs_slot_is_kept_until_it_is_released() -> None:
-    """The body names the program, and the proxy says when it ended."""
+    """The body names the program, and the proxy reports its end."""
     engine = FakeEngine()
     async with served(engine) as client:
         await client.post(CHAT, json=chat("a", program_id="p"))
@@ -223,7 +223,7 @@ async def test_a_programs_slot_is_kept_until_it_is_released() -> None:
 
 
 async def test_models_and_health() -> None:
-    """What clients and the proxy ask first."""
+    """Clients and the proxy ask for them first."""
     async with served(FakeEngine()) as client:
         models = (await client.get("/v1/models")).json()
         health = await client.get("/health")

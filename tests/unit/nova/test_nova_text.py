@@ -22,7 +22,7 @@ def parts_of(text: str, *stops: str) -> list[str]:
 
 @given(st.text())
 def test_the_parts_make_the_text(text: str) -> None:
-    """Whatever characters it has, and whichever of them take several tokens."""
+    """This holds for all characters, including those of several tokens."""
     assert "".join(parts_of(text)) == text
 
 
@@ -32,20 +32,20 @@ def test_no_half_character_is_sent() -> None:
 
 
 def test_half_a_character_at_the_end_is_shown() -> None:
-    """An answer that was cut there."""
+    """Such an answer was cut there."""
     stream = TextStream(bytes_to_text)
     assert [stream.add(token) for token in "a€".encode()[:-1]] == ["a", "", ""]
     assert stream.end() == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_what_begins_a_stop_text_is_held_back() -> None:
-    """And sent if it does not go on as one."""
+    """It is sent later if it does not become one."""
     assert parts_of("a<b<en", "<end>") == ["a", "", "<b", "", "", "", "<en"]
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
 def test_a_stop_text_ends_the_answer(text: str, stops: list[str]) -> None:
-    """Nothing of the first that is complete is sent, and nothing after it."""
+    """Neither the first complete one nor anything after it is sent."""
     cuts = [text[:end] for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     expected = (
         text if not cuts else min((cuts[0].removesuffix(stop) for stop in stops if cuts[0].endswith(stop)), key=len)
@@ -55,7 +55,7 @@ def test_a_stop_text_ends_the_answer(text: str, stops: list[str]) -> None:
 
 @pytest.mark.parametrize(("text", "stopped"), [("abc", True), ("ab", False)])
 def test_it_says_that_it_stopped(text: str, stopped: bool) -> None:
-    """So that the request can be ended."""
+    """The request can then be ended."""
     stream = TextStream(bytes_to_text, ["bc"])
     for token in text.encode():
         stream.add(token)

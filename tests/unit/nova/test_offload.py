@@ -1,4 +1,4 @@
-"""An encoder whose weights come and go gives bit for bit what it gives with all of them in place."""
+"""An encoder whose weights come and go gives the same bits as one with all weights in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = 9
 
 
 class LoggingCopier:
-    """Writes down in which order events are recorded and waited for, and on which side."""
+    """Records the order of recorded and awaited events, and their side."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str, int]] = []
@@ -64,7 +64,7 @@ def test_the_ring_is_bit_equal_over_consecutive_passes(physical: int, resident: 
 
 
 def test_copies_and_passes_wait_for_each_other_in_order():
-    """A layer computes after its copy is ready, and is overwritten after it has computed, by Eq. 7's layer."""
+    """A layer computes after its copy is ready, and Eq. 7's layer overwrites it after that."""
     vlm = Vlm(tiny.model("qwen2_5_vl", encoder_layers=5))
     copier = LoggingCopier()
     ring = OffloadRing(list(vlm.encoder_layers), torch.device("cpu"), physical=2, copier=copier)
@@ -98,5 +98,5 @@ def test_too_few_and_too_many_physical_layers_are_refused():
     ("pass_s", "bytes_per_s", "expected"), [(0.8, 16e9, 0), (0.127, 55e9, 14), (0.05, 25e9, 55), (0.01, 0.0, 64)]
 )
 def test_as_many_layers_stay_as_the_bus_cannot_carry(pass_s: float, bytes_per_s: float, expected: int):
-    """Eq. 8 solved for the layers that stay; the paper's card needs none."""
+    """Eq. 8 gives the number of layers that stay; the paper's card needs none."""
     assert resident_layers(64, 8.86e9, pass_s, bytes_per_s) == expected

@@ -109,14 +109,14 @@ def test_the_two_lanes_of_each_split_are_disjoint_and_cover_the_device():
 
 
 def test_what_the_driver_rounds_up_is_known_by_what_came_out():
-    """Counts of 5 and 8 are both 8 SMs: one split, made once."""
+    """Counts of 5 and 8 are both 8 SMs: it is one split, made once."""
     driver = FakeDriver()
     assert pool_of(driver, 5, 8, 17).splits == (8, 24)
     assert len(driver.alive) == 4
 
 
 def test_each_context_comes_before_its_stream_and_lives_on_after_the_pool_closes():
-    """PyTorch asks streams when it frees what ran on them, later than any close: so close only waits."""
+    """PyTorch uses streams when it frees their memory, later than any close: so close only waits."""
     driver = FakeDriver()
     pool = pool_of(driver, 8, 16)
     assert [what for what, _ in driver.log] == ["context", "stream"] * 4

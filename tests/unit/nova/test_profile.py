@@ -1,4 +1,4 @@
-"""A profile measures every split of the pool, and is read back as it was written."""
+"""A profile measures every split of the pool, and reads back as it was written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_split_and_batch_is_measured(tmp_path):
 
 
 class RefusingPool(NullPool):
-    """Two splits, of which a library refuses one."""
+    """Has two splits; a library refuses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class RefusingPool(NullPool):
 
 
 def test_a_split_that_a_library_refuses_is_left_out_and_told():
-    """As cuBLAS does on a remainder of twelve SMs."""
+    """cuBLAS refuses a remainder of twelve SMs."""
     refused = []
     measured = subject(RefusingPool())
     profile = measure(measured, repeats=1, batch=1, on_refused=lambda split, error: refused.append((split, str(error))))

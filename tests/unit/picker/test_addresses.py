@@ -1,4 +1,4 @@
-"""Where replicas are: names are looked up beside turns, and kept."""
+"""Addresses of replicas: names are looked up outside turns, and kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINE = "http://Engine-1:8000"
 
 
 class Names:
-    """Answers for a name server, and counts what it is asked."""
+    """Answers as a name server, and counts its requests."""
 
     def __init__(self) -> None:
         self.found: Sequence[str] | None = ("10.0.0.1",)
@@ -140,7 +140,7 @@ async def test_a_subset_names_replicas_by_their_addresses_or_names() -> None:
 
 @in_virtual_time
 async def test_an_empty_address_is_no_replica() -> None:
-    """Not even where the name of one was not found yet."""
+    """This holds even while the name of a replica is not found yet."""
     async with looking(ENGINE) as (addresses, names, _):
         names.answers.clear()
         await asyncio.sleep(0.1)
