@@ -14,11 +14,11 @@ from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.parts.orders import Fcfs
 
 PREFILL_TOKEN_S = 5e-5
-"""What the scheduler guesses until it learns better: 1,000 tokens are computed in 50 ms. Short turns teach nothing."""
+"""The scheduler's guess until it learns better: 1,000 tokens are computed in 50 ms. Short turns teach nothing."""
 
 LONG = SchedulerSettings(idle_limit_s=1e6, forget_limit_s=1e7)
 FOREVER = 1e12
-"""A hold ratio under which no tool ever expires."""
+"""With this hold ratio no tool ever expires."""
 
 
 def driver_with(
@@ -34,7 +34,7 @@ def driver_with(
     order: Order | None = None,
     **more: float,
 ) -> Driver:
-    """A driver with every part switched off that is not asked for, but letting pass; its own order without another."""
+    """A driver with every part off but the requested ones and letting pass; its own order unless another is given."""
     policy: Policy = BreakEven(
         hold_ratio=hold_ratio,
         low_ratio=low_ratio,
@@ -51,7 +51,7 @@ def driver_with(
 
 
 def holds_for(threshold_s: float, capacity_tokens: int = 1000) -> float:
-    """Return the hold ratio that makes a threshold of it."""
+    """Return the hold ratio that gives a threshold."""
     return threshold_s / (PREFILL_TOKEN_S * capacity_tokens)
 
 
@@ -66,7 +66,7 @@ def opens(driver: Driver, **tokens: int) -> None:
 
 
 def test_when_a_tool_begins_its_program_keeps_its_claim() -> None:
-    """The next turn finds its history."""
+    """Its next turn finds its history."""
     driver = driver_with()
     opens(driver, a=600)
     assert driver.home("a") == "r0"
@@ -77,7 +77,7 @@ def test_when_a_tool_begins_its_program_keeps_its_claim() -> None:
 
 @pytest.mark.parametrize(("hold_s", "waits"), [(FOREVER, True), (0.0, False)])
 def test_an_expired_program_goes_when_somebody_needs_its_room(hold_s: float, waits: bool) -> None:
-    """A held one does not."""
+    """A held one stays."""
     driver = driver_with(hold_ratio=hold_s)
     opens(driver, a=600)
     turn = driver.arrives("b", 600)
@@ -101,7 +101,7 @@ def test_an_expired_program_stays_while_nobody_needs_its_room() -> None:
 
 
 def test_with_the_expired_goes_what_they_would_grow_by() -> None:
-    """What is foreseen for all is missing; the first that goes takes its own part of that away."""
+    """The expected growth of all counts as missing; the first program that goes takes its own part of it away."""
     driver = driver_with(hold_ratio=0.0, foresight_ratio=1e9, replicas={"r0": 18_000})
     grown(driver, whole_tokens=3000)
     opens(driver, a=1000, b=1000, c=1000)
@@ -114,7 +114,7 @@ def test_with_the_expired_goes_what_they_would_grow_by() -> None:
 
 @pytest.mark.parametrize("someone_works", [False, True])
 def test_all_who_expired_go_for_one_that_fits_only_alone(someone_works: bool) -> None:
-    """Together they claim less than the expected shortage; but without them the replica would be empty."""
+    """Together they claim less than the expected shortage, but without them the replica would be empty."""
     driver = driver_with(hold_ratio=0.0, foresight_ratio=1e9)
     opens(driver, a=200)
     if someone_works:
@@ -133,7 +133,7 @@ def test_no_more_of_the_expired_go_than_need_be() -> None:
 
 
 def test_a_program_is_held_until_its_tool_returns_less_than_once_in_the_threshold() -> None:
-    """A tool of 10 s is held for 20 s at a threshold of 20 s; no program gets the room before its rate has fallen."""
+    """At a threshold of 20 s a tool of 10 s is held for 20 s; no program gets the room before its rate has fallen."""
     driver = driver_with(hold_ratio=holds_for(20.0))
     for _ in range(100):
         driver.scheduler.knowledge.tool_times.returned("compile", 10.0)
@@ -149,7 +149,7 @@ def test_a_program_is_held_until_its_tool_returns_less_than_once_in_the_threshol
 
 
 def test_the_threshold_is_the_time_to_prefill_the_whole_memory() -> None:
-    """Twice the memory, twice as long: the break-even is the same for all sizes of programs."""
+    """Twice the memory takes twice as long: the break-even is the same for all sizes of programs."""
     held_s = []
     for capacity_tokens in (100_000, 1_000_000):
         driver = driver_with(hold_ratio=1.0, replicas={"r0": capacity_tokens})
@@ -160,7 +160,7 @@ def test_the_threshold_is_the_time_to_prefill_the_whole_memory() -> None:
 
 
 def test_tools_are_held_by_their_names() -> None:
-    """One that returns after a second is held; one that takes an hour is paused at once."""
+    """A tool that returns after a second is held; one that takes an hour is paused at once."""
     driver = driver_with(hold_ratio=holds_for(3.0))
     times = driver.scheduler.knowledge.tool_times
     for _ in range(200):
@@ -195,7 +195,7 @@ def test_whoever_is_through_for_least_goes_first() -> None:
 
 
 def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
-    """The limit is four times the median life: until then smaller programs go before it, afterwards none."""
+    """The limit is four times the median life: until then smaller programs precede it, afterwards none does."""
     driver = driver_with(wait_ratio=0.5)
     driver.takes_turn("lived", 10)
     driver.passes(100.0)
@@ -220,7 +220,7 @@ def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
 
 
 def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() -> None:
-    """The oldest program, not the one whose turn waits longest."""
+    """The oldest program goes first, not the one whose turn waits longest."""
     driver = driver_with(pass_count=0, order=Fcfs())
     assert not driver.scheduler.stream.flows
     opens(driver, old=300)
@@ -238,7 +238,7 @@ def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() ->
 
 
 def test_room_is_given_on_the_event_that_frees_it() -> None:
-    """No tick between."""
+    """There is no tick in between."""
     driver = driver_with()
     opens(driver, a=900)
     driver.arrives("b", 500)
@@ -246,7 +246,7 @@ def test_room_is_given_on_the_event_that_frees_it() -> None:
 
 
 def test_a_few_behind_the_first_may_pass_it() -> None:
-    """Where the first does not fit: with one that may pass, only the next in the queue is asked."""
+    """If the first does not fit and one may pass, only the next in the queue is considered."""
     for pass_count, passed in ((0, []), (1, []), (2, ["small"])):
         driver = driver_with(pass_count=pass_count)
         opens(driver, a=700, b=300)
@@ -257,7 +257,7 @@ def test_a_few_behind_the_first_may_pass_it() -> None:
 
 
 def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
-    """This includes its arrival; `pass_count` 0 switches it off, and the reason says so."""
+    """It may pass on arrival, too; `pass_count` 0 switches that off, and the reason says so."""
     for pass_count in (0, 4):
         driver = driver_with(pass_count=pass_count, order=Fcfs())
         opens(driver, a=700)
@@ -269,7 +269,7 @@ def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
 
 
 def test_whoever_passes_takes_nothing_from_the_expired() -> None:
-    """Room is made for the first only."""
+    """Only the first gets room made for it."""
     driver = driver_with(hold_ratio=holds_for(10.0), order=Fcfs())
     driver.arrives("busy", 600)
     driver.passes(1.0)
@@ -318,7 +318,7 @@ def test_on_other_replicas_whoever_fits_goes_on() -> None:
 
 
 def test_one_whose_home_is_kept_for_the_first_goes_elsewhere() -> None:
-    """As if its home were full."""
+    """The full home counts as usual: the program goes elsewhere."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, order=Fcfs())
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
@@ -338,7 +338,7 @@ def test_one_whose_home_is_kept_for_the_first_goes_elsewhere() -> None:
 
 
 def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
-    """The median is not known."""
+    """The median is unknown until then."""
     driver = driver_with()
     opens(driver, a=700)
     driver.arrives("first", 900)
@@ -358,7 +358,7 @@ def grown(driver: Driver, whole_tokens: int = 5000) -> None:
 
 
 def newcomers_let_in(driver: Driver) -> int:
-    """Let programs of 100 tokens come until one has to wait; say how many did not."""
+    """Let programs of 100 tokens come until one has to wait; return how many did not."""
     for number in range(20):
         turn = driver.arrives(f"new {number}", 100)
         if driver.held(turn):
@@ -369,7 +369,7 @@ def newcomers_let_in(driver: Driver) -> int:
 
 
 def test_a_newcomer_needs_room_for_what_all_will_grow_by() -> None:
-    """Ten of 100 fit into 1,000; fewer, the further ahead one looks; and all of them where that is switched off."""
+    """Ten of 100 fit into 1,000; fewer fit the further ahead it looks; if it is off, all ten fit."""
     counts = []
     for foresight_s in (0.0, 5.0, 20.0, 1000.0):
         driver = driver_with(foresight_ratio=holds_for(foresight_s))
@@ -379,12 +379,12 @@ def test_a_newcomer_needs_room_for_what_all_will_grow_by() -> None:
 
 
 def test_until_growth_is_known_much_of_it_is_expected() -> None:
-    """A cold start does not fill the memory to the brim: ten fit, at most half as many are let in."""
+    """A cold start does not fill the memory to the brim: ten fit, at most half of them are let in."""
     assert 1 <= newcomers_let_in(driver_with(foresight_ratio=1.0)) <= 5
 
 
 def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None:
-    """Five of 400 tokens with their growth fit in 2,100 and the sixth does not; the expectation is much more."""
+    """Five of 400 tokens with their growth fit in 2,100, the sixth does not; the expectation is much more."""
     driver = driver_with(foresight_ratio=1e9, replicas={"r0": 2100})
     grown(driver, whole_tokens=300)
     opens(driver, large=700)
@@ -392,7 +392,7 @@ def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None
 
 
 def test_one_that_comes_back_needs_room_for_itself_only() -> None:
-    """Where a newcomer has to wait one of the same size that was there before goes on."""
+    """A returning program of the same size continues where a newcomer has to wait."""
     driver = driver_with(foresight_ratio=holds_for(20.0), pass_count=0)
     grown(driver)
     opens(driver, back=100)
@@ -404,7 +404,7 @@ def test_one_that_comes_back_needs_room_for_itself_only() -> None:
 
 
 def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
-    """A program that is larger than most at once is not expected to grow at all."""
+    """A program that is larger than most from the start is not expected to grow at all."""
     driver = driver_with(foresight_ratio=holds_for(20.0))
     growth = driver.scheduler.knowledge.growth
     for _ in range(20):
@@ -420,7 +420,7 @@ def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
 
 
 def test_every_program_claims_what_its_next_turn_is_expected_to_add() -> None:
-    """The reserve, and the learned quantile once there is one."""
+    """That is the reserve, or the learned quantile once there is one."""
     driver = driver_with(reserve_tokens=100, growth_quantile=0.75)
     opens(driver, a=400)
     assert driver.demand() == 500
@@ -437,7 +437,7 @@ def test_every_program_claims_what_its_next_turn_is_expected_to_add() -> None:
 
 @pytest.mark.parametrize(("share_prefixes", "fitting_count"), [(True, 16), (False, 4)])
 def test_what_programs_have_in_common_is_claimed_once(share_prefixes: bool, fitting_count: int) -> None:
-    """200 of 250 in common: 16 of them take 200 and 16 times 50."""
+    """Programs share 200 of 250 tokens: 16 of them take 200 and 16 times 50."""
     driver = driver_with(share_prefixes=share_prefixes)
     turns = [driver.arrives(f"p{number}", 250, prefix={"system": 200}) for number in range(20)]
     assert sum(turn in driver.granted_on for turn in turns) == fitting_count
@@ -462,7 +462,7 @@ def test_up_to_the_low_watermark_programs_are_let_in_and_above_the_high_one_paus
 
 
 def test_first_those_go_who_expired() -> None:
-    """Though they are the oldest."""
+    """They go though they are the oldest."""
     driver = driver_with(hold_ratio=holds_for(3.0))
     for _ in range(200):
         driver.scheduler.knowledge.tool_times.returned("train", 3600.0)
@@ -476,7 +476,7 @@ def test_first_those_go_who_expired() -> None:
 
 
 def test_then_the_youngest_whose_tool_runs_and_then_the_youngest_with_a_turn() -> None:
-    """Which is only marked: a turn in flight is never interrupted."""
+    """The latter is only marked: a turn in flight is never interrupted."""
     driver = driver_with()
     opens(driver, acts_old=100, acts_young=100)
     turns = {}
@@ -494,7 +494,7 @@ def test_then_the_youngest_whose_tool_runs_and_then_the_youngest_with_a_turn() -
 
 
 def test_a_marked_one_is_unmarked_if_there_is_room_again_before_its_turn_ends() -> None:
-    """It keeps its claim; the oldest of several first."""
+    """It keeps its claim; of several the oldest is first."""
     driver = driver_with()
     turns = {}
     for name in ("a", "b", "c"):
@@ -509,7 +509,7 @@ def test_a_marked_one_is_unmarked_if_there_is_room_again_before_its_turn_ends() 
 
 
 def test_a_marked_one_is_not_unmarked_while_its_room_is_needed() -> None:
-    """As many as fit, and no more."""
+    """Only as many are unmarked as fit."""
     driver = driver_with()
     turns = {}
     for name in ("a", "b", "c"):
@@ -522,7 +522,7 @@ def test_a_marked_one_is_not_unmarked_while_its_room_is_needed() -> None:
 
 
 def test_the_last_unfinished_member_of_a_group_goes_last() -> None:
-    """Though it is the youngest: the whole group waits for it."""
+    """It goes last though it is the youngest: the whole group waits for it."""
     for group, paused in (("g", "a"), ("", "last")):
         driver = driver_with()
         driver.takes_turn("a", 300)
@@ -571,7 +571,7 @@ def away_from_home(driver: Driver, tokens: int) -> None:
 
 
 def test_a_program_goes_back_to_where_its_history_lies() -> None:
-    """Though there is more room elsewhere."""
+    """It does so though there is more room elsewhere."""
     driver = driver_with(replicas={"r0": 1000, "r1": 1000})
     away_from_home(driver, 300)
     driver.passes(1.0)
@@ -581,7 +581,7 @@ def test_a_program_goes_back_to_where_its_history_lies() -> None:
 
 
 def test_a_program_whose_home_is_full_goes_where_most_room_is() -> None:
-    """At once: to wait for its history was worth nothing on any load."""
+    """It moves at once: on no load did waiting for its history pay."""
     driver = driver_with(replicas={"r0": 1000, "r1": 1000})
     away_from_home(driver, 500)
     driver.arrives("b", 600)
@@ -589,7 +589,7 @@ def test_a_program_whose_home_is_full_goes_where_most_room_is() -> None:
 
 
 def test_new_ones_go_where_most_room_is() -> None:
-    """In tokens, not in programs."""
+    """Room counts in tokens, not in programs."""
     driver = driver_with(replicas={"r0": 1000, "r1": 2000})
     homes = []
     for number in range(4):
@@ -599,7 +599,7 @@ def test_new_ones_go_where_most_room_is() -> None:
 
 
 def test_a_turn_that_its_home_failed_does_not_wait_for_it() -> None:
-    """It is tried elsewhere, at once, if there is room."""
+    """It is tried elsewhere at once, if there is room."""
     driver = driver_with(replicas={"r0": 1000, "r1": 1000})
     driver.takes_turn("a", 600)
     assert driver.home("a") == "r0"
@@ -612,7 +612,7 @@ def test_a_turn_that_its_home_failed_does_not_wait_for_it() -> None:
 
 
 def test_where_memory_is_not_short_every_turn_goes_at_once() -> None:
-    """With the settings as they are: no hold, no pause, no mark."""
+    """The default settings cause no hold, no pause and no mark."""
     driver = Driver(BreakEven(), replicas={"r0": 100_000}, settings=LONG)
     for number in range(200):
         driver.passes(0.3)
@@ -624,7 +624,7 @@ def test_where_memory_is_not_short_every_turn_goes_at_once() -> None:
 
 
 def test_a_program_that_is_larger_than_every_replica_goes_at_once() -> None:
-    """The engine decides; though others wait, and others are there."""
+    """The engine decides; other programs may wait, or be on the replica."""
     driver = driver_with(replicas={"r0": 1000, "r1": 500})
     opens(driver, a=600, b=450)
     driver.arrives("waits", 900)
@@ -652,7 +652,7 @@ def test_one_that_would_be_alone_fits_though_its_growth_does_not() -> None:
 
 
 def test_a_replica_whose_capacity_is_not_known_has_room_for_everyone() -> None:
-    """Whatever they claim, with the settings as they are."""
+    """This holds whatever they claim, with the default settings."""
     driver = Driver(BreakEven(), replicas={"r0": None}, settings=LONG)
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(50)]
     assert not any(driver.held(turn) for turn in turns)
@@ -674,7 +674,7 @@ def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:
 
 
 def test_the_capacity_is_corrected_by_what_is_lost_unless_that_is_switched_off() -> None:
-    """A replica on which half of what programs keep is lost may be claimed less."""
+    """If a replica loses half of what programs keep, less of it may be claimed."""
     for adapt_capacity in (True, False):
         driver = driver_with(adapt_capacity=adapt_capacity)
         for _ in range(60):

@@ -17,7 +17,7 @@ def capped(n: int, **replicas: int | None) -> Driver:
 
 
 def test_n_programs_run_and_the_next_waits_for_a_release() -> None:
-    """The end of a turn frees nothing; the end of a program does, at once."""
+    """The end of a turn frees no place; the end of a program frees one at once."""
     driver = capped(2)
     driver.takes_turn("a", 10)
     driver.takes_turn("b", 10)
@@ -30,7 +30,7 @@ def test_n_programs_run_and_the_next_waits_for_a_release() -> None:
 
 
 def test_first_come_first_served() -> None:
-    """Places go by the time a program came, not by its size."""
+    """Places go by the time of arrival, not by size."""
     driver = capped(1)
     driver.takes_turn("a", 10)
     turns = []
@@ -56,7 +56,7 @@ def test_a_program_stays_on_its_replica_and_new_ones_go_where_demand_is_smallest
 
 
 def test_a_program_whose_replica_failed_its_turn_keeps_its_place() -> None:
-    """With every place taken, a turn that is tried again elsewhere is granted there at once."""
+    """With every place taken, a turn that is retried elsewhere is granted there at once."""
     driver = capped(1)
     failed = driver.arrives("a", 10)
     waiting = driver.arrives("b", 10)
@@ -94,6 +94,6 @@ def test_the_places_of_a_lost_replica_are_given_anew() -> None:
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_a_cap_that_lets_nobody_in_is_refused(n: int) -> None:
-    """At configuration time, with the number in the message."""
+    """The error comes at configuration time, with the number in the message."""
     with pytest.raises(ConfigurationError, match=f"at least 1, not {n}"):
         Cap(n=n)

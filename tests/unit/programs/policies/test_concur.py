@@ -1,4 +1,4 @@
-"""`concur`: the window follows how full the engines are and what is found in them."""
+"""`concur`: the window follows the fill of the engines and their cache hits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thunderagent.programs.policies.papers.concur import Concur
 
 
 class Congested:
-    """A driver of `concur`, whose engine says what the test wants."""
+    """A driver of `concur` with an engine whose figures a test sets."""
 
     def __init__(self, **settings: float) -> None:
         self.concur = Concur(**settings)  # type: ignore[arg-type]
@@ -27,7 +27,7 @@ class Congested:
         self.driver.scheduler.listen(self.heard.append)
 
     def is_looked_at(self, used_ratio: float, hit_ratio: float) -> int:
-        """Let five seconds pass in which the engine says so; return the window."""
+        """Let five seconds pass with these figures of the engine; return the window."""
         driver = self.driver
         polled = ReplicaPolled(0.0, "r0", 100_000, hit_ratio, 1000, 0, used_ratio, 0)
         for _ in range(5):
@@ -54,12 +54,12 @@ class Congested:
     ],
 )
 def test_the_law_is_the_papers(used_ratio: float, hit_ratio: float, window_count: int, why: str) -> None:
-    """2 more under 0.2; half over 0.5 if the hit ratio is under 0.2; otherwise unchanged."""
+    """It grows by 2 under 0.2; it halves over 0.5 if the hit ratio is under 0.2; otherwise it stays."""
     assert Concur(first_count=10).next_window(used_ratio, hit_ratio) == (window_count, why)
 
 
 def test_the_window_is_a_whole_number_and_never_under_one() -> None:
-    """5, 2, 1 and 1."""
+    """It goes 5, 2, 1 and 1."""
     concur = Concur(first_count=5)
     for expected_count in (2, 1, 1):
         concur.window_count = concur.next_window(0.9, 0.0)[0]
@@ -80,7 +80,7 @@ def test_it_grows_by_two_while_it_is_full_and_memory_is_not() -> None:
 
 
 def test_who_is_over_the_window_is_paused_between_two_turns_and_comes_back_before_new_ones() -> None:
-    """Turns in flight are never disturbed; the youngest is dismissed first."""
+    """Turns in flight are never disturbed; the youngest program is dismissed first."""
     world = Congested(first_count=4)
     driver = world.driver
     turns = [driver.arrives(f"p{number}", 10) for number in range(4)]
@@ -115,7 +115,7 @@ def test_a_turn_that_ends_over_the_window_is_the_programs_last_for_now() -> None
 
 
 def test_it_looks_at_the_mean_of_the_replicas_and_of_the_interval() -> None:
-    """One full and one empty replica are half full each."""
+    """One full and one empty replica have a mean of one half."""
     world = Congested(first_count=4)
     world.driver.comes_up("r1", 100_000)
     assert world.is_looked_at(0.9, 0.0) == 4
@@ -143,12 +143,12 @@ def test_a_window_that_is_not_full_is_cut_all_the_same() -> None:
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, float]) -> None:
-    """With the name of the part."""
+    """The error has the name of the part."""
     with pytest.raises(ConfigurationError, match="concur: "):
         Concur(**settings)  # type: ignore[arg-type]
 
 
 def test_the_preset_is_the_stock_engine_behind_the_window() -> None:
-    """Whatever the policy is, the part can be chosen beside it."""
+    """The part can be chosen beside any policy."""
     assert load_policy("concur", {}).name == "passthrough+admission=concur"
     assert load_policy("breakeven", {"admission": "concur"}).name == "breakeven+admission=concur"

@@ -1,4 +1,4 @@
-"""`continuum`: the time to live of Eq. 2, what it is learned from, and the order of programs."""
+"""`continuum`: the time to live of Eq. 2, the times that it learns from, and the order of programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pinned_s(driver: Driver, program_id: str) -> float:
 
 
 def takes_turns(driver: Driver, program_id: str, durations_s: list[float], tool: str, tokens: int = 100) -> None:
-    """Take a turn more than there are durations, each of which a tool takes."""
+    """Take one turn more than there are durations, each of which is that of a tool."""
     driver.takes_turn(program_id, tokens, tool=tool)
     for duration_s in durations_s:
         driver.passes(duration_s)
@@ -42,7 +42,7 @@ def takes_turns(driver: Driver, program_id: str, durations_s: list[float], tool:
 
 
 def test_the_time_to_live_maximises_benefit_less_cost() -> None:
-    """Of 1, 2 and 10 s with B = 4 s: 1/3, 2/3 and 1 of 4, less themselves, are 0.33, 0.67 and -6."""
+    """For 1, 2 and 10 s with B = 4 s: 1/3, 2/3 and 1 of 4, less the times, are 0.33, 0.67 and -6."""
     assert best_ttl_s([1.0, 2.0, 10.0], 4.0) == 2.0
     assert best_ttl_s([1.0, 2.0, 10.0], 40.0) == 10.0
     assert best_ttl_s([1.0, 2.0, 10.0], 3.0) == 0.0  # 1/3 · 3 - 1 is no gain
@@ -52,7 +52,7 @@ def test_the_time_to_live_maximises_benefit_less_cost() -> None:
 
 
 def test_the_cold_start_of_the_paper_is_ln_b() -> None:
-    """The 2 s of the authors' code are the best for B = e², and nothing beside it is better."""
+    """The 2 s of the authors' code are the best for B = e², better than the times beside it."""
     assert cold_ttl_s(e**2) == pytest.approx(2.0)
     assert cold_ttl_s(1.0) == cold_ttl_s(0.3) == 0.0
 
@@ -63,7 +63,7 @@ def test_the_cold_start_of_the_paper_is_ln_b() -> None:
 
 
 def test_eta_is_one_for_equal_programs_and_none_where_turns_are_memoryless() -> None:
-    """And below 0 where many turns done mean many to come."""
+    """It is below 0 if many turns done mean many to come."""
     equal, geometric, heavy = Memoryfulness(), Memoryfulness(), Memoryfulness()
     assert equal.eta == 1.0
     equal.add(1)
@@ -97,7 +97,7 @@ def _correlation(pairs: list[tuple[int, int]]) -> float:
 
 
 def test_durations_are_forgotten_the_oldest_first() -> None:
-    """Of too many; the mean is of all."""
+    """Only the newest are kept; the mean is of all."""
     durations = Durations()
     for number in range(DURATIONS_COUNT + 2):
         durations.add(float(number))
@@ -108,7 +108,7 @@ def test_durations_are_forgotten_the_oldest_first() -> None:
 
 
 def test_the_fixed_time_is_two_seconds_and_slow_tools_get_none() -> None:
-    """As in the authors' code: also for a tool that is not known, and not where the mean is over 2 s."""
+    """The authors' code does that: 2 s also for an unknown tool, and none where the mean is over 2 s."""
     driver = driver_with(dynamic=False)
     takes_turns(driver, "a", [1.0, 1.5], "quick")
     assert pinned_s(driver, "a") == 2.0
@@ -120,7 +120,7 @@ def test_the_fixed_time_is_two_seconds_and_slow_tools_get_none() -> None:
 
 
 def test_a_cold_start_pins_for_the_constant_or_by_the_formula() -> None:
-    """Until more than 100 times are known: 2 s, or ln B, which is nothing for 100 tokens and no delay."""
+    """Until more than 100 times are known it is 2 s, or ln B, which is zero for 100 tokens and no delay."""
     driver = driver_with()
     takes_turns(driver, "a", [0.5] * 99, "make")
     assert pinned_s(driver, "a") == 2.0
@@ -132,7 +132,7 @@ def test_a_cold_start_pins_for_the_constant_or_by_the_formula() -> None:
 
 
 def test_known_tools_are_pinned_by_their_own_times_and_others_by_all() -> None:
-    """With B = 60,000 tokens · 5e-5 s = 3 s: quick tools return within 0.5 s; slow ones take 50 s and are not held."""
+    """With B = 60,000 tokens · 5e-5 s = 3 s quick tools return within 0.5 s; slow ones take 50 s and are not held."""
     driver = driver_with(cold_count=2)
     takes_turns(driver, "a", [0.5] * 3, "quick", tokens=60_000)
     assert pinned_s(driver, "a") == pytest.approx(0.5)
@@ -145,7 +145,7 @@ def test_known_tools_are_pinned_by_their_own_times_and_others_by_all() -> None:
 
 
 def test_the_delay_of_who_lost_its_memory_is_worth_holding_for() -> None:
-    """T: a turn whose program was paused waited 8 s for room, so it pays to hold 8 s longer; 0 before."""
+    """T: a turn of a paused program waited 8 s for room, so holding 8 s longer pays; before that T is 0."""
     policy = Continuum(reserve_tokens=0, prefill_token_s=PREFILL_TOKEN_S, ttl_s=0.0)
     driver = Driver(policy, replicas={"r0": 1000})
     driver.takes_turn("a", 600)
@@ -186,7 +186,7 @@ def test_programs_are_served_as_they_came_also_by_engines() -> None:
 
 
 def test_pins_do_not_let_a_replica_stand_still() -> None:
-    """Where nothing runs and the head of the queue does not fit, the latest arrivals are unpinned until it does."""
+    """If nothing runs and the head of the queue does not fit, the latest arrivals are unpinned until it fits."""
     driver = Driver(Continuum(ttl_s=100.0, reserve_tokens=0), replicas={"r0": 1000})
     for program_id in ("first", "second", "third"):
         driver.takes_turn(program_id, 300)
@@ -204,13 +204,13 @@ def test_pins_do_not_let_a_replica_stand_still() -> None:
 
 @pytest.mark.parametrize("setting", ["ttl_s", "cold_count", "prefill_token_s", "reserve_tokens"])
 def test_negative_settings_are_refused(setting: str) -> None:
-    """With the name of the setting."""
+    """The error has the name of the setting."""
     with pytest.raises(ConfigurationError, match=setting):
         Continuum(**{setting: -1})  # type: ignore[arg-type]
 
 
 def test_what_is_remembered_of_tools_is_bounded() -> None:
-    """Names that were not used for longest are forgotten."""
+    """The names that were unused for longest are forgotten."""
     policy = Continuum()
     for number in range(300):
         policy._tool_ended(f"tool-{number}", 1.0)

@@ -1,4 +1,4 @@
-"""`Fitting`: what fits beside what, with what programs share counted once."""
+"""`Fitting`: the programs that fit together, with shared tokens counted once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = ClaimRules()
 
 @dataclass(frozen=True)
 class Fits:
-    """A policy that does nothing but fit; the smallest is paused first, the oldest restored first."""
+    """A policy that only fits programs; the smallest is paused first, the oldest restored first."""
 
     fitting: Fitting
     name: str = "fits"
@@ -49,7 +49,7 @@ def driver_with(fitting: Fitting) -> Driver:
 
 
 def test_what_all_share_is_counted_once() -> None:
-    """Three programs of 500 that share 300 take 900 of 1,000: 100 more fit, and not a token beyond."""
+    """Three programs of 500 that share 300 take 900 of 1,000: 100 more fit, and no token beyond."""
     driver = driver_with(Fitting(shared_tokens=300))
     assert not any(driver.held(driver.arrives(name, 500)) for name in "abc")
     assert not driver.held(driver.arrives("d", 400))
@@ -64,7 +64,7 @@ def test_alone_a_program_shares_with_nobody() -> None:
 
 
 def test_headroom_is_kept_from_those_who_come_and_not_from_those_who_are_there() -> None:
-    """Of 1,000 tokens 100 stay free for growth; what grows into them stays."""
+    """Of 1,000 tokens 100 stay free for growth; programs that grow into them stay."""
     driver = driver_with(Fitting(headroom_ratio=0.1))
     turn = driver.arrives("a", 500)
     assert driver.held(driver.arrives("b", 401))
@@ -74,6 +74,6 @@ def test_headroom_is_kept_from_those_who_come_and_not_from_those_who_are_there()
 
 
 def test_headroom_does_not_keep_out_one_that_runs_alone() -> None:
-    """On an empty replica all of the capacity is there."""
+    """On an empty replica the whole capacity is available."""
     driver = driver_with(Fitting(headroom_ratio=0.1))
     assert not driver.held(driver.arrives("a", 1000))

@@ -1,4 +1,4 @@
-"""The three global policies that come with the package, and how several of them are put together."""
+"""The three global policies of the package, and combinations of several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 def driven(
     control: str, settings: dict[str, float] | None = None, *, provisions: bool = True, **replicas: int | None
 ) -> Driver:
-    """A policy that lets in what fits, under a global one."""
+    """A policy that admits what fits, under a global one."""
     given = {f"global_policy.{name}": value for name, value in (settings or {}).items()}
     policy = load_policy("ttl", {"ttl_s": 10_000.0, "reserve_tokens": 0, "global_policy": control, **given})
     scheduler_settings = SchedulerSettings(provisions_replicas=provisions)
@@ -32,7 +32,7 @@ def driven(
 
 
 def crowd(driver: Driver, replica_id: str, **sizes: int) -> None:
-    """Bring programs that are at a tool onto a replica."""
+    """Put programs that are at a tool on a replica."""
     driver.routes("all", "", **{replica_id: 1})
     for name, tokens in sizes.items():
         driver.takes_turn(name, tokens)
@@ -82,7 +82,7 @@ def test_balance_needs_two_replicas_and_somebody_to_move() -> None:
 
 
 def test_migrate_takes_from_behind_a_long_turn() -> None:
-    """A program that waits for a replica of its route goes to another one of it with room."""
+    """A program that waits for a replica of its route goes to another replica of it with room."""
     driver = driven("migrate", {"long_turn_s": 10.0, "wait_s": 1.0}, r0=1000, r1=1000)
     driver.routes("tenant", "t", r0=1000, r1=1)
     driver.arrives("a", 900, tenant="t")
@@ -98,7 +98,7 @@ def test_migrate_takes_from_behind_a_long_turn() -> None:
 
 
 def test_migrate_leaves_who_fits_nowhere_and_who_waits_for_nothing_long() -> None:
-    """Without room a move does not help."""
+    """Without room, or without a long wait, a move does not help."""
     driver = driven("migrate", {"long_turn_s": 10.0, "wait_s": 0.0}, r0=1000, r1=400)
     driver.routes("tenant", "t", r0=1000, r1=1)
     turn_id = driver.arrives("a", 900, tenant="t")
@@ -146,7 +146,7 @@ QUICK = {"waiting_count": 2, "patience_s": 2.0, "rest_s": 10.0}
 
 
 def test_reassign_gives_a_replica_to_who_is_short_of_them() -> None:
-    """It comes from the tenant with one to spare; waiting programs are served there at once."""
+    """It comes from a tenant with one to spare; waiting programs are served there at once."""
     driver = driven("reassign", QUICK, r0=1000, r1=1000, r2=1000)
     driver.routes("tenant", "rich", r0=1, r1=1)
     driver.routes("tenant", "poor", r2=1)
@@ -164,7 +164,7 @@ def test_reassign_gives_a_replica_to_who_is_short_of_them() -> None:
 
 
 def test_reassign_moves_a_replica_of_a_route_that_names_one_which_was_removed() -> None:
-    """The giver really gives it: it is in one of the two routes, and not in both."""
+    """The giver really gives it: one of the two routes has it, not both."""
     driver = driven("reassign", QUICK, r0=1000, r1=1000, r2=1000, gone=1000)
     driver.routes("tenant", "rich", r0=1, r1=1, gone=1)
     driver.routes("tenant", "poor", r2=1)
@@ -179,7 +179,7 @@ def test_reassign_moves_a_replica_of_a_route_that_names_one_which_was_removed() 
 
 
 def test_reassign_starts_a_replica_when_all_are_full_and_ends_one_to_spare() -> None:
-    """Each only after it has been so for a while, and then not again for a while."""
+    """The condition must hold for a while each time, and then neither happens again for a while."""
     driver = driven("reassign", QUICK, r0=1000, r1=1000)
     turns = [driver.arrives(f"a{number}", 1000) for number in range(2)]
     held = [driver.arrives(f"b{number}", 1000) for number in range(4)]
@@ -193,7 +193,7 @@ def test_reassign_starts_a_replica_when_all_are_full_and_ends_one_to_spare() -> 
 
 
 def test_reassign_asks_for_nothing_where_nobody_starts_or_ends_replicas() -> None:
-    """Nothing is decided, and no pause begins: routes change as soon as they are needed."""
+    """Nothing is decided, and no pause begins: routes change as soon as that is needed."""
     driver = driven("reassign", QUICK, provisions=False, r0=1000, r1=1000, r2=1000)
     assert [decision for _ in range(3) for decision in driver.ticks(1.0)] == []
     view = driver.scheduler.view
@@ -210,7 +210,7 @@ def test_reassign_asks_for_nothing_where_nobody_starts_or_ends_replicas() -> Non
 
 
 def test_reassign_ends_nothing_that_is_used_where_no_capacity_is_known() -> None:
-    """Nor the last one, nor one while turns wait."""
+    """It ends neither the last one, nor one while turns wait."""
     driver = driven("reassign", QUICK | {"patience_s": 1.0}, r0=None, r1=None)
     driver.takes_turn("a", 10)
     driver.takes_turn("b", 10)
@@ -225,7 +225,7 @@ def test_reassign_ends_nothing_that_is_used_where_no_capacity_is_known() -> None
 
 
 def test_several_are_asked_each_in_its_own_period() -> None:
-    """With the settings that each has."""
+    """Each has its own settings."""
     policy = load_policy(
         "ttl",
         {
@@ -254,13 +254,13 @@ def test_several_are_asked_each_in_its_own_period() -> None:
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, str | float], complaint: str) -> None:
-    """With what there is."""
+    """The error lists what exists."""
     with pytest.raises(ConfigurationError, match=complaint):
         load_policy("ttl", settings)
 
 
 def test_nothing_moves_that_has_a_turn_in_flight_before_it_ends() -> None:
-    """A global policy may ask for it: it is marked."""
+    """If a global policy asks for it, the program is only marked."""
     driver = driven("balance")
     turn_id = driver.arrives("a", 500)
     view = driver.scheduler.view

@@ -1,4 +1,4 @@
-"""`infercept`: memory is preserved until that has wasted as much as computing it again would."""
+"""`infercept`: memory is preserved until that has wasted as much as a recomputation would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def preserve_waste_token_s(context_tokens: float, elapsed_s: float) -> float:
 
 
 def discard_waste_token_s(context_tokens: float, running_tokens: float, prefill_token_s: float) -> float:
-    """Return what it wastes to compute a context again in chunks, beside others that run [Eq. 4]."""
+    """Return the waste of recomputing a context in chunks, beside others that run [Eq. 4]."""
     forward_s = prefill_token_s * context_tokens
     return forward_s * context_tokens / 2 + forward_s * running_tokens
 
@@ -34,7 +34,7 @@ def test_alone_it_is_held_for_half_of_its_prefill() -> None:
 
 
 def test_beside_others_it_is_held_longer_and_what_runs_now_counts() -> None:
-    """t* = 0.01 · (400/2 + 300) = 5 s; when the other turn ends after 3 s, 2 s are over at once."""
+    """t* = 0.01 · (400/2 + 300) = 5 s; when the other turn ends after 3 s, 2 s have passed at once."""
     driver = driver_with()
     driver.takes_turn("a", 400)
     other = driver.arrives("b", 300)
@@ -46,7 +46,7 @@ def test_beside_others_it_is_held_longer_and_what_runs_now_counts() -> None:
 
 
 def test_the_crossover_is_where_the_two_wastes_are_equal() -> None:
-    """Whatever runs beside it: preserved a moment before, given up a moment after."""
+    """Whatever runs beside it, it is preserved a moment before, and given up a moment after."""
     for context_tokens, running_tokens in ((100, 1500), (700, 900), (1000, 0)):
         crossover_s = discard_waste_token_s(context_tokens, running_tokens, 0.01) / context_tokens
         assert preserve_waste_token_s(context_tokens, crossover_s) == pytest.approx(
@@ -78,7 +78,7 @@ def test_programs_are_served_as_they_came_and_the_large_ones_are_held_longer() -
 
 
 def test_what_grows_over_the_capacity_is_mended_by_waste() -> None:
-    """The program nearest to its t* is paused first: the small one that is away for as long as the large one."""
+    """The program nearest to its t* is paused first: the small one, if both are away for the same time."""
     driver = driver_with()
     driver.takes_turn("large", 900)
     driver.takes_turn("small", 300)
@@ -88,7 +88,7 @@ def test_what_grows_over_the_capacity_is_mended_by_waste() -> None:
 
 
 def test_the_speed_is_learned_where_it_is_not_told() -> None:
-    """40,000 tokens that took 4 s are held for half of that, as far as the histogram is sharp."""
+    """40,000 tokens that took 4 s are held for half of that, within the precision of the histogram."""
     driver = Driver(InferCept(reserve_tokens=0), replicas={"r0": 100_000})
     turn_id = driver.arrives("a", 40_000)
     driver.passes(4.0)
@@ -101,6 +101,6 @@ def test_the_speed_is_learned_where_it_is_not_told() -> None:
 
 @pytest.mark.parametrize("setting", ["prefill_token_s", "reserve_tokens"])
 def test_negative_settings_are_refused(setting: str) -> None:
-    """With the name of the setting."""
+    """The error has the name of the setting."""
     with pytest.raises(ConfigurationError, match=setting):
         InferCept(**{setting: -1})

@@ -1,4 +1,4 @@
-"""`least-area`: the index, what it learns, and the bound on waiting."""
+"""`least-area`: the index, its learning, and the bound on waiting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from thunderagent.programs.policies.parts.least_area import LeastArea
 
 
 def driver_with(order: LeastArea) -> Driver:
-    """Return a driver that holds nothing: what is learned does not depend on the order."""
+    """Return a driver that holds nothing: learning does not depend on the order."""
     return Driver(Composed(Passthrough(), order=order), replicas={"r0": 10_000_000})
 
 
@@ -54,21 +54,21 @@ def one_at_a_time(bound_ratio: float = 8.0) -> Driver:
 
 
 def test_larger_programs_have_larger_areas() -> None:
-    """Before anything was learned, too; in proportion where turns add nothing."""
+    """This holds before anything was learned, too; areas are in proportion if turns add nothing."""
     assert LeastArea().areas.area(0, 100) < LeastArea().areas.area(0, 10_000) < LeastArea().areas.area(0, 100_000)
     order = taught([10] * 50)
     assert order.areas.area(0, 8000) == pytest.approx(8 * order.areas.area(0, 1000), rel=0.01)
 
 
 def test_where_all_are_of_a_length_nearness_to_the_end_counts() -> None:
-    """With the same claim the one that has more turns behind it is through for less."""
+    """With the same claim, the program with more turns behind it has less to go."""
     order = taught([16] * 200)
     assert order.areas.area(14, 5000) < order.areas.area(8, 5000) < order.areas.area(0, 5000)
     assert order.areas.area(0, 5000) == pytest.approx(16 * 5000, rel=0.2)
 
 
 def test_who_outlived_the_short_ones_falls_back() -> None:
-    """Nine of ten take two turns, and the others a hundred: after three turns there are many more to come."""
+    """Nine of ten take two turns, and the others a hundred: after three turns many more are to come."""
     order = taught(([2] * 9 + [100]) * 20)
     assert order.areas.area(3, 5000) > 5 * order.areas.area(0, 5000)
     assert order.areas.area(95, 5000) < order.areas.area(3, 5000)
@@ -76,7 +76,7 @@ def test_who_outlived_the_short_ones_falls_back() -> None:
 
 @pytest.mark.parametrize("turn_count", [0, 1, 7, 9, 30, 100, 1000])
 def test_the_index_is_the_least_over_all_ends(turn_count: int) -> None:
-    """Whatever is left out because another end is nearer and smaller: as by the formula for each interval."""
+    """Ends are left out if another one is nearer and smaller: the result equals the formula for each interval."""
     areas = taught(([2] * 9 + [100]) * 20, grown_tokens=300).areas
     for claim_tokens in (10, 1000, 100_000):
         least, area, left, tokens, done = inf, 0.0, 1.0, float(claim_tokens), turn_count
@@ -97,7 +97,7 @@ def test_the_index_is_the_least_over_all_ends(turn_count: int) -> None:
 
 
 def test_what_is_made_of_the_table_follows_it_by_a_part_in_32() -> None:
-    """It is made anew for each turn that is learned from at the begin, and for a few of a hundred later."""
+    """At first it is rebuilt for each turn that teaches something, later for a few in a hundred."""
     order = LeastArea()
     driver, made = driver_with(order), []
     for number in range(200):
@@ -110,12 +110,12 @@ def test_what_is_made_of_the_table_follows_it_by_a_part_in_32() -> None:
 
 
 def test_an_area_is_known_however_many_turns_there_were() -> None:
-    """Also beyond the last interval."""
+    """This holds beyond the last interval, too."""
     assert 0 < LeastArea().areas.area(5000, 100) < inf
 
 
 def test_programs_that_still_run_say_nothing_of_later_turns() -> None:
-    """Passing an interval counts at once: with ten that are beyond it, an end there is no more than one in eleven."""
+    """Passing an interval counts at once: with ten programs beyond it, an end there is at most one in eleven."""
     order = LeastArea()
     driver = driver_with(order)
     live(driver, "short", 2)
@@ -129,7 +129,7 @@ def test_programs_that_still_run_say_nothing_of_later_turns() -> None:
 
 
 def test_it_learns_what_a_turn_adds() -> None:
-    """From the contexts of the same program, not from those of others; a guess until then."""
+    """It learns from the contexts of the same program, not from those of others; until then it guesses."""
     order = LeastArea()
     assert order.areas.growth_tokens == FIRST_GROWTH_TOKENS
     driver = driver_with(order)
@@ -139,7 +139,7 @@ def test_it_learns_what_a_turn_adds() -> None:
 
 
 def test_it_forgets_programs_that_ended() -> None:
-    """Nothing is kept of them but what was counted."""
+    """Only their counts are kept."""
     order = taught([3] * 20)
     kept = (
         order.areas._contexts_tokens,
@@ -152,7 +152,7 @@ def test_it_forgets_programs_that_ended() -> None:
 
 
 def test_a_turn_that_fails_teaches_nothing() -> None:
-    """Tried five times, a turn is passed once when the next one comes, and adds what it adds in the end."""
+    """A turn that is tried five times counts once when the next one comes, with its final size."""
     order = LeastArea()
     driver = driver_with(order)
     driver.takes_turn("p", 1000)
@@ -163,7 +163,7 @@ def test_a_turn_that_fails_teaches_nothing() -> None:
 
 
 def test_a_rank_stays_while_a_program_waits_whatever_is_learned() -> None:
-    """The queue's order is that of the ranks when the waits began: asked again, they are the same."""
+    """The queue keeps the ranks from the begin of the waits: computed again, they are the same."""
     order = LeastArea()
     driver = Driver(Composed(Cap(n=1), order=order), replicas={"r0": 1_000_000})
     driver.arrives("holder", 10)
@@ -218,7 +218,7 @@ def test_nobody_waits_for_those_that_come_later_for_longer_than_the_bound() -> N
 
 
 def test_the_waits_of_all_its_turns_count_together() -> None:
-    """Half of the bound for its first turn, and half for its second: then none goes before it."""
+    """Half of the bound passes for its first turn, half for its second: then none goes before it."""
     driver = one_at_a_time(bound_ratio=10.0)
     for number in range(8):  # the median residence is a second
         turn_id = driver.arrives(f"first{number}", 500)
@@ -253,7 +253,7 @@ def test_waits_that_are_over_are_forgotten_though_nobody_is_ever_overdue() -> No
 
 
 def test_without_a_bound_it_waits_as_long_as_small_ones_come() -> None:
-    """That is what the bound is for."""
+    """The bound exists for this."""
     driver = one_at_a_time(bound_ratio=inf)
     driver.arrives("small0", 500)
     large = driver.arrives("large", 50_000)
@@ -265,7 +265,7 @@ def test_without_a_bound_it_waits_as_long_as_small_ones_come() -> None:
 
 
 def test_of_those_that_waited_too_long_the_one_goes_first_that_waits_for_longest() -> None:
-    """Whatever their sizes."""
+    """Sizes do not matter."""
     driver = one_at_a_time(bound_ratio=0.0)
     holder = driver.arrives("holder", 10)
     large = driver.arrives("large", 50_000)
@@ -280,7 +280,7 @@ def test_of_those_that_waited_too_long_the_one_goes_first_that_waits_for_longest
 
 
 def test_of_two_alike_the_one_goes_first_that_began() -> None:
-    """It counts half, so that it goes before a new one with little less; before one with much less it does not."""
+    """It counts half, so it precedes a new one that is a little smaller, but not one that is much smaller."""
     for new_tokens, began_goes_first in ((900, True), (100, False)):
         driver = Driver(load_policy("cap", {"n": 1, "order": "least-area"}), replicas={"r0": 1_000_000})
         driver.takes_turn("began", 1000)
@@ -294,7 +294,7 @@ def test_of_two_alike_the_one_goes_first_that_began() -> None:
 
 @pytest.mark.parametrize("name", ["bound_ratio", "begun_ratio"])
 def test_a_negative_ratio_is_refused(name: str) -> None:
-    """And one that is not a number."""
+    """So is one that is not a number."""
     for ratio in (-1.0, float("nan")):
         with pytest.raises(ConfigurationError, match=f"{name} must not be negative"):
             LeastArea(**{name: ratio})

@@ -1,4 +1,4 @@
-"""`mars`: memory that is kept where a warm return pays, evicted by priority and footprint; and the parts together."""
+"""`mars`: memory is kept where a warm return pays, and evicted by priority and footprint; and the parts together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def driver_with(capacity_tokens: int | None = 100_000, **settings: float) -> Dri
 
 
 def test_a_program_in_is_granted_where_it_is_and_newcomers_by_their_size() -> None:
-    """Both parts are used: the admission decides what begins, the priority what the engine gets."""
+    """Both parts work: the admission decides what begins, the priority goes to the engine."""
     driver = driver_with()
     driver.takes_turn("a", 3000)
     driver.passes(1.0)
@@ -31,7 +31,7 @@ def test_a_program_in_is_granted_where_it_is_and_newcomers_by_their_size() -> No
 
 
 def test_room_is_made_of_who_expired() -> None:
-    """A claim that is held for too long goes once a program needs the room, and not before."""
+    """A claim that is held too long goes once a program needs the room, and not before."""
     driver = driver_with(warm_ratio=0.0)
     driver.takes_turn("a", 70_000)
     driver.ticks(50.0)
@@ -44,7 +44,7 @@ def test_room_is_made_of_who_expired() -> None:
 
 
 def test_one_that_is_bound_passes_the_first_that_waits_as_others_do() -> None:
-    """Behind one that fits nowhere it would keep its replica from all others, though there is room for all of them."""
+    """Behind one that fits nowhere it would keep its replica from all others, though there is room for them."""
     settings = {"reserve_tokens": 0, "growth_quantile": 0.0, "admission": "window", "admission.n": 100}
     driver = Driver(load_policy("mars", settings), replicas={"r0": 40_000, "r1": 40_000})
     driver.routes("class", "to-r0", r0=1)
@@ -60,7 +60,7 @@ def test_one_that_is_bound_passes_the_first_that_waits_as_others_do() -> None:
 
 
 def test_memory_is_taken_from_the_largest_at_its_tool() -> None:
-    """Where programs grew over it: the lowest level and the largest first; it comes back when there is room."""
+    """If programs outgrew memory, the lowest level and the largest goes first; it returns when there is room."""
     driver = driver_with(warm_ratio=1e6)
     driver.takes_turn("small", 900)
     driver.takes_turn("large", 60_000)
@@ -78,7 +78,7 @@ def test_memory_is_taken_from_the_largest_at_its_tool() -> None:
 
 
 def test_one_of_a_lower_level_at_its_tool_makes_room() -> None:
-    """For a turn of a higher level, if it alone is enough; not for one of its own level."""
+    """A turn of a higher level gets the room if that one alone is enough; a turn of its own level does not."""
     driver = driver_with(warm_ratio=1e6)
     for name, tokens in (("small", 6000), ("large", 40_000), ("other", 40_000)):
         driver.takes_turn(name, tokens)
@@ -109,7 +109,7 @@ def test_what_grows_over_the_memory_is_marked_and_unmarked() -> None:
 
 
 def test_a_small_one_passes_a_large_one_that_does_not_fit() -> None:
-    """Those that wait are passed over, not waited for."""
+    """Waiting programs that do not fit are passed over."""
     driver = driver_with(warm_ratio=1e6)
     for name, tokens in (("a", 40_000), ("b", 30_000), ("c", 10_000)):
         driver.takes_turn(name, tokens)
@@ -125,13 +125,13 @@ def test_a_small_one_passes_a_large_one_that_does_not_fit() -> None:
 
 
 def test_one_larger_than_every_replica_goes_at_once() -> None:
-    """The engine decides what becomes of it."""
+    """The engine decides what happens to it."""
     driver = driver_with(1000)
     assert not driver.held(driver.arrives("giant", 2000))
 
 
 def test_without_a_capacity_memory_holds_nobody() -> None:
-    """An unknown capacity has room for everyone; the window is then the guess of the authors."""
+    """An unknown capacity has room for everyone; the window is then the authors' guess."""
     driver = driver_with(None)
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(31)]
     driver.ticks(0.2)
@@ -139,7 +139,7 @@ def test_without_a_capacity_memory_holds_nobody() -> None:
 
 
 def test_the_window_is_told() -> None:
-    """As signals, with what moved it."""
+    """Signals have it, with the cause of each change."""
     driver = driver_with(window_max_count=8)
     heard: list[Signal] = []
     driver.scheduler.listen(heard.append)

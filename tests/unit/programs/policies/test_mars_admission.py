@@ -55,7 +55,7 @@ def test_it_grows_by_one_in_an_interval_and_shrinks_by_a_factor() -> None:
 
 
 def test_memory_pressure_goes_off_only_under_its_low_mark() -> None:
-    """Hysteresis: between the marks it stays what it was, and the soft cap follows in a line."""
+    """This is hysteresis: between the marks it stays, and the soft cap follows in a line."""
     driver = driver_with(window_max_count=20)
     admission = admission_of(driver)
     seen = []
@@ -75,7 +75,7 @@ def test_memory_pressure_goes_off_only_under_its_low_mark() -> None:
 
 
 def test_tools_shrink_the_window_by_their_number_and_the_wait() -> None:
-    """On by either, off by both; how long tools waited follows from how many share the workers."""
+    """Either starts it, both must be low to end it; the wait of tools follows from how many share the workers."""
     driver = driver_with(tool_cpu_count=2, window_max_count=40, backlog_low_ratio=4.0, backlog_high_ratio=6.0)
     admission = admission_of(driver)
     for number in range(10):
@@ -93,11 +93,11 @@ def test_tools_shrink_the_window_by_their_number_and_the_wait() -> None:
     for number in range(2, 10):
         driver.releases(f"p{number}")
     driver.ticks(0.2)
-    assert not admission.tools_overloaded  # no tool runs that could say more
+    assert not admission.tools_overloaded  # no tool runs that could show more
 
 
 def test_without_known_workers_it_looks_at_what_tools_take_beyond_the_usual() -> None:
-    """Tools that always take 20 s are no pressure; that they take 60 s suddenly is."""
+    """Tools that always take 20 s are no pressure; a sudden 60 s is."""
     driver = driver_with(window_max_count=20)
     admission = admission_of(driver)
     for seconds in [20.0] * 5 + [60.0]:
@@ -113,7 +113,7 @@ def test_without_known_workers_it_looks_at_what_tools_take_beyond_the_usual() ->
 
 
 def test_a_posted_start_says_how_long_a_tool_waited() -> None:
-    """From the end of the turn to the start; its time then says nothing any more, nor do further starts."""
+    """It is the time from the turn's end to the start; neither the tool's time nor further starts count then."""
     driver = driver_with(tool_cpu_count=1)
     admission = admission_of(driver)
     driver.takes_turn("a", 100)
@@ -130,7 +130,7 @@ def test_a_posted_start_says_how_long_a_tool_waited() -> None:
 
 
 def test_tool_cpus_bound_the_window() -> None:
-    """W_cpu: the workers times the middle of the marks."""
+    """W_cpu is the workers times the middle of the marks."""
     driver = driver_with(tool_cpu_count=2)
     for number in range(8):
         driver.arrives(f"p{number}", 100)
@@ -138,7 +138,7 @@ def test_tool_cpus_bound_the_window() -> None:
 
 
 def test_the_largest_window_is_learned_from_the_size_of_programs() -> None:
-    """As many as memory holds of their mean size; the authors' 30 for each replica until one is known."""
+    """It is how many programs of mean size memory holds; until one is known, the authors' 30 for each replica."""
     driver = driver_with()
     assert admission_of(driver).window_count == 30
     driver.arrives("a", 10_000)
@@ -154,7 +154,7 @@ def test_the_largest_window_is_learned_from_the_size_of_programs() -> None:
     ("admission", "order"), [("mars", ["small", "middle", "large"]), (FEW_LONG, ["large", "small", "middle"])]
 )
 def test_the_smallest_goes_first_by_the_paper_also_where_all_find_a_place(admission: str, order: list[str]) -> None:
-    """The order of coming while both pressures are low is ours, under its own name."""
+    """Order of arrival while both pressures are low is ours, under its own name."""
     driver = driver_with(admission=admission, window_max_count=8)
     driver.suspends()
     for name, tokens in (("large", 30_000), ("small", 100), ("middle", 2000)):
@@ -165,7 +165,7 @@ def test_the_smallest_goes_first_by_the_paper_also_where_all_find_a_place(admiss
 
 
 def long_ones_behind_a_full_window(admission: str) -> Driver:
-    """Four places, all taken, little memory left, and only long programs outside; then a place becomes free."""
+    """All four places are taken, little memory is left, only long programs are outside; then a place becomes free."""
     driver = driver_with(200_000, admission=admission, window_min_count=4, window_max_count=4)
     turn_id = driver.arrives("in0", 40_000)
     for number in range(1, 4):
@@ -181,13 +181,13 @@ def long_ones_behind_a_full_window(admission: str) -> Driver:
 
 
 def test_where_all_are_long_the_first_that_fits_goes() -> None:
-    """First fit: an oversized one at the head blocks none, and a smaller one does not overtake one that fits."""
+    """This is first fit: an oversized one at the head blocks none, and a smaller one does not pass one that fits."""
     assert admitted(long_ones_behind_a_full_window("mars"))[4:] == ["long"]
     assert admitted(long_ones_behind_a_full_window(FEW_LONG))[4:] == ["shorter"]
 
 
 def test_a_short_one_outside_ends_first_fit() -> None:
-    """It is for queues of long programs only: else the smallest goes first."""
+    """First fit is for queues of long programs only: otherwise the smallest goes first."""
     driver = driver_with(300_000, window_min_count=1, window_max_count=1)
     turn_id = driver.arrives("in", 1000)
     for name, tokens in (("long", 80_000), ("longer", 90_000), ("short", 50_000)):
@@ -199,16 +199,16 @@ def test_a_short_one_outside_ends_first_fit() -> None:
 
 
 def test_as_many_long_programs_are_in_as_there_are_places() -> None:
-    """The paper has no bound on their number, and no program waits for short ones that may come."""
+    """The paper does not bound their number, and no program waits for short ones that may come."""
     driver = driver_with(10_000_000, window_max_count=8)
     for number in range(5):
         driver.arrives(f"long{number}", 60_000)
-        driver.ticks(0.2)  # the order is made once in each control interval
+        driver.ticks(0.2)  # the order is computed once in each control interval
     assert len(admitted(driver)) == 5
 
 
 def test_the_smallest_goes_first_where_not_all_find_a_place() -> None:
-    """And one that does not fit in memory is passed over: then no larger one fits either."""
+    """One that does not fit in memory is passed over: then no larger one fits either."""
     driver = driver_with(window_min_count=1, window_max_count=1)
     turn_id = driver.arrives("in", 50_000)
     for name, tokens in (("large", 30_000), ("small", 1000), ("middle", 2000)):
@@ -223,7 +223,7 @@ def test_the_smallest_goes_first_where_not_all_find_a_place() -> None:
 
 
 def test_the_largest_that_fits_goes_first_while_tools_are_under_pressure() -> None:
-    """It reaches its tools later; one larger than what is left is skipped, not waited for."""
+    """It reaches its tools later; one larger than the rest of the room is skipped, not waited for."""
     driver = driver_with(tool_cpu_count=1, backlog_low_ratio=1.0, backlog_high_ratio=2.0, window_min_count=4)
     for number in range(4):
         driver.takes_turn(f"t{number}", 10_000)
@@ -237,7 +237,7 @@ def test_the_largest_that_fits_goes_first_while_tools_are_under_pressure() -> No
 
 
 def test_a_long_program_goes_when_no_short_one_was_outside_for_a_moment() -> None:
-    """Two at most are in, and none while memory is under pressure; the first of all is let in at once."""
+    """At most two are in, and none while memory is under pressure; the first of all is let in at once."""
     driver = driver_with(
         10_000_000,
         FEW_LONG,
@@ -249,7 +249,7 @@ def test_a_long_program_goes_when_no_short_one_was_outside_for_a_moment() -> Non
     )
     driver.takes_turn("first", 10_000)
     for number in range(8):
-        driver.takes_turn(f"t{number}", 10_000)  # more tools than is healthy: not in the order of coming any more
+        driver.takes_turn(f"t{number}", 10_000)  # more tools than is healthy: no longer in the order of arrival
         driver.passes(2.0)
     held = [driver.arrives(f"long{number}", 60_000) for number in range(3)]
     assert [driver.held(turn_id) for turn_id in held] == [False, False, True]
@@ -259,7 +259,7 @@ def test_a_long_program_goes_when_no_short_one_was_outside_for_a_moment() -> Non
 
 
 def test_a_long_program_waits_for_short_ones() -> None:
-    """For as long as they come one after the other, 5 s at most."""
+    """It waits while they come one after the other, 5 s at most."""
     driver = driver_with(
         10_000_000,
         FEW_LONG,
@@ -292,7 +292,7 @@ def test_where_nobody_is_in_one_goes_whatever_it_takes() -> None:
 
 
 def test_it_says_when_the_window_moves_and_why() -> None:
-    """It signals this on the information stream."""
+    """The information stream has these signals."""
     driver = driver_with(window_max_count=10, window_min_count=2)
     heard: list[Signal] = []
     driver.scheduler.listen(heard.append)
@@ -325,6 +325,6 @@ def test_it_says_when_the_window_moves_and_why() -> None:
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
-    """The message says what they have to be."""
+    """The error says which values are allowed."""
     with pytest.raises(ConfigurationError, match="admission mars"):
         MarsAdmission(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`mars`, the engine priority and the order: levels by tokens to compute and service so far, and promotion."""
+"""`mars`, the engine priority and the order: levels by tokens to compute and past service, and promotion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsP
 
 
 def priority_of(driver: Driver, turn_id: int) -> int | None:
-    """What the engine was told with a turn."""
+    """The engine's priority of a turn."""
     grants = [each for _, decisions in driver.events for each in decisions if isinstance(each, Grant)]
     return next(grant.engine_priority for grant in grants if grant.turn_id == turn_id)
 
@@ -26,12 +26,12 @@ def driver_with(**settings: float) -> Driver:
     ("tokens", "level"), [(0, 0), (2048, 0), (2049, 1), (8192, 1), (8193, 2), (32_768, 2), (32_769, 3), (10**9, 3)]
 )
 def test_the_levels_are_those_of_the_authors_code(tokens: int, level: int) -> None:
-    """Each reaches to four times as many tokens as the one before."""
+    """Each level reaches to four times as many tokens as the one before."""
     assert level_of(tokens) == level
 
 
 def test_a_warm_return_is_at_the_highest_level_however_long_its_history() -> None:
-    """What counts is what is still to be computed; after enough time nothing of it is service any more."""
+    """Only tokens that are still to be computed count; after enough time none of them counts as service."""
     driver = driver_with()
     assert priority_of(driver, driver.takes_turn("a", 50_000)) == 3
     driver.passes(31.0)
@@ -39,7 +39,7 @@ def test_a_warm_return_is_at_the_highest_level_however_long_its_history() -> Non
 
 
 def test_who_was_served_much_lately_goes_behind() -> None:
-    """The tokens of the window count a fourth; when it is over they count no more."""
+    """A quarter of the window's tokens counts; after the window none does."""
     driver = driver_with()
     driver.takes_turn("a", 50_000)
     driver.passes(1.0)
@@ -51,7 +51,7 @@ def test_who_was_served_much_lately_goes_behind() -> None:
 
 
 def test_what_a_failed_turn_computed_counts_too() -> None:
-    """It took the engine's time all the same."""
+    """It took the engine's time, too."""
     driver = driver_with()
     driver.fails(driver.arrives("a", 50_000))
     driver.passes(1.0)
@@ -59,7 +59,7 @@ def test_what_a_failed_turn_computed_counts_too() -> None:
 
 
 def test_who_waited_goes_up_by_a_level_for_each_promotion_time() -> None:
-    """Down to level 0, so that the wait of the lowest level is bounded."""
+    """It rises to level 0 at most, so the wait of the lowest level is bounded."""
     driver = driver_with()
     driver.suspends()
     turn_id = driver.arrives("a", 50_000)
@@ -76,7 +76,7 @@ def test_who_waited_goes_up_by_a_level_for_each_promotion_time() -> None:
 
 
 def test_programs_that_were_served_are_forgotten() -> None:
-    """What is kept is bounded by what was served in the window."""
+    """The kept state is bounded by the programs that were served in the window."""
     driver = driver_with()
     for number in range(50):
         driver.takes_turn(f"p{number}", 100)
@@ -88,7 +88,7 @@ def test_programs_that_were_served_are_forgotten() -> None:
 
 
 def test_the_order_is_the_begin_of_the_wait_and_a_time_for_each_level() -> None:
-    """A small turn passes a large one that waits for less than its levels are worth."""
+    """A small turn passes a large one that waits for less than the difference of their levels."""
     settings = {"order": "mars", "ttl_s": 100.0, "reserve_tokens": 0}
     driver = Driver(load_policy("ttl", settings), replicas={"r0": 60_000})
     driver.takes_turn("first", 59_000)
@@ -105,7 +105,7 @@ def test_the_order_is_the_begin_of_the_wait_and_a_time_for_each_level() -> None:
 
 
 def test_who_comes_back_from_a_long_tool_passes_nobody_that_waited_meanwhile() -> None:
-    """Its wait counts from now, not since its tool began; this also holds for the check whether it may go at once."""
+    """Its wait counts from now, not since its tool began; the check whether it may go at once uses that too."""
     driver = Driver(load_policy("ttl", {"order": "mars", "ttl_s": 1.0, "reserve_tokens": 0}), replicas={"r0": 1000})
     driver.takes_turn("back", 300)
     driver.ticks(5.0)

@@ -24,7 +24,7 @@ def priority_of(driver: Driver, turn_id: int) -> int | None:
 
 
 def test_every_ten_turns_of_the_whole_program_are_a_step() -> None:
-    """Whatever its branches; the turn itself does not count yet."""
+    """Branches count together; the turn itself does not count yet."""
     driver = driver_of("orbit-step")
     priorities = [
         priority_of(driver, driver.takes_turn("a", 10, branch=branch)) for branch in ["", "x", "y", "z", "x"] * 5
@@ -33,20 +33,20 @@ def test_every_ten_turns_of_the_whole_program_are_a_step() -> None:
 
 
 def test_the_window_is_a_setting() -> None:
-    """Of two turns here."""
+    """Here it is two turns."""
     driver = driver_of("orbit-step", window_count=2)
     assert [priority_of(driver, driver.takes_turn("a", 10)) for _ in range(4)] == [0, 0, STEP, STEP]
 
 
 @pytest.mark.parametrize("name", ["orbit-step", "orbit-judge"])
 def test_a_window_of_nothing_is_refused(name: str) -> None:
-    """By both."""
+    """Both refuse it."""
     with pytest.raises(ConfigurationError, match="window_count must be a whole number, at least 1"):
         load_policy("cap", {"order": name, "order.window_count": 0})
 
 
 def test_shorter_answers_go_first_within_a_step() -> None:
-    """By the learned mean of the role; a step weighs more than any length."""
+    """The learned mean of the role counts; a step weighs more than any length."""
     driver = driver_of("orbit-step")
     driver.finishes(driver.arrives("a", 10, role="planner"), 10, 400)
     driver.finishes(driver.arrives("a", 10, role="browser"), 10, 50)
@@ -64,7 +64,7 @@ def test_shorter_answers_go_first_within_a_step() -> None:
 
 
 def test_who_has_more_turns_waits_behind_who_has_fewer() -> None:
-    """In the paused queue as in the engine."""
+    """This holds in the paused queue and in the engine."""
     driver = driver_of("orbit-step")
     for _ in range(12):
         driver.takes_turn("old", 10)
@@ -79,7 +79,7 @@ def test_who_has_more_turns_waits_behind_who_has_fewer() -> None:
 
 
 def test_verdicts_take_the_place_of_steps() -> None:
-    """Until one comes, steps; then the level, whatever the turns."""
+    """Until a verdict comes, steps count; then the level does, whatever the turns."""
     driver = driver_of("orbit-judge")
     for _ in range(30):
         driver.takes_turn("a", 10)
@@ -107,7 +107,7 @@ def test_a_verdict_moves_who_waits() -> None:
 
 
 def test_numbers_fit_into_what_engines_take() -> None:
-    """31 bits, however many turns and tokens."""
+    """They have 31 bits, however many turns and tokens there are."""
     driver = Driver()
     driver.finishes(driver.arrives("a", 10, role="r"), 10, 10**7)
     driver.arrives("a", 10, role="r")

@@ -1,4 +1,4 @@
-"""Policies that are put together from parts."""
+"""Policies made of parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thunderagent.programs.policies.composed import Composed
 
 
 def test_a_policy_is_named_by_its_parts() -> None:
-    """The name says what was chosen, for logs and metrics."""
+    """The name shows the choice, for logs and metrics."""
     settings = {"priority": "age", "admission": "window", "admission.n": 2, "hold_ratio": 0.5}
     policy = load_policy("breakeven", settings)
     assert policy.name == "breakeven+admission=window+priority=age"
@@ -45,13 +45,13 @@ def test_a_policy_is_named_by_its_parts() -> None:
     ],
 )
 def test_parts_that_are_not_there_are_refused(settings: dict[str, str | int], complaint: str) -> None:
-    """With what there is instead."""
+    """The error lists the parts that exist."""
     with pytest.raises(ConfigurationError, match=complaint):
         load_policy("passthrough", settings)
 
 
 def test_who_is_not_admitted_waits_outside() -> None:
-    """In the order of coming, until one ends; its other turns wait with it, and it stays admitted at its tool."""
+    """It waits in order of arrival until one ends; its other turns wait with it, and at its tool it stays admitted."""
     driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}))
     first = driver.arrives("a", 10)
     second = driver.arrives("b", 10)
@@ -80,7 +80,7 @@ def test_who_is_admitted_may_still_wait_for_room() -> None:
 
 
 def test_the_idle_limit_takes_the_place_too() -> None:
-    """An unreleased program keeps none out for ever, and waits like a new one when it comes back."""
+    """An unreleased program keeps none out for ever; when it comes back it waits like a new one."""
     settings = SchedulerSettings(idle_limit_s=10.0)
     driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}), settings=settings)
     driver.takes_turn("a", 10)
@@ -111,7 +111,7 @@ def test_the_idle_limit_takes_the_place_of_one_that_has_no_claim_any_more() -> N
 
 
 def test_the_idle_limit_takes_the_place_of_one_whose_client_left_before_its_first_answer() -> None:
-    """It was let in and waited for room: it never had a claim."""
+    """It was admitted and waited for room: it never had a claim."""
     policy = load_policy("ttl", {"reserve_tokens": 0, "admission": "window", "admission.n": 2})
     driver = Driver(policy, settings=SchedulerSettings(idle_limit_s=10.0))
     driver.arrives("busy", 600)
@@ -125,7 +125,7 @@ def test_the_idle_limit_takes_the_place_of_one_whose_client_left_before_its_firs
 
 
 def test_a_child_of_who_is_in_is_let_in() -> None:
-    """Its parent may wait for it: outside it would wait for ever. So is one whose client would give up."""
+    """Its parent may wait for it: outside it would wait for ever. One whose client would give up is let in, too."""
     driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}))
     driver.arrives("a", 10)
     assert driver.arrives("child", 10, parent="a") in driver.granted_on
@@ -137,7 +137,7 @@ def test_a_child_of_who_is_in_is_let_in() -> None:
 
 
 def test_who_is_dismissed_loses_its_claim_and_waits_outside() -> None:
-    """An admission that shrinks takes programs out between two of their turns."""
+    """An admission that shrinks dismisses programs between two of their turns."""
     policy = load_policy("passthrough", {"admission": "tests.builders:Breathing"})
     driver = Driver(policy)
     driver.arrives("a", 10)
@@ -151,7 +151,7 @@ def test_who_is_dismissed_loses_its_claim_and_waits_outside() -> None:
 
 
 def test_orders_victims_and_priorities_are_asked() -> None:
-    """Instead of the policy."""
+    """They are asked instead of the policy."""
     settings = {"order": "shortest", "victims": "largest", "priority": "age", "ttl_s": 100.0, "reserve_tokens": 0}
     driver = Driver(load_policy("ttl", settings), replicas={"r0": 100})
     driver.takes_turn("large", 90)
@@ -167,14 +167,14 @@ def test_orders_victims_and_priorities_are_asked() -> None:
 
 
 def test_a_client_that_says_when_its_tool_runs_is_believed() -> None:
-    """It begins when it says so, under the name that it says, and its end keeps the program until its next turn."""
+    """The tool begins when the client says so, by that name; after its end the program is kept until its next turn."""
     driver = Driver(load_policy("ttl", {"ttl_s": 10.0}), replicas={"r0": 1000})
     heard: list[Signal] = []
     driver.scheduler.listen(heard.append)
     driver.takes_turn("a", 100, tool="?")
     driver.passes(8.0)
     driver.tool_starts("a", "make")
-    driver.ticks(8.0)  # longer than the time to live after the turn, not after the begin of the tool
+    driver.ticks(8.0)  # longer than the time to live after the turn, but not after the tool's begin
     program = driver.scheduler.programs.get("a")
     assert program is not None
     assert program.status is Status.ACTIVE
@@ -193,7 +193,7 @@ def test_a_client_that_says_when_its_tool_runs_is_believed() -> None:
         ToolStart(176.0, "a", "test"),
         ToolEnd(178.0, "a", "test", 2.0),
     ]
-    for nobody in ("a", "gone"):  # a turn of the one is with us
+    for nobody in ("a", "gone"):  # a turn of the first one is in flight
         driver.tool_starts(nobody)
         driver.tool_ends(nobody)
     assert driver.scheduler.knowledge.tools_running_count == 0
@@ -229,7 +229,7 @@ def test_signals_tell_of_turns_and_tools() -> None:
 
 
 def test_signals_tell_of_the_end_of_programs() -> None:
-    """After what ended with it, and once, however often it is released."""
+    """It comes after what ended with it, and once, however often the program is released."""
     driver = Driver()
     heard: list[Signal] = []
     driver.takes_turn("a", 100, tool="make")

@@ -8,7 +8,7 @@ from thunderagent.programs.policies.baselines.passthrough import Passthrough
 
 
 def test_every_turn_is_granted_at_once_however_full_the_replicas_are() -> None:
-    """It adds no waiting, ever: the lower bound of all policies."""
+    """It never adds a wait: it is the lower bound of all policies."""
     driver = Driver(Passthrough(), replicas={"r0": 100, "r1": 100})
     turns = [driver.arrives(f"p{number}", 5000) for number in range(20)]
     assert all(turn in driver.granted_on for turn in turns)
@@ -24,7 +24,7 @@ def test_each_turn_goes_to_the_replica_with_the_fewest_turns_in_flight() -> None
 
 
 def test_a_programs_turns_have_no_home() -> None:
-    """A program's next turn goes where it is emptiest, and its claim with it."""
+    """A program's next turn goes to the emptiest replica, and its claim with it."""
     driver = Driver(Passthrough(), replicas={"r0": 1000, "r1": 1000})
     driver.takes_turn("a", 100)
     home = driver.home("a")

@@ -1,4 +1,4 @@
-"""`plas` and `atlas`: levels of attained service, and starvation; `autellix`: where its calls go."""
+"""`plas` and `atlas`: levels of attained service, and starvation; `autellix`: the replicas of its calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def next_priority(driver: Driver, program_id: str, tokens: int = 10) -> tuple[in
     ("served_tokens", "level"), [(2047, 0), (2048, 1), (8191, 1), (8192, 2), (32767, 2), (32768, 3), (10**6, 3)]
 )
 def test_the_levels_are_those_of_the_public_baseline(served_tokens: int, level: int) -> None:
-    """Four, from 0, 2,048, 8,192 and 32,768 tokens on, the lower bound in."""
+    """There are four, from 0, 2,048, 8,192 and 32,768 tokens on, lower bounds included."""
     driver = driver_with(Plas())
     turn_id, priority = next_priority(driver, "a")
     assert priority == 0
@@ -42,7 +42,7 @@ def test_the_levels_are_those_of_the_public_baseline(served_tokens: int, level: 
 
 
 def test_plas_adds_up_what_was_computed_and_not_what_was_cached() -> None:
-    """1,500 tokens twice are 3,000: the second level; what was found in the cache is no service."""
+    """1,500 tokens twice are 3,000: the second level; tokens from the cache are no service."""
     driver = driver_with(Plas())
     turn_id, _ = next_priority(driver, "a")
     driver.finishes(turn_id, 1400, 100)
@@ -56,7 +56,7 @@ def test_plas_adds_up_what_was_computed_and_not_what_was_cached() -> None:
 
 
 def test_atlas_counts_the_longest_chain() -> None:
-    """Two calls of 1,500 tokens side by side are a chain of 1,500; one after them makes it 3,000. PLAS adds all."""
+    """Two concurrent calls of 1,500 tokens are a chain of 1,500; one after them makes it 3,000. PLAS adds all."""
     for part, levels in ((Atlas(), (0, 1)), (Plas(), (1, 1))):
         driver = driver_with(part)
         together = [driver.arrives("a", 10, branch=branch) for branch in ("x", "y")]
@@ -76,7 +76,7 @@ def runs_for(driver: Driver, turn_id: int, first_token_s: float, rest_s: float, 
 
 
 def test_who_waits_twice_as_long_as_it_was_served_goes_first() -> None:
-    """A prefill of 0.2 s is service, the 3 s before it are not: over 2; after 1 s more of service it is under."""
+    """A prefill of 0.2 s is service, the 3 s before are not: the ratio is over 2; 1 s of service later it is less."""
     driver = driver_with(Plas(starved_ratio=2.0))
     for _ in range(6):  # enough to learn the speed of prefill
         runs_for(driver, driver.arrives("other", 4000), 0.2, 0.5, 4000)
@@ -88,7 +88,7 @@ def test_who_waits_twice_as_long_as_it_was_served_goes_first() -> None:
 
 
 def test_a_second_tool_is_no_waiting() -> None:
-    """Nor is what a client takes for its next turn: it waits while that is held."""
+    """Neither is the client's time before its next turn: only held time counts as waiting."""
     part = Plas()
     driver = driver_with(part)
     turn_id, _ = next_priority(driver, "a")
@@ -114,7 +114,7 @@ def test_inf_promotes_nobody() -> None:
 
 
 def test_what_a_program_got_is_forgotten_when_it_ends() -> None:
-    """A new program of that name begins at the first level, and nothing is left of the old one."""
+    """A new program of that name begins at the first level, and nothing of the old one is left."""
     part = Plas()
     driver = driver_with(part)
     turn_id, _ = next_priority(driver, "a")
@@ -125,7 +125,7 @@ def test_what_a_program_got_is_forgotten_when_it_ends() -> None:
 
 
 def test_as_an_order_it_serves_the_lower_level_first_and_inside_it_who_came_first() -> None:
-    """A held program that got much waits behind two that came later and got little."""
+    """A held program with much service waits behind two later ones with little."""
     driver = Driver(Composed(Ttl(ttl_s=0.0, reserve_tokens=0), order=Plas(first_tokens=300)), replicas={"r0": 1000})
     driver.takes_turn("much", 400)
     driver.takes_turn("little", 100)
@@ -140,7 +140,7 @@ def test_as_an_order_it_serves_the_lower_level_first_and_inside_it_who_came_firs
 
 
 def test_who_comes_back_after_a_failed_turn_waits_like_others() -> None:
-    """From when its turn comes, although no tool ended: not since its program came."""
+    """Its wait begins with its turn, although no tool ended, and not with its program."""
     driver = Driver(load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0, "order": "plas"}), replicas={"r0": 1000})
     driver.fails(driver.arrives("failed", 300))
     driver.ticks(5.0)
@@ -156,7 +156,7 @@ def test_who_comes_back_after_a_failed_turn_waits_like_others() -> None:
     "settings", [{"level_count": 0}, {"level_count": 1.5}, {"first_tokens": 0}, {"ratio": 1.0}, {"starved_ratio": 0.0}]
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, float]) -> None:
-    """With the name of the part."""
+    """The error has the name of the part."""
     with pytest.raises(ConfigurationError, match="plas: "):
         Plas(**settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="atlas: "):
@@ -164,7 +164,7 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, float]) -> N
 
 
 def test_autellix_sends_long_calls_home_and_short_ones_where_least_is_done() -> None:
-    """Up to 2,048 tokens; and its priority is PLAS."""
+    """Short ones have up to 2,048 tokens; its priority is PLAS."""
     driver = Driver(Autellix(), replicas={"r0": 100_000, "r1": 100_000})
     driver.takes_turn("long", 2100)
     driver.takes_turn("short", 500)
@@ -179,7 +179,7 @@ def test_autellix_sends_long_calls_home_and_short_ones_where_least_is_done() -> 
 
 
 def test_they_are_loaded_by_name() -> None:
-    """As a policy, as parts, and another priority on the policy."""
+    """They load as a policy, as parts, and as another priority on the policy."""
     policy = load_policy("autellix", {"priority": "atlas", "priority.level_count": 2})
     assert policy.name == "autellix+priority=atlas"
     assert isinstance(policy.priority, Plas)  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def test_they_are_loaded_by_name() -> None:
 
 
 def test_a_turn_that_was_left_while_it_was_held_is_no_waiting() -> None:
-    """What the next one is held counts, not the time between the two."""
+    """Only the hold of the next one counts, not the time between the two."""
     part = Plas()
     driver = Driver(load_policy("cap", {"n": 1, "order": "plas"}), replicas={"r0": 1000})
     driver.scheduler.listen(lambda signal: part.observe(driver.scheduler.view, signal))

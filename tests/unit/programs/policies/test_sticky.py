@@ -12,7 +12,7 @@ PROGRAMS = [f"program-{number}" for number in range(60)]
 
 
 def homes(driver: Driver) -> dict[str, str | None]:
-    """Let every program take a turn; say where each is."""
+    """Let every program take a turn; return the place of each."""
     for program_id in PROGRAMS:
         driver.takes_turn(program_id, 10)
     return {program_id: driver.home(program_id) for program_id in PROGRAMS}
@@ -41,26 +41,26 @@ def test_only_the_lost_replicas_programs_move_and_they_return() -> None:
 
 
 def test_the_place_does_not_depend_on_the_order_of_the_replicas() -> None:
-    """Two proxies that know the replicas in another order agree."""
+    """Two proxies that know the replicas in different orders agree."""
     forwards = Driver(Sticky(), replicas=REPLICAS)
     backwards = Driver(Sticky(), replicas=dict(reversed(REPLICAS.items())))
     assert homes(forwards) == homes(backwards)
 
 
 def test_programs_are_spread_evenly() -> None:
-    """60 programs on four replicas: 15 each, give or take what chance allows."""
+    """60 programs on four replicas are 15 each, apart from chance."""
     counts = Counter(homes(Driver(Sticky(), replicas=REPLICAS)).values())
     assert all(7 <= count <= 23 for count in counts.values())
 
 
 def test_the_hash_is_the_same_in_every_run() -> None:
-    """A fixed value: a restart, or another machine, must not move anybody."""
+    """It is a fixed value: neither a restart nor another machine may move a program."""
     assert rendezvous_hash("agent-1", "r0").hex() == "8b6e6fd47c0d6f97"
     assert rendezvous_hash("ab", "c") != rendezvous_hash("b", "ca")
 
 
 def test_after_an_outage_every_held_turn_is_granted_at_its_place() -> None:
-    """The queue is restored by name as well."""
+    """The queue is restored by name, too."""
     driver = Driver(Sticky(), replicas={})
     turns = {name: driver.arrives(name, 10) for name in PROGRAMS[:20]}
     for replica_id in REPLICAS:

@@ -50,7 +50,7 @@ def test_at_exactly_its_capacity_a_replica_does_not_thrash() -> None:
 
 
 def test_acting_programs_are_weighed_by_their_time_in_the_tool() -> None:
-    """700 tokens whose tool has run for one half-life count as 350: 1000 in all, and no more than fits."""
+    """700 tokens whose tool has run for one half-life count as 350: 1000 in all, which just fits."""
     driver = driver_with(half_life_s=5.0, delta_s=5.0, r0=1000)
     driver.takes_turn("acts", 700)
     turn = driver.arrives("acts2", 300)
@@ -62,7 +62,7 @@ def test_acting_programs_are_weighed_by_their_time_in_the_tool() -> None:
 
 
 def test_a_half_life_of_zero_lets_a_check_fill_what_acting_programs_claim() -> None:
-    """At a check their memory is taken for free the moment their tool begins; between checks it is in use."""
+    """At a check their memory counts as free the moment their tool begins; between checks it is in use."""
     driver = driver_with(half_life_s=0.0)
     driver.takes_turn("a", 1000)
     waiting = driver.arrives("b", 1000)
@@ -91,7 +91,7 @@ def test_a_check_comes_every_delta_s_and_not_between() -> None:
 
 
 def test_a_check_is_made_up_for_when_ticks_come_late() -> None:
-    """A tick after 12 s is one check, not three, and the next is due at the next multiple."""
+    """A tick after 12 s is one check, not three, and the next check is due at the next multiple."""
     driver = driver_with(delta_s=5.0)
     turns = a_full_replica(driver, a=400, b=600)
     driver.progresses(turns["b"], output=200)
@@ -137,7 +137,7 @@ def test_pausing_goes_on_below_the_high_watermark() -> None:
 
 
 def test_each_replica_is_relieved_by_itself() -> None:
-    """Room on one does not excuse the other."""
+    """Room on one does not help the other."""
     driver = driver_with(r0=1000, r1=1000)
     turns = a_full_replica(driver, a=600, b=500)
     driver.takes_turn("c", 300)
@@ -205,7 +205,7 @@ def test_a_marked_program_still_fills_its_memory() -> None:
 
 
 def test_where_no_capacity_is_known_programs_are_spread() -> None:
-    """Infinite room everywhere: by demand, for arrivals as for restores after an outage."""
+    """Every replica has infinite room: demand decides for arrivals, and for restores after an outage."""
     driver = driver_with(r0=None, r1=None, r2=None)
     for number in range(6):
         driver.takes_turn(f"p{number}", 100)
@@ -244,7 +244,7 @@ def test_a_new_program_does_not_overtake_the_queue() -> None:
 
 
 def test_a_smaller_program_comes_before_the_queue_as_the_score_says() -> None:
-    """Shortest first is the paper's order: it is not overtaking."""
+    """The paper's order is shortest first: this is no overtaking."""
     driver = driver_with()
     driver.takes_turn("a", 900)
     driver.arrives("waits", 300)
@@ -301,7 +301,7 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float], named: 
 
 
 def test_the_settings_of_the_public_ports() -> None:
-    """From 950 of 1000 on it pauses, down to 800; it restores up to 850."""
+    """Above 950 of 1000 it pauses, down to 800; it restores up to 850."""
     ports = ThunderAgent(
         half_life_s=inf, thrash_ratio=0.95, lambda_max=0.8, restore_ratio=0.85, lambda_min=0.85, reserve_tokens=0
     )

@@ -1,4 +1,4 @@
-"""`ttl`: claims that live for a fixed time after each turn; and what is let in where it fits."""
+"""`ttl`: claims live for a fixed time after each turn, and programs are let in where they fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def driver_with(ttl_s: float = 10.0, **replicas: int | None) -> Driver:
 
 
 def test_a_claim_lives_for_its_time_and_no_longer() -> None:
-    """At 9.9 s it is there, at 10 s it goes, and the next turn finds its way home."""
+    """At 9.9 s it exists, at 10 s it ends, and the next turn goes to its old replica."""
     driver = driver_with(r0=1000, r1=1000)
     driver.takes_turn("a", 400)
     home = driver.home("a")
@@ -83,7 +83,7 @@ def test_what_grows_over_the_capacity_is_mended_at_once() -> None:
 
 
 def test_one_larger_than_every_replica_goes_at_once() -> None:
-    """The engine decides what becomes of it."""
+    """The engine decides what happens to it."""
     driver = driver_with()
     driver.takes_turn("a", 900)
     assert not driver.held(driver.arrives("giant", 2000))
