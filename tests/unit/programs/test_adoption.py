@@ -1,4 +1,4 @@
-"""A program passes from one scheduler to another: it stands where it stood, and has what it had."""
+"""A program passes from one scheduler to another: it keeps its state, and all that it used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def adopts(driver: Driver, kept: dict[str, ProgramRecord]) -> None:
 
 
 def busy() -> Driver:
-    """One program of each standing, where two programs at a time may be active."""
+    """One program in each state, where two programs at a time may be active."""
     driver = Driver(Cap(n=2), replicas={"r0": 100_000, "r1": 100_000}, settings=SchedulerSettings(idle_limit_s=20.0))
     driver.takes_turn("idle", 500)
     driver.passes(21.0)
@@ -39,7 +39,7 @@ def busy() -> Driver:
 
 
 def test_programs_stand_with_the_next_scheduler_where_they_stood() -> None:
-    """What is written down of them there is the same, but for turns, which their gateways tell."""
+    """The next scheduler's record of them is the same, but for turns, which their gateways report."""
     driver = busy()
     kept = records(driver)
     places = {program_id: program.place.kind for program_id, program in driver.scheduler.programs.items()}
@@ -55,7 +55,7 @@ def test_programs_stand_with_the_next_scheduler_where_they_stood() -> None:
     after = records(other)
     assert after.keys() == kept.keys()
     for program_id, record in kept.items():
-        turned = record if program_id != "working" else record._replace(resident_tokens=0)  # its turn is told later
+        turned = record if program_id != "working" else record._replace(resident_tokens=0)  # its turn is reported later
         now = after[program_id] if program_id != "working" else after[program_id]._replace(resident_tokens=0)
         if program_id == "waits":
             assert (record.standing, now.standing) == ("paused", "idle"), "it has no memory to be restored to"
@@ -66,7 +66,7 @@ def test_programs_stand_with_the_next_scheduler_where_they_stood() -> None:
 
 
 def test_a_program_whose_replica_is_not_open_is_paused() -> None:
-    """It has what it used, and waits for room with its next turn."""
+    """It keeps its usage, and waits for room with its next turn."""
     kept = records(busy())
     other = Driver(Cap(n=1), replicas={})
     adopts(other, kept)
@@ -76,7 +76,7 @@ def test_a_program_whose_replica_is_not_open_is_paused() -> None:
 
 
 def test_a_program_that_lives_is_not_adopted_and_a_tenant_has_no_more_than_it_may() -> None:
-    """What the next scheduler knows is newer."""
+    """The next scheduler's own knowledge is newer."""
     other = Driver(Cap(n=1), settings=SchedulerSettings(max_programs_count=1))
     other.takes_turn("a", 700)
     adopts(other, {"a": ProgramRecord("a", standing="active", replica_id="r0")})
@@ -104,7 +104,7 @@ def test_ages_grow_with_the_time_that_passed(ages: tuple[float, ...]) -> None:
 
 
 def test_who_writes_down_programs_hears_of_each_that_changed() -> None:
-    """Once, however often; of one that ended, that it did."""
+    """Each is reported once, however often it changed; an ended one is reported as ended."""
     driver = Driver(Cap(n=1))
     book = driver.scheduler.book
     assert book.changed_programs is None

@@ -1,4 +1,4 @@
-"""How much of the told capacity may be claimed: small closed simulations of an engine that holds more or less."""
+"""The claimable part of a reported capacity: small closed simulations of an engine that holds more or less."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTEXT_TOKENS = 10_000
 def runs(
     correction: CapacityCorrection, true_ratio: float, *, from_s: float, to_s: float, wanted: bool = True
 ) -> list[float]:
-    """Five turns a second on an engine that holds `true_ratio` of what it says; all that may be claimed is."""
+    """Run five turns a second on an engine that holds `true_ratio` of its reported capacity, fully claimed."""
     ratios = []
     for second in range(int(from_s), int(to_s)):
         for _ in range(5):
@@ -46,7 +46,7 @@ def runs(
 
 
 def told(correction: CapacityCorrection, lost_tokens: int, expected_tokens: int = CONTEXT_TOKENS) -> None:
-    """A window of turns of each of which so much was lost."""
+    """A window of turns, each of which lost this much."""
     for _ in range(WINDOW_TURNS_COUNT):
         correction.turn_ended(kept(expected_tokens, expected_tokens - lost_tokens - BLOCK_TOKENS, inf))
 
@@ -55,7 +55,7 @@ def told(correction: CapacityCorrection, lost_tokens: int, expected_tokens: int 
 
 
 def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
-    """Within a minute to where next to nothing is lost, and it stays there."""
+    """Within a minute next to nothing is lost, and it stays there."""
     correction = CapacityCorrection(0.0)
     ratios = runs(correction, 0.5, from_s=0, to_s=60)
     assert ratios[40] <= 0.6
@@ -65,7 +65,7 @@ def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
 
 
 def test_it_goes_up_when_there_is_more_than_told() -> None:
-    """While others wait: an engine that holds half as much again is filled within five minutes."""
+    """While others wait, an engine that holds half as much again is filled within five minutes."""
     correction = CapacityCorrection(0.0)
     ratios = runs(correction, 1.5, from_s=0, to_s=300)
     assert ratios[-1] >= 1.4
@@ -73,7 +73,7 @@ def test_it_goes_up_when_there_is_more_than_told() -> None:
 
 
 def test_it_stays_when_it_is_right() -> None:
-    """Within a tenth, for an hour."""
+    """It stays within a tenth, for an hour."""
     correction = CapacityCorrection(0.0)
     ratios = runs(correction, 1.0, from_s=0, to_s=3600)
     assert 0.9 <= min(ratios) <= max(ratios) <= 1.12
@@ -85,7 +85,7 @@ def test_it_does_not_go_up_while_nobody_waits() -> None:
 
 
 def test_it_goes_up_slowly_near_to_where_much_was_lost() -> None:
-    """From the ceiling on in steps of a two-thousandth."""
+    """From the ceiling on its steps are a two-thousandth."""
     correction = CapacityCorrection(0.0)
     told(correction, 4000)
     correction.step(10.0, active_count=1, wanted=True)
@@ -105,10 +105,10 @@ def test_it_goes_up_slowly_near_to_where_much_was_lost() -> None:
 
 
 class Counting:
-    """Five turns a second on an engine of which nothing but the count of cached tokens is known, as polled.
+    """Five turns a second on an engine of which only the count of cached tokens is known, as polled.
 
-    Each is looked up `lookup_s` after its grant and answered as long after that. `kept_ratio` of what is expected is
-    cached, besides the end of a block.
+    Each is looked up `lookup_s` after its grant and answered as long after that. Of what is expected `kept_ratio` is
+    cached, without the end of a block.
     """
 
     def __init__(self, correction: CapacityCorrection) -> None:
@@ -142,7 +142,7 @@ class Counting:
         self.at(read_s, read)
 
     def ratios(self, to_s: float, *, wanted: bool = False) -> list[float]:
-        """Have it all happen in its order, with a step each second; return the ratio after each."""
+        """Run all events in order, with a step each second; return the ratio after each."""
         found: list[float] = []
         for second in range(1, int(to_s) + 1):
             self.at(float(second), partial(self._step, float(second), wanted, found))
@@ -166,7 +166,7 @@ def counted(
     missing: int = 0,
     to_s: float = 240.0,
 ) -> list[float]:
-    """The ratios of a run in which each turn expects 1,500 tokens; of `missing` + 1 polls one comes."""
+    """The ratios of a run in which each turn expects 1,500 tokens; one of `missing` + 1 polls arrives."""
     counting = Counting(CapacityCorrection(0.0))
     for number in range(int(5 * to_s)):
         counting.turn(number / 5 + 0.05, lookup_s, int(1500 * kept_ratio) // 32 * 32, 1500)
@@ -181,20 +181,20 @@ def counted(
 def test_counters_that_are_read_late_or_seldom_show_no_loss_where_there_is_none(
     poll_s: float, age_s: float, lookup_s: float, missing: int
 ) -> None:
-    """What was granted before a poll and looked up after it is not lost, nor is what a late reading lacks."""
+    """Turns granted before a poll and looked up after it are not lost, nor are those that a late reading lacks."""
     assert set(counted(1.0, poll_s=poll_s, age_s=age_s, lookup_s=lookup_s, missing=missing)) == {1.0}
 
 
 @pytest.mark.parametrize("poll_s", [1.0, 5.0, 10.0])
 @pytest.mark.parametrize(("age_s", "lookup_s", "missing"), [(0.0, 0.1, 0), (0.0, 1.0, 0), (2.0, 0.5, 1)])
 def test_counters_show_a_loss(poll_s: float, age_s: float, lookup_s: float, missing: int) -> None:
-    """A half of all that was kept is gone: the capacity goes down, and not under its bound."""
+    """Half of what was kept is gone: the capacity falls, but not below its bound."""
     ratios = counted(0.5, poll_s=poll_s, age_s=age_s, lookup_s=lookup_s, missing=missing)
     assert ratios[-1] == LOWEST_COUNTED_RATIO == min(ratios)
 
 
 def test_the_end_of_a_block_of_each_turn_is_no_loss_in_counters() -> None:
-    """Turns of 500 tokens of which 60 are never whole blocks."""
+    """Turns have 500 tokens, 60 of which are never whole blocks."""
     counting = Counting(CapacityCorrection(0.0))
     for number in range(600):
         counting.turn(number / 5, 0.1, 440, 500)
@@ -204,7 +204,7 @@ def test_the_end_of_a_block_of_each_turn_is_no_loss_in_counters() -> None:
 
 
 def test_counters_that_begin_anew_are_compared_from_then_on() -> None:
-    """What an engine counted before it began again is not known."""
+    """Counts from before the engine's restart are unknown."""
     correction = CapacityCorrection(0.0)
     correction.polled(0, asked_s=0.0, now_s=0.0)
     for number in range(100):
@@ -229,7 +229,7 @@ def test_an_engine_that_is_idle_while_turns_wait_gets_back_what_was_taken() -> N
 
 
 def test_an_engine_that_is_hardly_idle_gets_nothing_back() -> None:
-    """A fiftieth of the time all that are in may be at their tools."""
+    """For a fiftieth of the time all admitted programs may be at their tools."""
     correction = CapacityCorrection(0.0)
     told(correction, 9000)
     correction.step(10.0, active_count=1, wanted=True)
@@ -244,7 +244,7 @@ def test_an_engine_that_is_hardly_idle_gets_nothing_back() -> None:
     ("lost_tokens", "ratio"), [(900, 1.0), (1500, 0.925), (1900, 0.905), (5000, 0.75), (9900, 0.75)]
 )
 def test_a_step_down_is_half_of_what_was_lost(lost_tokens: int, ratio: float) -> None:
-    """From a tenth on, and by a quarter at most."""
+    """Losses count from a tenth on, and a step is at most a quarter."""
     correction = CapacityCorrection(0.0)
     told(correction, lost_tokens)
     assert correction.step(10.0, active_count=1, wanted=True) == (ratio != 1.0)
@@ -252,7 +252,7 @@ def test_a_step_down_is_half_of_what_was_lost(lost_tokens: int, ratio: float) ->
 
 
 def test_a_little_loss_changes_nothing() -> None:
-    """Between a two-hundredth and a tenth it neither goes up nor down."""
+    """Between a two-hundredth and a tenth it neither rises nor falls."""
     correction = CapacityCorrection(0.0)
     told(correction, 300)
     assert not correction.step(10.0, active_count=1, wanted=True)
@@ -273,7 +273,7 @@ def test_between_two_steps_lie_some_time_and_some_turns() -> None:
 
 
 def test_a_step_begins_anew() -> None:
-    """What was lost before it is not counted twice."""
+    """Losses before it are not counted twice."""
     correction = CapacityCorrection(0.0)
     told(correction, 5000)
     correction.step(10.0, active_count=1, wanted=False)
@@ -283,7 +283,7 @@ def test_a_step_begins_anew() -> None:
 
 
 def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
-    """Programs that had been held since before then notice only now."""
+    """Programs that were held since before then notice only now."""
     correction = CapacityCorrection(0.0)
     told(correction, 5000)
     correction.step(10.0, active_count=1, wanted=True)
@@ -296,7 +296,7 @@ def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
 
 
 def test_many_programs_need_more_turns_to_notice_a_step() -> None:
-    """Two of each that is active."""
+    """It takes two turns of each active program."""
     correction = CapacityCorrection(0.0)
     told(correction, 5000)
     assert not correction.step(10.0, active_count=11, wanted=True)
@@ -305,7 +305,7 @@ def test_many_programs_need_more_turns_to_notice_a_step() -> None:
 
 
 def test_the_end_of_a_block_is_not_lost() -> None:
-    """Short turns that each miss less than a block of 500 tokens: 12 %, and no reaction."""
+    """Short turns each miss less than a block of 500 tokens: that is 12 %, and there is no reaction."""
     correction = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
         correction.turn_ended(kept(500, 500 - BLOCK_TOKENS, inf))
@@ -314,7 +314,7 @@ def test_the_end_of_a_block_is_not_lost() -> None:
 
 
 def test_without_turns_there_is_no_reaction() -> None:
-    """Preemptions and polls of an engine that others use, too: nothing of ours was lost."""
+    """Others use the engine, too, so it has preemptions and polls, but nothing of ours was lost."""
     correction = CapacityCorrection(0.0)
     for second in range(100):
         correction.polled(0, asked_s=second, now_s=second)
@@ -324,7 +324,7 @@ def test_without_turns_there_is_no_reaction() -> None:
 
 
 def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
-    """First turns: nothing should be cached, and nothing was."""
+    """They are first turns: nothing should be cached, and nothing was."""
     correction = CapacityCorrection(0.0)
     for _ in range(100):
         correction.turn_ended(kept(0, 0, inf))
@@ -333,7 +333,7 @@ def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
 
 
 def test_what_running_requests_lose_is_lost() -> None:
-    """5,000 of 20 times 1,000 and 5,000: a fifth."""
+    """5,000 of 20 times 1,000 and 5,000 are a fifth."""
     correction = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):
         correction.turn_ended(kept(1000, 1000, inf))
@@ -344,7 +344,7 @@ def test_what_running_requests_lose_is_lost() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 30_000), st.booleans()), max_size=150))
 def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]]) -> None:
-    """Whatever is expected and cached, and though more is cached than expected."""
+    """This holds whatever is expected and cached, also if more is cached than expected."""
     correction = CapacityCorrection(0.0)
     for number, (expected_tokens, cached_tokens, wanted) in enumerate(windows):
         for _ in range(WINDOW_TURNS_COUNT):
@@ -356,7 +356,7 @@ def test_the_ratio_stays_within_its_limits(windows: list[tuple[int, int, bool]])
 
 
 def test_an_engine_whose_counters_stay_away_is_not_remembered_for_ever() -> None:
-    """Before its first reading nothing is kept, and later no more than some thousand turns."""
+    """Before its first reading nothing is kept, and later at most some thousand turns."""
     window = _Window()
     turn = _SeenTurn(seen_s=2.0, granted_s=1.5, expected_tokens=10, other_tokens=0)
     window.add(turn)

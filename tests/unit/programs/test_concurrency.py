@@ -1,4 +1,4 @@
-"""How many programs are of use: what bounds it, and that it is said steadily."""
+"""The number of useful programs: its bounds, and its steadiness."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def driver_of(capacity_tokens: int | None = 10_000) -> Driver:
 
 
 def learns_sizes(driver: Driver, tokens: int) -> None:
-    """Five programs come, become so large, and end."""
+    """Five programs come, reach this size, and end."""
     for number in range(5):
         for prompt_tokens in (tokens // 2, tokens):
             driver.finishes(driver.arrives(f"before-{number}", prompt_tokens), prompt_tokens, 10, 0)
@@ -30,7 +30,7 @@ def test_at_first_some_for_each_replica() -> None:
 
 
 def test_what_fits_with_its_growth_and_half_as_many_again() -> None:
-    """Once it is known how large programs become."""
+    """The sizes of programs must be known."""
     driver = driver_of()
     learns_sizes(driver, 1000)
     for number in range(6):
@@ -78,7 +78,7 @@ def test_an_engine_with_turns_in_its_own_queue_needs_no_more(waiting_count: int,
 
 
 def test_no_more_than_there_are_where_it_cannot_be_known() -> None:
-    """A replica of unknown size; none that grants."""
+    """Cases are a replica of unknown size, and none that grants."""
     driver = driver_of(None)
     driver.arrives("p", 1000)
     assert concurrency(driver.scheduler).why is Why.CAPACITY_UNKNOWN
@@ -88,7 +88,7 @@ def test_no_more_than_there_are_where_it_cannot_be_known() -> None:
 
 
 def test_noise_changes_nothing_that_is_said() -> None:
-    """Counted every five seconds, a fifth off either way: in nearly three hours it settles, and stays."""
+    """Counted every five seconds, a fifth off either way, it settles within nearly three hours, and stays."""
     steady, random = SteadyCount(), Random(0)
     said = [steady.update(20 * random.uniform(0.8, 1.2), 5.0 * number) for number in range(2000)]
     assert sum(before != now for before, now in pairwise(said)) <= 2

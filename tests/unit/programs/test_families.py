@@ -17,7 +17,7 @@ from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 
 @pytest.mark.parametrize("policy", [Cap(n=1), Sticky()])
 def test_children_of_a_parent_that_waits_are_let_in(policy: Policy) -> None:
-    """Its tool is its five sub-agents; no other is to run. Each takes three turns, then the parent goes on."""
+    """Its tool is its five sub-agents; only one program may run. Each takes three turns, then the parent continues."""
     driver = Driver(policy, replicas={"r0": 2700})
     driver.takes_turn("parent", 900)
     for number in range(3):
@@ -64,7 +64,7 @@ def test_a_stranger_is_held() -> None:
 
 
 def test_children_that_were_held_follow_their_parent() -> None:
-    """And their children follow them, however deep the family is."""
+    """Their children follow them, however deep the family is."""
     driver = Driver(Cap(n=1), replicas={"r0": 2000})
     driver.takes_turn("first", 10)
     names = ["parent", *(f"child {number}" for number in range(2000))]
@@ -101,7 +101,7 @@ def test_a_parent_may_come_after_its_children_and_go_before_them() -> None:
 
 
 def test_children_go_on_when_a_replica_comes_back() -> None:
-    """The parent keeps its claim on a replica that drains; its child finds none until another comes."""
+    """The parent keeps its claim on a draining replica; its child has none until another comes."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000})
     busy = driver.arrives("parent", 100)
     driver.drains("r0")
@@ -122,7 +122,7 @@ def test_an_announced_program_may_have_a_parent_and_a_tenant() -> None:
 
 
 def test_a_tripped_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
-    """Until it is told otherwise, or goes down and comes back."""
+    """This lasts until it is closed again, or goes down and comes back."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000})
     busy = driver.arrives("a", 100)
     home = driver.granted_on[busy]
@@ -152,7 +152,7 @@ def test_a_family_lives_in_one_tenant() -> None:
 
 
 def test_children_overdraw_a_replica_by_no_more_than_the_ratio() -> None:
-    """One is always let in; the others wait until there is room for them, or the one is through."""
+    """One is always let in; the others wait for room, or for the first one's end."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000})
     driver.takes_turn("parent", 900)
     turns = {f"child {n}": driver.arrives(f"child {n}", 400, parent="parent") for n in range(21)}

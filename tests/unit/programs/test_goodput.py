@@ -1,4 +1,4 @@
-"""What was in time, of what could be judged."""
+"""The part in time, of what could be judged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunderagent.programs.model.events import ToolEnded, ToolStarted
 
 
 def test_nothing_is_judged_before_an_answer_was_seen() -> None:
-    """How fast tokens are generated is not known; short answers do not tell."""
+    """The speed of generation is unknown; short answers do not show it."""
     goodput = Goodput()
     goodput.turn_ended(prefilled(0.5, 10.0, 100, ENOUGH_TOKENS - 1), 0.001)
     assert (goodput.turn_count, goodput.decode_token_s) == (0, 0.0)
@@ -21,7 +21,7 @@ def test_nothing_is_judged_before_an_answer_was_seen() -> None:
 
 
 def test_the_speed_is_that_of_turns_that_shared_their_engine_with_fewest() -> None:
-    """A tenth of a second a token in company, a hundredth alone."""
+    """A token takes a tenth of a second in company, a hundredth alone."""
     goodput = Goodput()
     for number in range(2 * REFRESH_COUNT):
         goodput.turn_ended(prefilled(1.0, 11.0, 0, 1000 if number % 4 == 0 else 100), 0.001)
@@ -30,7 +30,7 @@ def test_the_speed_is_that_of_turns_that_shared_their_engine_with_fewest() -> No
 
 
 def test_what_is_cached_is_not_part_of_the_ideal() -> None:
-    """Nor is what the program's history holds, though it had to be computed again: that is what goodput is about."""
+    """Neither is the program's history, even if it was recomputed: goodput is about that."""
     driver = Driver(replicas={"r0": 100_000})
     for number in range(3):
         turn_id = driver.arrives("a", 10_000 + 100 * number)
@@ -51,7 +51,7 @@ def test_what_is_cached_is_not_part_of_the_ideal() -> None:
 
 
 def test_a_program_without_a_finished_turn_is_not_judged() -> None:
-    """Nobody waited for it."""
+    """No client waited for it."""
     driver = Driver()
     driver.is_abandoned(driver.arrives("a", 10))
     driver.releases("a")
@@ -60,7 +60,7 @@ def test_a_program_without_a_finished_turn_is_not_judged() -> None:
 
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_tool_alone_judges_no_program(announced: bool) -> None:
-    """Its only turn was refused; that a tool ran afterwards is its client's word."""
+    """Its only turn was refused; only its client says that a tool ran afterwards."""
     driver = Driver()
     if announced:
         driver.opens("a")

@@ -1,4 +1,4 @@
-"""A client's word on its next turn takes the place of the policy's guess, and takes from others only so much."""
+"""A client's hint about its next turn replaces the policy's guess, and takes only a limited part from others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THRESHOLD_S = 20.0
 
 
 def driver_with(policy: str = "breakeven", **settings: object) -> Driver:
-    """Drive a policy whose break-even is `THRESHOLD_S`, and whose own guess is to hold for a moment."""
+    """Drive a policy whose break-even is `THRESHOLD_S`, and which itself would hold for a moment."""
     plain = {"reserve_tokens": 0, "growth_quantile": 0, "foresight_ratio": 0, "low_ratio": 1, "adapt_capacity": False}
     settings = settings if policy != "breakeven" else plain | settings
     driver = Driver(load_policy(policy, settings), replicas={"r0": 1000})
@@ -37,12 +37,12 @@ def driver() -> Driver:
 
 
 def held_s(driver: Driver, name: str = "a") -> float:
-    """For how long from now a program's claim is worth holding."""
+    """The time from now for which a program's claim is worth holding."""
     return driver.program(name).hold_until_s - driver.now_s
 
 
 def paused(driver: Driver) -> list[str]:
-    """Programs that gave up their claims so far."""
+    """The programs that gave up their claims so far."""
     return [each.program_id for _, decisions in driver.events for each in decisions if isinstance(each, Pause)]
 
 
@@ -61,7 +61,7 @@ def test_a_turn_that_comes_soon_is_waited_for(driver: Driver) -> None:
 
 
 def test_a_turn_that_comes_late_gives_its_room_to_who_waits_now() -> None:
-    """What the policy would have held for, it need not where the client knows better."""
+    """The policy would have held it, but its client knows better."""
     driver = driver_with(hold_ratio=1.0)
     for _ in range(5000):
         driver.scheduler.knowledge.tool_times.returned("quick", 5.0)
@@ -75,7 +75,7 @@ def test_a_turn_that_comes_late_gives_its_room_to_who_waits_now() -> None:
 
 
 def test_a_hint_with_a_turn_counts_from_its_end(driver: Driver) -> None:
-    """However long the turn takes, the seconds are those after it."""
+    """The seconds count from that end, however long the turn takes."""
     turn = driver.arrives("a", 200)
     driver.is_hinted("a", 4.0)
     driver.passes(50.0)
@@ -84,7 +84,7 @@ def test_a_hint_with_a_turn_counts_from_its_end(driver: Driver) -> None:
 
 
 def test_one_that_is_less_sure_is_held_for_less() -> None:
-    """What is believed by half pays a third of the break-even time; what is believed less is no word at all."""
+    """A confidence of one half pays a third of the break-even time; a lower one counts as no hint."""
     found = {}
     for said_s, confidence in ((6.0, 0.5), (7.0, 0.5), (7.0, 0.6), (1.0, 0.4)):
         driver = driver_with(hold_ratio=1.0)
@@ -101,7 +101,7 @@ def test_one_that_is_less_sure_is_held_for_less() -> None:
 
 
 def test_a_hint_said_again_and_again_keeps_a_claim_for_the_break_even_time_alone(driver: Driver) -> None:
-    """The time is counted from the first between two turns."""
+    """The time counts from the first hint between two turns."""
     driver.takes_turn("a", 200)
     began_s = driver.now_s
     for _ in range(12):
@@ -116,7 +116,7 @@ def test_a_hint_said_again_and_again_keeps_a_claim_for_the_break_even_time_alone
 
 
 def test_hints_together_keep_a_part_of_a_replica_alone() -> None:
-    """The third is held for as long as its policy holds it; when one of the others is back, a fourth may be kept."""
+    """The third is held only as long as its policy holds it; when another one is back, a fourth may be kept."""
     driver = driver_with(hold_ratio=1.0, hint_ratio=0.4)
     for name in "abcd":
         driver.takes_turn(name, 200)
@@ -129,7 +129,7 @@ def test_hints_together_keep_a_part_of_a_replica_alone() -> None:
 
 
 def test_memory_that_its_client_gives_away_is_others_at_once(driver: Driver) -> None:
-    """For example a person is asked: nothing is lost while no program needs the room."""
+    """For example, a person is asked: nothing is lost while no program needs the room."""
     driver.takes_turn("a", 200)
     driver.is_hinted("a", 4.0)
     driver.is_hinted("a", keep="offload")
@@ -140,7 +140,7 @@ def test_memory_that_its_client_gives_away_is_others_at_once(driver: Driver) -> 
 
 
 def test_a_branch_that_ended_claims_nothing_more() -> None:
-    """Its program lives on, and the room is others' at once; a branch with a turn stays."""
+    """Its program lives on, and others get the room at once; a branch with a turn stays."""
     driver = driver_with()
     driver.takes_turn("a", 100)
     driver.takes_turn("a", 500, branch="sub")
@@ -157,7 +157,7 @@ def test_a_branch_that_ended_claims_nothing_more() -> None:
 
 
 def test_a_client_whose_hints_are_wrong_is_believed_no_more(driver: Driver) -> None:
-    """After some that came late its word is none; after some that were right it is one again."""
+    """After some late turns its hints count for nothing; after some right ones they count again."""
     for _ in range(8):
         driver.takes_turn("a", 200)
         driver.is_hinted("a", 4.0)
@@ -178,7 +178,7 @@ def test_a_client_whose_hints_are_wrong_is_believed_no_more(driver: Driver) -> N
 
 
 def test_the_first_word_is_held_against_the_turn(driver: Driver) -> None:
-    """A client that keeps saying that it comes soon was wrong all the same."""
+    """A client that keeps promising an early turn was still wrong."""
     driver.takes_turn("a", 200)
     for _ in range(10):
         driver.is_hinted("a", 4.0)
@@ -188,7 +188,7 @@ def test_the_first_word_is_held_against_the_turn(driver: Driver) -> None:
 
 
 def test_a_program_that_ends_when_its_turn_is_overdue_was_said_wrong(driver: Driver) -> None:
-    """One that ends before that says nothing."""
+    """A program that ends before that shows nothing."""
     for name, elapsed_s in (("a", 3.0), ("b", 30.0)):
         driver.takes_turn(name, 100)
         driver.is_hinted(name, 4.0)
@@ -198,7 +198,7 @@ def test_a_program_that_ends_when_its_turn_is_overdue_was_said_wrong(driver: Dri
 
 
 def test_another_tenant_is_believed_as_before() -> None:
-    """Of a tenant's new programs its old ones say how far they are believed; of another's they say nothing."""
+    """The confidence in a tenant's new programs comes from its old ones, and does not affect another tenant."""
     record = HintRecord()
     mine, new, other = (Program(name, 1, 0.0, Place(Kind.AWAY)) for name in ("mine", "new", "other"))
     mine.tenant = new.tenant = "red"
@@ -222,7 +222,7 @@ def test_a_stranger_takes_no_belief_from_programs_of_nobody_in_particular() -> N
 
 
 def test_tenants_that_were_not_heard_of_for_longest_are_forgotten() -> None:
-    """Names of tenants take no more memory than so many."""
+    """The names of tenants take bounded memory."""
     record = HintRecord()
     for number in range(MAX_TENANTS_COUNT + 1):
         program = Program("a", 1, 0.0, Place(Kind.AWAY))
@@ -237,7 +237,7 @@ def test_tenants_that_were_not_heard_of_for_longest_are_forgotten() -> None:
 
 
 def test_a_tool_that_is_said_to_be_through_is_waited_for_whatever_was_said_before(driver: Driver) -> None:
-    """The next turn comes at once; and when another tool begins the hint counts as before."""
+    """The next turn comes at once; when another tool begins, the hint counts as before."""
     driver.takes_turn("a", 200)
     driver.is_hinted("a", 4.0)
     driver.tool_ends("a")
@@ -248,7 +248,7 @@ def test_a_tool_that_is_said_to_be_through_is_waited_for_whatever_was_said_befor
 
 
 def test_a_policy_that_holds_by_something_else_goes_by_itself() -> None:
-    """The hint is measured, and told in the program's story; nothing is held for it."""
+    """The hint is measured, and shown in the program's story; nothing is held for it."""
     driver = driver_with("ttl", ttl_s=3.0)
     driver.takes_turn("a", 200)
     driver.is_hinted("a", 40.0)
@@ -260,7 +260,7 @@ def test_a_policy_that_holds_by_something_else_goes_by_itself() -> None:
 
 
 def test_parts_of_a_policy_leave_it_its_hints() -> None:
-    """A policy in parts holds as its base does."""
+    """A policy of parts holds as its base does."""
     driver = driver_with(hold_ratio=1.0, order="shortest")
     driver.takes_turn("a", 200)
     driver.is_hinted("a", 4.0)
@@ -268,7 +268,7 @@ def test_parts_of_a_policy_leave_it_its_hints() -> None:
 
 
 def test_of_nobody_nothing_is_heard(driver: Driver) -> None:
-    """An unknown program is no error; an announced one keeps its hints until its first turn."""
+    """A hint for an unknown program is no error; an announced one keeps its hints until its first turn."""
     assert driver.is_hinted("nobody", 4.0) == []
     driver.opens("a")
     driver.is_hinted("a", 4.0)
@@ -278,7 +278,7 @@ def test_of_nobody_nothing_is_heard(driver: Driver) -> None:
 
 
 def test_a_log_with_hints_is_decided_again_as_it_was(tmp_path: Path) -> None:
-    """What hints did to one scheduler they do to the next."""
+    """A second scheduler decides with these hints as the first one did."""
     log = tmp_path / "log.jsonl"
     settings = {"hold_ratio": 40.0, "reserve_tokens": 0, "foresight_ratio": 0}
     writer = EventLogWriter(log, policy="breakeven", policy_settings=settings, settings=SchedulerSettings())

@@ -1,4 +1,4 @@
-"""The histogram: its quantiles are those of the values, and what was long ago counts less."""
+"""The histogram: its quantiles are those of the values, and old values count less."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ def histogram_of(*values: float) -> LogHistogram:
 
 
 def test_edges_grow_by_a_constant_step() -> None:
-    """From the first on, each so many times the one before."""
+    """From the first on, each is a fixed multiple of the one before."""
     assert geometric_edges(0.5, 2.0, 4) == (0.5, 1.0, 2.0, 4.0)
 
 
 def test_a_quantile_lies_between_edges_in_proportion() -> None:
-    """One value under 1, two from 1 to 2, one from 2 to 4: by hand."""
+    """By hand: one value is under 1, two are from 1 to 2, one is from 2 to 4."""
     histogram = histogram_of(0.5, 1.5, 1.7, 3.0)
     assert [histogram.quantile(ratio, -1.0) for ratio in (0.25, 0.5, 0.75, 0.875, 1.0)] == [1.0, 1.5, 2.0, 3.0, 4.0]
     assert histogram.total == 4
 
 
 def test_an_empty_histogram_says_what_it_is_told_to() -> None:
-    """The default, whatever the ratio."""
+    """It gives the default, whatever the ratio."""
     assert histogram_of().quantile(0.5, 7.0) == 7.0
     assert histogram_of(3.0).quantile(0.5, 7.0) != 7.0
 
 
 def test_values_beyond_the_last_edge_are_as_large_as_it() -> None:
-    """There is nothing that says how much larger."""
+    """Their true size is unknown."""
     assert histogram_of(1e9).quantile(0.5, 0.0) == EDGES[-1] == 32.0
 
 
 def test_a_quantile_is_computed_anew_after_each_value() -> None:
-    """One that was asked before is not remembered for too long."""
+    """An earlier result is not kept for too long."""
     histogram = histogram_of(1.5)
     assert histogram.quantile(1.0, 0.0) == 2.0
     histogram.add(20.0)
@@ -54,7 +54,7 @@ def test_a_quantile_is_computed_anew_after_each_value() -> None:
 
 @given(values=st.lists(st.floats(0, 40), min_size=1, max_size=60), eighths=st.lists(st.integers(0, 8), min_size=1))
 def test_a_quantile_is_in_the_bin_of_the_value_that_sorting_finds(values: list[float], eighths: list[int]) -> None:
-    """Against a naive computation, to within a bin."""
+    """A naive computation agrees to within a bin."""
     histogram = histogram_of(*values)
     for eighth in eighths:
         ratio = eighth / 8  # exact in binary, so that both round alike
@@ -66,14 +66,14 @@ def test_a_quantile_is_in_the_bin_of_the_value_that_sorting_finds(values: list[f
 
 @given(values=st.lists(st.floats(0, 40), min_size=1, max_size=30))
 def test_quantiles_rise_with_the_ratio(values: list[float]) -> None:
-    """A larger part of all is below a larger value."""
+    """The more of all values lie below a value, the larger it is."""
     histogram = histogram_of(*values)
     quantiles = [histogram.quantile(ratio / 10, -1.0) for ratio in range(11)]
     assert quantiles == sorted(quantiles)
 
 
 def test_the_newest_half_of_what_is_remembered_weighs_as_much_as_all_before() -> None:
-    """2,000 values under 2, then a thousand over 16: the median is over 16, and was not after 500."""
+    """2,000 values are under 2, then a thousand over 16: the median is over 16, and was not after 500."""
     histogram = histogram_of(*[1.5] * int(REMEMBERED_COUNT))
     for _ in range(500):
         histogram.add(20.0)

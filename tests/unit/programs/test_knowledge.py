@@ -1,4 +1,4 @@
-"""What the scheduler learns from events, and what it does not."""
+"""What the scheduler learns from events, and what it ignores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def driver_with(capacity_tokens: int | None = 100_000, **rules: object) -> Drive
 
 
 def seen(driver: Driver, name: str) -> tuple[float, float, float]:
-    """Of a tool: how many returned, how many were paused, and its rate at the begin."""
+    """Of a tool: the number of returns and of pauses, and its rate at the begin."""
     table = driver.scheduler.knowledge.tool_times._by_name.get(name)
     return (sum(table.returned), sum(table.away), table.count) if table is not None else (0.0, 0.0, 0.0)
 
@@ -44,7 +44,7 @@ def seen(driver: Driver, name: str) -> tuple[float, float, float]:
 
 
 def test_a_tool_is_learned_when_its_program_comes_back() -> None:
-    """By the name that the turn before told, and by the time between the two."""
+    """The turn before gave its name, and the time between the two turns is its time."""
     driver = driver_with()
     driver.takes_turn("a", 100, tool="ls")
     assert seen(driver, "ls") == (0, 0, 0)
@@ -55,7 +55,7 @@ def test_a_tool_is_learned_when_its_program_comes_back() -> None:
 
 
 def test_a_first_turn_tells_of_no_tool() -> None:
-    """Nobody was away."""
+    """No program was away."""
     driver = driver_with()
     driver.arrives("a", 100)
     assert len(driver.scheduler.knowledge.tool_times) == 0
@@ -63,7 +63,7 @@ def test_a_first_turn_tells_of_no_tool() -> None:
 
 @pytest.mark.parametrize("end", ["fails", "is_abandoned"])
 def test_a_turn_that_is_tried_again_tells_of_no_tool(end: str) -> None:
-    """It comes back from no tool, and neither does the one after it."""
+    """Neither this turn nor the next comes back from a tool."""
     driver = driver_with()
     driver.takes_turn("a", 100, tool="ls")
     driver.passes(7.0)
@@ -86,7 +86,7 @@ def test_a_turn_beside_another_tells_of_no_tool() -> None:
 
 
 def test_a_program_that_ends_in_its_tool_was_away_until_then() -> None:
-    """It says nothing of later."""
+    """That shows nothing about later."""
     driver = driver_with()
     driver.takes_turn("a", 100, tool="ls")
     driver.passes(7.0)
@@ -104,7 +104,7 @@ def test_a_program_that_ends_in_a_turn_tells_of_no_tool() -> None:
 
 
 def test_a_program_that_is_paused_and_comes_back_counts_once() -> None:
-    """First as one that was away until then, in the end as one that returned."""
+    """First it counts as one that was away until then, in the end as one that returned."""
     driver = driver_with()
     driver.takes_turn("a", 100, tool="ls")
     driver.passes(2.0)
@@ -132,7 +132,7 @@ def test_a_program_that_is_paused_and_ends_was_away_until_it_was_paused() -> Non
 
 
 def test_the_median_residence_is_that_of_programs_that_ended() -> None:
-    """Infinite until one did; those without a turn do not count."""
+    """It is infinite before the first end; programs without a turn do not count."""
     driver = driver_with()
     knowledge = driver.scheduler.knowledge
     for name in ("a", "b", "c"):
@@ -146,7 +146,7 @@ def test_the_median_residence_is_that_of_programs_that_ended() -> None:
 
 
 def test_the_median_residence_does_not_count_the_forget_limit() -> None:
-    """An unreleased program is forgotten half an hour after its last turn: its time is that of its turns."""
+    """An unreleased program is forgotten half an hour after its last turn: only the time of its turns counts."""
     driver = Driver()
     for name in ("a", "b", "c"):
         driver.takes_turn(name, 100)
@@ -158,7 +158,7 @@ def test_the_median_residence_does_not_count_the_forget_limit() -> None:
 
 
 def test_the_break_even_is_the_time_to_prefill_a_replica_s_own_memory() -> None:
-    """0 until a capacity is known; of one whose size is not, that of the largest that is open."""
+    """It is 0 until a capacity is known; a replica of unknown size has that of the largest open one."""
     driver = driver_with(None)
     scheduler = driver.scheduler
     assert scheduler.view.break_even_s("r0") == 0
@@ -173,7 +173,7 @@ def test_the_break_even_is_the_time_to_prefill_a_replica_s_own_memory() -> None:
 
 
 def test_a_small_replica_holds_by_its_own_break_even() -> None:
-    """Beside one that is ten times as large: the longer a memory takes to fill, the longer it pays to hold."""
+    """The other one is ten times as large: the longer a memory takes to fill, the longer holding pays."""
     driver = Driver(load_policy("breakeven", {"reserve_tokens": 0}), replicas={"small": 10_000, "large": 100_000})
     held_s = {}
     for name in ("a", "b"):
@@ -189,7 +189,7 @@ def test_a_small_replica_holds_by_its_own_break_even() -> None:
 
 
 def test_prefill_is_learned_from_what_was_not_cached() -> None:
-    """10,000 tokens, of which 8,000 were cached, in two tenths of a second."""
+    """Of 10,000 tokens 8,000 were cached, and it took two tenths of a second."""
     driver = driver_with()
     for number in range(10):
         turn = driver.arrives(f"p{number}", 10_000)
@@ -201,7 +201,7 @@ def test_prefill_is_learned_from_what_was_not_cached() -> None:
 
 
 def test_an_engine_that_does_not_say_what_was_cached_is_taken_to_have_what_is_resident() -> None:
-    """A program's second turn finds its first prompt; a first one finds nothing, whatever its prefix."""
+    """A program's second turn finds its first prompt; a first turn finds nothing, whatever its prefix."""
     driver = driver_with()
     turn = driver.arrives("a", 400, prefix={"system": 300})
     assert driver.scheduler.turns[turn].resident_tokens == 0
@@ -216,7 +216,7 @@ def test_an_engine_that_does_not_say_what_was_cached_is_taken_to_have_what_is_re
 
 
 def test_a_claim_holds_what_the_next_turn_is_expected_to_add() -> None:
-    """The reserve first, then what three in four turns added at most."""
+    """At first that is the reserve, then the most that three in four turns added."""
     driver = driver_with(growth_quantile=0.75, reserve_tokens=100)
     turn = driver.arrives("a", 400)
     assert driver.demand() == 500
@@ -230,7 +230,7 @@ def test_a_claim_holds_what_the_next_turn_is_expected_to_add() -> None:
 
 
 def test_a_claim_in_flight_holds_what_the_answer_is_expected_to_be() -> None:
-    """And less of it, the more was generated already: the claim grows only beyond that."""
+    """It holds less of it the more was generated: the claim grows only beyond that."""
     driver = driver_with(growth_quantile=0.75, reserve_tokens=100)
     for number in range(20):
         driver.finishes(driver.arrives(f"p{number}", 200), 200, 64)
@@ -245,7 +245,7 @@ def test_a_claim_in_flight_holds_what_the_answer_is_expected_to_be() -> None:
 
 
 def test_without_a_quantile_the_reserve_stays() -> None:
-    """As the policies of the paper have it."""
+    """The policies of the paper use it this way."""
     driver = driver_with(reserve_tokens=100)
     for tokens in (400, 800, 1600):
         driver.finishes(driver.arrives("a", tokens), tokens, 50)
@@ -261,7 +261,7 @@ def test_a_failed_turn_teaches_no_growth() -> None:
     assert driver.scheduler.knowledge.growth.turn_tokens(0.75, 77) == 77
 
 
-# --- Strangers' words
+# --- What strangers report
 
 
 @pytest.mark.parametrize("verified", [True, False])

@@ -1,4 +1,4 @@
-"""What is learned of growth and of the speed of prefill."""
+"""What is learned about growth and the speed of prefill."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PREFILL_BIN = 2**0.25
 
 
 def test_before_anything_is_seen_growth_is_as_told() -> None:
-    """The defaults; how fast and how far is not known."""
+    """Both are the defaults; speed and size of growth are unknown."""
     growth = Growth()
     assert (growth.turn_tokens(0.75, 300), growth.output_tokens(0.75, 100)) == (300, 100)
     assert (growth.tokens_per_s, growth.whole_tokens) == (inf, inf)
 
 
 def test_growth_by_hand() -> None:
-    """Turns of 100 tokens in 5 s and of 300 in 15: 20 a second."""
+    """Turns of 100 tokens in 5 s and of 300 in 15 are 20 a second."""
     growth = Growth()
     growth.turn_ended(grew(None, 10, 9.0))
     for _ in range(ENOUGH_TURNS_COUNT // 2):
@@ -44,7 +44,7 @@ def test_growth_by_hand() -> None:
 
 
 def test_the_size_of_programs_is_the_mean_over_their_turns() -> None:
-    """Of those that ended: two turns that were larger by 0 and 100, and four by 0, 200, 400 and 600, count as six."""
+    """Only ended programs count: two turns larger by 0 and 100, and four by 0, 200, 400 and 600, count as six."""
     growth = Growth()
     for number in range(ENOUGH_PROGRAMS_COUNT):
         assert growth.whole_tokens == inf
@@ -55,7 +55,7 @@ def test_the_size_of_programs_is_the_mean_over_their_turns() -> None:
 
 
 def test_a_first_turn_says_nothing_of_growth() -> None:
-    """Its prompt is where the program begins; its answer is an answer like others."""
+    """Its prompt is where the program begins; its answer counts like others."""
     growth = Growth()
     for _ in range(20):
         growth.turn_ended(grew(None, 40, 3.0))
@@ -65,7 +65,7 @@ def test_a_first_turn_says_nothing_of_growth() -> None:
 
 
 def test_turns_that_took_no_time_tell_nothing_of_how_fast_programs_grow() -> None:
-    """As with a coarse clock: nothing is divided by zero."""
+    """A coarse clock causes them: nothing is divided by zero."""
     growth = Growth()
     for _ in range(ENOUGH_TURNS_COUNT):
         growth.turn_ended(grew(100, 10, 0.0))
@@ -85,7 +85,7 @@ def test_a_turn_that_made_its_program_smaller_is_no_growth() -> None:
 
 @given(st.lists(st.integers(1, 100_000), min_size=8, max_size=80))
 def test_the_quantiles_of_growth_are_those_of_the_turns(grown: list[int]) -> None:
-    """To within a bin: three in four add no more than what `turn_tokens(0.75)` says."""
+    """Three in four add at most `turn_tokens(0.75)`, to within a bin."""
     growth = Growth()
     for tokens in grown:
         growth.turn_ended(grew(tokens, tokens, 1.0))
@@ -112,7 +112,7 @@ def test_growth_follows_programs_that_change() -> None:
 
 
 def test_until_it_is_seen_prefill_is_as_fast_as_guessed() -> None:
-    """And turns with few uncached tokens say nothing."""
+    """Turns with few uncached tokens teach nothing."""
     speed = PrefillSpeed()
     assert speed.token_s == FIRST_PREFILL_TOKEN_S
     speed.turn_ended(prefilled(5.0, 9.0, 100, 50))
@@ -121,7 +121,7 @@ def test_until_it_is_seen_prefill_is_as_fast_as_guessed() -> None:
 
 
 def test_prefill_is_learned_from_streams() -> None:
-    """1,000 tokens in a tenth of a second."""
+    """1,000 tokens take a tenth of a second."""
     speed = PrefillSpeed()
     for _ in range(20):
         speed.turn_ended(prefilled(0.1, 3.0, 1000, 200))
@@ -129,13 +129,13 @@ def test_prefill_is_learned_from_streams() -> None:
 
 
 def test_prefill_is_learned_from_whole_answers() -> None:
-    """What a cached prompt's answer takes is taken off: 100 tokens in 2 s, and in 2.1 s after 1,000 new ones."""
+    """The time of a cached prompt's answer is subtracted: 100 tokens in 2 s, and in 2.1 s after 1,000 new ones."""
     speed = PrefillSpeed()
     for _ in range(20):
         speed.turn_ended(prefilled(None, 2.0, 0, 100))
     for _ in range(20):
         speed.turn_ended(prefilled(None, 2.3, 1000, 100))
-    # The time of a generated token is known to within a bin of 19 %, so the prefill to within some of 2 s.
+    # The time of a generated token is known to within a bin of 19 %, so that of the prefill to within some of 2 s.
     assert 1e-7 < speed.token_s < 2.3e-3
     fine = PrefillSpeed()
     for _ in range(20):
@@ -168,7 +168,7 @@ TURNS = st.tuples(
 
 @given(st.lists(TURNS, max_size=40))
 def test_the_speed_of_prefill_is_never_zero_or_negative(turns: list[tuple[float | None, float, int, int]]) -> None:
-    """Whatever clocks and usages say; a break-even time of 0 would hold nothing at all."""
+    """This holds whatever clocks and usages report; a break-even time of 0 would hold nothing at all."""
     speed = PrefillSpeed()
     for first_token_s, duration_s, uncached_tokens, generated_tokens in turns:
         speed.turn_ended(prefilled(first_token_s, duration_s, uncached_tokens, generated_tokens))

@@ -1,4 +1,4 @@
-"""A program that is to leave its replica leaves: within its turns in flight, and with all its turns."""
+"""A program that is to leave its replica does so: within its turns in flight, and with all its turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def policy(name: str) -> Policy:
 
 
 def overlap(driver: Driver, turns_count: int = 30, **arrival: int) -> int:
-    """Let the program "a" have one turn begin before the other ends; return how many began on r0."""
+    """Let a turn of program "a" begin before the other one ends; return how many began on r0."""
     last = driver.arrives("a", 100, branch="b0")
     for n in range(1, turns_count):
         beside = driver.arrives("a", 100, branch=f"b{n % 2}")
@@ -31,7 +31,7 @@ def overlap(driver: Driver, turns_count: int = 30, **arrival: int) -> int:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("way", ["drains", "trips"])
 def test_a_program_whose_branches_overlap_leaves_a_replica(name: str, way: str) -> None:
-    """Which drains or trips: a turn that comes meanwhile waits, and all move as one when the one in flight ends."""
+    """The replica drains or trips: a turn that comes meanwhile waits, and all move when the one in flight ends."""
     driver = Driver(policy(name), replicas={"r0": 10_000})
     first = driver.arrives("a", 100)
     driver.comes_up("r1", 10_000)
@@ -55,7 +55,7 @@ def test_a_drain_ends_though_branches_overlap_for_ever() -> None:
 
 
 def test_pressure_ends_though_branches_overlap() -> None:
-    """Programs claim 1,400 of 1,000 tokens: the marked one goes when the turns end that it had in flight."""
+    """Programs claim 1,400 of 1,000 tokens: the marked one goes when its turns in flight have ended."""
     driver = Driver(load_policy("ttl", {"reserve_tokens": 0}), replicas={"r0": 1000})
     driver.arrives("old", 600)
     driver.passes(1.0)
@@ -74,7 +74,7 @@ def test_pressure_ends_though_branches_overlap() -> None:
 
 
 def test_a_mark_for_pressure_ends_with_the_pressure() -> None:
-    """The other one is through before the marked one's turn ends: that keeps its claim, whatever the policy."""
+    """The other program ends before the marked one's turn: the marked one keeps its claim, whatever the policy."""
     for name in ("ttl", "thunderagent", "infercept", "continuum"):
         driver = Driver(load_policy(name, {"reserve_tokens": 0}), replicas={"r0": 1000})
         turn_ids = {}
@@ -92,7 +92,7 @@ def test_a_mark_for_pressure_ends_with_the_pressure() -> None:
 
 
 def test_a_turn_that_failed_is_not_tried_again_where_it_failed_beside_another_one() -> None:
-    """It waits for the others in flight there, and then the program goes on elsewhere with all its turns."""
+    """It waits for the others in flight there, and then the program continues elsewhere with all its turns."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000})
     failing = driver.arrives("a", 100)
     beside = driver.arrives("a", 100, branch="sub")
@@ -106,7 +106,7 @@ def test_a_turn_that_failed_is_not_tried_again_where_it_failed_beside_another_on
 
 
 def test_a_turn_that_failed_is_tried_again_there_if_there_is_nowhere_else() -> None:
-    """It is tried now, or at the other replica's loss; no program leaves for a turn whose client left."""
+    """It is tried at once, or at the other replica's loss; no program leaves for a turn whose client left."""
     driver = Driver(replicas={"r0": 1000})
     turn_id = driver.arrives("a", 100)
     assert driver.granted_on[driver.arrives("a", 100, branch="sub", avoid="r0")] == "r0"
@@ -124,7 +124,7 @@ def test_a_turn_that_failed_is_tried_again_there_if_there_is_nowhere_else() -> N
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_mark_ends_with_its_cause(name: str) -> None:
-    """A replica that trips and is well again, or drains and is let in again, keeps its programs and what they held."""
+    """A replica that trips and recovers, or drains and is let in again, keeps its programs and their claims."""
     driver = Driver(policy(name), replicas={"r0": 10_000})
     turn_id = driver.arrives("a", 100)
     for began, ended in (
@@ -144,7 +144,7 @@ def test_a_mark_ends_with_its_cause(name: str) -> None:
 
 
 def test_a_mark_with_two_causes_ends_with_the_last() -> None:
-    """One that is to move and whose replica trips: it moves, though that replica is well again."""
+    """The program is to move and its replica trips: it moves, although that replica has recovered."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000})
     turn_id = driver.arrives("a", 100)
     assert of_kind(Mark, driver.migrates("a", "r1")) == ["a"]
@@ -155,7 +155,7 @@ def test_a_mark_with_two_causes_ends_with_the_last() -> None:
 
 
 def test_what_a_policy_marked_it_may_take_back_and_nothing_else() -> None:
-    """Its own mark stands when another cause ends."""
+    """The policy's own mark stays when another cause ends."""
     driver = Driver(replicas={"r0": 1000})
     driver.arrives("a", 100)
     view, program = driver.scheduler.view, driver.program("a")
@@ -169,7 +169,7 @@ def test_what_a_policy_marked_it_may_take_back_and_nothing_else() -> None:
 
 
 def test_a_turn_of_a_leaving_program_is_told_before_its_client_gives_up() -> None:
-    """Its other turn holds the program back for longer: it is told so in time, and nothing else is lost."""
+    """Its other turn holds the program back for longer: its client is told in time, and nothing else is lost."""
     driver = Driver(replicas={"r0": 10_000})
     first = driver.arrives("a", 100)
     driver.comes_up("r1", 10_000)
@@ -187,7 +187,7 @@ def test_a_turn_of_a_leaving_program_is_told_before_its_client_gives_up() -> Non
 
 
 def test_a_turn_that_is_held_in_place_does_not_wait_for_room() -> None:
-    """Unclaimed memory elsewhere is not idle for it; once its program has left, it is."""
+    """Unclaimed memory elsewhere does not count as idle for it until its program has left."""
     driver = Driver(replicas={"r0": 10_000})
     first = driver.arrives("a", 100)
     driver.drains("r0")

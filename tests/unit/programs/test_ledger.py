@@ -1,4 +1,4 @@
-"""The ledger: the decayed sum against its formula, the five cost terms against sums done by hand."""
+"""The ledger: the decayed sum against its formula, the five costs against sums by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TERMS = st.tuples(st.integers(0, 200_000), st.floats(0, 100))
 
 
 def directly(terms: list[tuple[int, float]], half_life_s: float, now_s: float) -> float:
-    """The formula of the paper, term by term."""
+    """Return the formula of the paper, term by term."""
     if half_life_s == 0:
         return 0.0
     return sum(tokens * 2 ** (-(now_s - since_s) / half_life_s) for tokens, since_s in terms)
@@ -41,7 +41,7 @@ def test_the_decayed_sum_is_the_sum_of_its_decayed_terms(
 
 
 def test_an_infinite_half_life_counts_in_full_and_none_at_all_counts_nothing() -> None:
-    """The two ends of the setting are a plain sum, and nothing."""
+    """The two ends of the setting give a plain sum and zero."""
     full, nothing = DecayedSum(inf), DecayedSum(0.0)
     for decayed in (full, nothing):
         decayed.add(70, 0.0, 0.0)
@@ -108,7 +108,7 @@ def test_a_streamed_turn_is_booked_by_its_first_byte() -> None:
 
 @pytest.mark.parametrize("started_s", [None, 10.0])
 def test_a_turn_whose_first_byte_came_with_its_last_is_split_by_the_engines_speeds(started_s: float | None) -> None:
-    """600 computed tokens weigh 600/350 of a generated one each, against 100 generated: so is the time divided."""
+    """600 computed tokens weigh 600/350 of a generated one each, and 100 are generated: the time is split that way."""
     costs = booked(started_s=started_s)
     prefill_s = 10 * (600 / 350) / (600 / 350 + 100)
     assert pytest.approx(1 / 350) == PREFILL_TO_DECODE_RATIO
@@ -117,7 +117,7 @@ def test_a_turn_whose_first_byte_came_with_its_last_is_split_by_the_engines_spee
 
 
 def test_where_the_engine_is_silent_the_replicas_hit_rate_stands_in() -> None:
-    """cached None with a hit rate of 40 % books what cached 400 of 1000 books; None with no rate books no hit."""
+    """cached None with a hit rate of 40 % books what cached 400 of 1000 books; None without a rate books no hit."""
     assert booked(cached=None, hit_ratio=0.4) == booked(cached=400)
     assert booked(cached=None, hit_ratio=0.0) == booked(cached=0)
 
@@ -137,14 +137,14 @@ def test_an_evicted_history_is_recompute() -> None:
 
 @pytest.mark.parametrize("cached", [1000, 5000])
 def test_a_prompt_that_was_cached_whole_is_prefill_and_no_recompute(cached: int) -> None:
-    """Nothing was computed; an engine that says more was cached than was sent does no harm."""
+    """Nothing was computed; an engine that reports more cached than sent does no harm."""
     costs = booked(cached=cached, known=900)
     assert costs.recompute_token_s == 0
     assert costs.prefill_token_s == pytest.approx(2000)
 
 
 def test_a_turn_that_produced_nothing_and_took_no_time_costs_nothing() -> None:
-    """No division by zero where prompt, output and duration are all zero."""
+    """Nothing is divided by zero where prompt, output and duration are all zero."""
     assert booked(started_s=None, ended_s=0.0, prompt=0, output=0, cached=None, known=0) == Costs()
 
 
@@ -154,12 +154,12 @@ def test_what_prefill_does_not_take_was_waited_in_the_engines_queue() -> None:
     assert costs.prefill_token_s + costs.recompute_token_s == pytest.approx(1000 * 0.6)
     assert costs.queued_token_s == pytest.approx(1000 * 1.4)
     assert costs.decode_token_s == pytest.approx(1050 * 8)
-    assert booked(prefill_token_s=0.01).queued_token_s == 0  # learned as slower than this turn was
+    assert booked(prefill_token_s=0.01).queued_token_s == 0  # the learned speed is slower than this turn was
 
 
 @pytest.mark.parametrize("started_s", [2.0, 9.0, None])
 def test_a_turn_waits_in_the_engines_queue_where_more_is_claimed_than_there_is(started_s: float | None) -> None:
-    """Turns in flight claim twice the memory for 10 s: this one had memory for 5 of them, at most for its own part."""
+    """Turns in flight claim twice the memory for 10 s: this one had memory for 5 of them, its own share at most."""
     costs = booked(started_s=started_s, claimed=2200, capacity=1100)
     working_token_s = costs.prefill_token_s + costs.recompute_token_s + costs.decode_token_s
     assert 1000 * 5 <= working_token_s <= 1050 * 5 + 1e-6
@@ -174,7 +174,7 @@ def test_a_turn_waits_in_the_engines_queue_where_more_is_claimed_than_there_is(s
 def test_the_five_costs_never_sum_to_more_than_there_was(
     capacity: int, turns: list[tuple[int, int, float, float]], shared: int
 ) -> None:
-    """However much is claimed, shared and waited for, and whatever usage says in the end."""
+    """This holds whatever is claimed, shared and waited for, and whatever usage reports in the end."""
     ledger, account = opened(capacity)
     ledger.wait_begins(0.0)
     now_s, in_flight = 0.0, list[tuple[Turn, int]]()
@@ -199,7 +199,7 @@ def test_the_five_costs_never_sum_to_more_than_there_was(
 
 
 def claims(account: Account, *, reasoning: int = 0, acting: int = 0, shared: int = 0) -> None:
-    """Let an account have these sums, as places would make them."""
+    """Give an account these sums, as places would."""
     account.working.tokens, account.acting.tokens = reasoning, acting
     account.demand_tokens = reasoning + acting + account.other_tokens
     account.shared_tokens = 0
@@ -216,7 +216,7 @@ def opened(capacity_tokens: int | None, *, acting: int = 0, reasoning: int = 0) 
 
 
 def test_caching_is_what_acting_programs_hold_over_time() -> None:
-    """200 tokens for 10 s, then 50 for 4 s."""
+    """They hold 200 tokens for 10 s, then 50 for 4 s."""
     ledger, account = opened(1000, acting=200)
     ledger.accrue(account, 10.0)
     claims(account, acting=50)
@@ -239,7 +239,7 @@ def test_memory_is_unused_only_while_somebody_waits() -> None:
 
 
 def test_unused_memory_follows_the_demand() -> None:
-    """While one turn waits: 700 tokens idle for 3 s, 100 for 2 s, and none where more is claimed than there is."""
+    """While one turn waits, 700 tokens are idle for 3 s, 100 for 2 s, and none where more is claimed than exists."""
     ledger, account = opened(1000, reasoning=300)
     ledger.wait_begins(0.0)
     for until_s, reasoning in ((3.0, 900), (5.0, 1500), (9.0, 0)):
@@ -249,7 +249,7 @@ def test_unused_memory_follows_the_demand() -> None:
 
 
 def test_memory_of_unknown_size_is_not_unused() -> None:
-    """What is not known is not counted."""
+    """Unknown memory is not counted."""
     ledger, account = opened(None)
     ledger.wait_begins(0.0)
     ledger.accrue(account, 100.0)
@@ -257,7 +257,7 @@ def test_memory_of_unknown_size_is_not_unused() -> None:
 
 
 def test_memory_of_a_replica_that_is_down_is_not_unused() -> None:
-    """Unavailable memory is idle for another reason."""
+    """Its memory is idle for another reason."""
     ledger, account = opened(1000)
     account.usable = False
     ledger.wait_begins(0.0)
@@ -266,7 +266,7 @@ def test_memory_of_a_replica_that_is_down_is_not_unused() -> None:
 
 
 def test_an_account_that_opens_late_is_not_charged_for_earlier_waits() -> None:
-    """A replica that comes after a wait of 50 s has no unused memory of that time."""
+    """A replica that comes after a wait of 50 s has no unused memory from that time."""
     ledger = Ledger(inf)
     ledger.wait_begins(0.0)
     account = ledger.open("late", 50.0)

@@ -13,7 +13,7 @@ from thunderagent.programs.model.decisions import Decision, Mark, Pause, Reason,
 from thunderagent.programs.model.places import ALLOWED, Kind, Phase, Place, Status
 from thunderagent.programs.model.program import Program
 
-# Written out a second time, on purpose: a change of the table must be meant.
+# The table is repeated here on purpose: a change of it must be deliberate.
 LEGAL = {
     "away": "away resting unadmitted asking acting ended",
     "resting": "away asking acting ended",
@@ -48,7 +48,7 @@ def place_of(book: Book, kind: Kind) -> Place:
 
 
 def a_program_at(book: Book, kind: Kind) -> Program:
-    """A program that was led there by moves that are allowed."""
+    """A program that was led there by allowed moves."""
     paths: dict[Kind, list[Kind]] = {Kind.AWAY: []}
     while kind not in paths:
         paths = {to: [*path, to] for start, path in paths.items() for to in ALLOWED[start] if to not in paths} | paths
@@ -61,7 +61,7 @@ def a_program_at(book: Book, kind: Kind) -> Program:
 
 @pytest.mark.parametrize(("start", "to"), list(product(Kind, Kind)))
 def test_every_move_is_in_the_table_or_raises(start: Kind, to: Kind) -> None:
-    """Every pair of places: the program stands there, and there alone, or a LifecycleError tells its story."""
+    """For every pair of places the program is in the new one alone, or a LifecycleError tells its story."""
     book = a_book()
     program = a_program_at(book, start)
     target = place_of(book, to)
@@ -79,7 +79,7 @@ def test_every_move_is_in_the_table_or_raises(start: Kind, to: Kind) -> None:
 
 
 def test_the_table_has_no_arrow_that_is_not_listed_here() -> None:
-    """An arrow that is added to the table is added here."""
+    """A new arrow of the table is added here, too."""
     assert {kind: set(arrows.split()) for kind, arrows in LEGAL.items()} == ALLOWED
 
 
@@ -97,7 +97,7 @@ def test_a_place_says_status_and_phase() -> None:
 
 
 def test_a_move_says_what_was_decided() -> None:
-    """Getting or losing a claim, being asked to leave or not, and ending are each one decision, with its reason."""
+    """Getting or losing a claim, a mark or its end, and ending are each one decision with its reason."""
     book = a_book()
     program = a_program_at(book, Kind.WAITING)
     replica = book.replicas["r0"]

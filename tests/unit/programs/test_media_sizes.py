@@ -1,4 +1,4 @@
-"""Images, audio and files: how many tokens they are is guessed first, and then learned from usage."""
+"""Images, audio and files: their token counts are guessed first, and then learned from usage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL, LARGE = (("m image 8", 200),), (("m image 11", 1500),)
 
 
 def test_a_class_begins_with_its_guess_and_the_first_usage_is_believed() -> None:
-    """Later ones a little; another class, of another model or size, learns nothing of it."""
+    """Later ones count a little; another class, of another model or size, learns nothing from it."""
     sizes = MediaSizes()
     assert sizes.tokens(SMALL) == 200
     sizes.learn(SMALL, 300)
@@ -24,7 +24,7 @@ def test_a_class_begins_with_its_guess_and_the_first_usage_is_believed() -> None
 
 
 def test_what_several_classes_were_together_is_shared_by_what_was_expected_of_them() -> None:
-    """A guess of 1,700 that was 850 halves both."""
+    """A guess of 1,700 that turns out as 850 halves both."""
     sizes = MediaSizes()
     sizes.learn(SMALL + LARGE, 850)
     assert (sizes.tokens(SMALL), sizes.tokens(LARGE)) == (100, 750)
@@ -32,14 +32,14 @@ def test_what_several_classes_were_together_is_shared_by_what_was_expected_of_th
 
 @pytest.mark.parametrize(("told", "factor"), [(0, 1 / LARGEST_FACTOR), (10**12, LARGEST_FACTOR)])
 def test_no_usage_moves_a_class_beyond_its_bounds(told: int, factor: float) -> None:
-    """A stranger's turn may teach; not what it likes."""
+    """A stranger's turn may teach, within these bounds."""
     sizes = MediaSizes()
     sizes.learn(SMALL, told)
     assert sizes.tokens(SMALL) == int(200 * factor)
 
 
 def test_only_so_many_classes_are_remembered() -> None:
-    """The one that is longest unused is forgotten first."""
+    """The one that was unused for longest is forgotten first."""
     sizes = MediaSizes()
     sizes.learn(SMALL, 400)
     for number in range(CLASSES_COUNT):
@@ -48,7 +48,7 @@ def test_only_so_many_classes_are_remembered() -> None:
 
 
 def test_a_turn_claims_its_text_by_bytes_and_its_media_by_what_they_were() -> None:
-    """Its first turn by the guess; of the next one all is known. Text alone is learned from text alone."""
+    """Its first turn claims the guess; the next one knows all. Text alone is learned from text alone."""
     driver = Driver(BreakEven(reserve_tokens=0, growth_quantile=0.0), replicas={"r0": 100_000})
     driver.send(TurnArrived(driver.now_s, 1, "a", prompt_bytes=400, media=LARGE))
     assert driver.program("a").claim_tokens == 1600

@@ -1,4 +1,4 @@
-"""Models that only some replicas of a pool serve, as LoRA adapters: their turns go to these, and wait for them."""
+"""Models that only some replicas of a pool serve, such as LoRA adapters: their turns go there, and wait for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thunderagent.programs.policies import POLICIES
 
 
 def three() -> Driver:
-    """Three replicas, the first of which has less room than the others, and alone serves `lora`."""
+    """Three replicas; the first has less room than the others, and alone serves `lora`."""
     driver = Driver(
         load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0}), replicas={"r0": 1000, "r1": 2000, "r2": 2000}
     )
@@ -32,7 +32,7 @@ def test_turns_of_an_adapter_run_where_it_is_under_every_policy(policy: str) -> 
 
 
 def test_a_program_moves_to_where_its_turn_is_served_and_stays_there() -> None:
-    """Its next turn of a model that all have does not move it back."""
+    """Its next turn of a model that all replicas have does not move it back."""
     driver = three()
     driver.takes_turn("p", 100)
     assert driver.home("p") == "r1"
@@ -43,7 +43,7 @@ def test_a_program_moves_to_where_its_turn_is_served_and_stays_there() -> None:
 
 
 def test_who_is_paused_is_restored_where_its_adapter_is() -> None:
-    """As soon as there is room, though others have some all the time."""
+    """It is restored as soon as there is room, though others always have some."""
     driver = three()
     first = driver.arrives("first", 900, model="lora")
     second = driver.arrives("second", 900, model="lora")
@@ -56,7 +56,7 @@ def test_who_is_paused_is_restored_where_its_adapter_is() -> None:
 
 @pytest.mark.parametrize("program_id", ["p", None])
 def test_a_turn_waits_for_the_only_replica_that_serves_it(program_id: str | None) -> None:
-    """While that is down, or grants nothing, and its program lost its claim with it."""
+    """The replica is down, or grants nothing, and its program lost its claim with it."""
     driver = three()
     driver.finishes(driver.arrives(program_id, 100, model="lora"), 100)
     driver.goes_down("r0")
@@ -69,7 +69,7 @@ def test_a_turn_waits_for_the_only_replica_that_serves_it(program_id: str | None
 
 @pytest.mark.parametrize("program_id", ["p", None])
 def test_a_turn_that_waits_goes_where_the_adapter_is_loaded_meanwhile(program_id: str | None) -> None:
-    """Or anywhere, once all have it."""
+    """If all replicas have it by then, the turn goes anywhere."""
     driver = three()
     driver.goes_down("r0")
     one = driver.arrives(program_id, 100, model="lora")
@@ -98,7 +98,7 @@ def test_turns_of_two_adapters_at_once_run_where_each_is() -> None:
 
 
 def test_a_route_leads_to_those_of_its_replicas_that_serve_the_model() -> None:
-    """It is as if it were not there, if none does; an operator cannot move a program to one that does not."""
+    """Without such a replica the route has no effect; operators cannot move programs to others."""
     driver = three()
     driver.serve("lora", "r0", "r2")
     driver.routes("all", "", r1=1, r2=1)
@@ -109,7 +109,7 @@ def test_a_route_leads_to_those_of_its_replicas_that_serve_the_model() -> None:
 
 
 def test_a_program_with_a_claim_elsewhere_does_not_stall_there() -> None:
-    """Nothing is granted anywhere: it gives its claim up, and waits for where its adapter is."""
+    """Nothing is granted anywhere: it gives up its claim, and waits for the replica of its adapter."""
     driver = three()
     driver.takes_turn("p", 100)
     driver.suspends("pause")

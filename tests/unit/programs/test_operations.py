@@ -1,4 +1,4 @@
-"""What an operator and a global policy may do: routes, priorities, moves, ends and starts."""
+"""The operations of operators and global policies: routes, priorities, moves, ends and starts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from thunderagent.programs.verbs.leases import PRIORITY_STEP, engine_priority
 
 
 def by_memory(**replicas: int) -> Driver:
-    """A policy that lets in what fits, the oldest first."""
+    """A policy that admits what fits, the oldest first."""
     policy = load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0})
     return Driver(policy, replicas=replicas or {"r0": 1000, "r1": 1000})
 
 
 @dataclass
 class Doing:
-    """A global policy that does what a test says, once in `period_s`."""
+    """A global policy that does what a test wants, once in `period_s`."""
 
     what: Callable[[View], None] = lambda view: None
     period_s: float = 1.0
@@ -81,7 +81,7 @@ def test_a_route_sends_programs_by_its_weights() -> None:
     ("scope", "name"), [("program", "a"), ("group", "g"), ("class", "coder"), ("tenant", "t"), ("all", "")]
 )
 def test_the_narrowest_route_counts(scope: str, name: str) -> None:
-    """Of a program before its group's, that before its class's, that before its tenant's, that before all."""
+    """A program's own precedes its group's, then its class's, its tenant's, and that of all."""
     driver = by_memory()
     driver.opens("a")
     wider = [("all", ""), ("tenant", "t"), ("class", "coder"), ("group", "g"), ("program", "a")]
@@ -93,7 +93,7 @@ def test_the_narrowest_route_counts(scope: str, name: str) -> None:
 
 
 def test_a_program_moves_to_its_route_with_its_next_turn() -> None:
-    """Not before: its memory is where it is. When the route is taken back it may go anywhere."""
+    """It does not move earlier, because of its memory. When the route is taken back it may go anywhere."""
     driver = by_memory()
     driver.takes_turn("a", 100)
     assert driver.home("a") == "r0"
@@ -110,7 +110,7 @@ def test_a_program_moves_to_its_route_with_its_next_turn() -> None:
 
 
 def test_who_does_not_fit_waits_for_its_replica_alone() -> None:
-    """Where the policy does not see it, so that it is not sent elsewhere; the policy says when there is room."""
+    """The policy does not see it, so it is not sent elsewhere; the policy is asked when there is room."""
     driver = by_memory()
     driver.routes("tenant", "t", r0=1)
     first = driver.arrives("a", 900, tenant="t")
@@ -127,7 +127,7 @@ def test_who_does_not_fit_waits_for_its_replica_alone() -> None:
 
 
 def test_a_route_to_what_is_closed_is_as_if_it_were_not_there() -> None:
-    """Programs that wait for a replica that goes down go elsewhere, and new ones; it counts again when it is back."""
+    """Programs that wait for a replica that goes down, and new ones, go elsewhere; it counts again when it is back."""
     driver = by_memory()
     driver.routes("all", "", r0=1)
     driver.arrives("a", 900)
@@ -143,7 +143,7 @@ def test_a_route_to_what_is_closed_is_as_if_it_were_not_there() -> None:
 
 
 def test_who_is_bound_waits_while_grants_are_suspended_there() -> None:
-    """As a program would that is there."""
+    """It waits like a program that is there."""
     driver = by_memory()
     driver.routes("all", "", r0=1)
     driver.suspends("weights", "r0")
@@ -154,7 +154,7 @@ def test_who_is_bound_waits_while_grants_are_suspended_there() -> None:
 
 
 def test_why_who_is_bound_waits_is_said_anew_when_grants_go_on() -> None:
-    """Not before they do on its own replica, and for every cause; elsewhere is no matter."""
+    """It changes only when grants resume on its own replica, for every cause; other replicas do not matter."""
     driver = by_memory()
     driver.arrives("there", 900)
     assert driver.home("there") == "r0"
@@ -172,7 +172,7 @@ def test_why_who_is_bound_waits_is_said_anew_when_grants_go_on() -> None:
 
 
 def test_why_one_waits_is_said_anew_when_its_route_is_another() -> None:
-    """A program that waited for a suspended replica now waits for room where it may go."""
+    """A program that waited for a suspended replica now waits for room on its new route."""
     driver = by_memory()
     driver.arrives("there", 100)
     driver.arrives("here", 900)
@@ -186,7 +186,7 @@ def test_why_one_waits_is_said_anew_when_its_route_is_another() -> None:
 
 
 def test_a_turn_that_failed_on_its_route_goes_elsewhere_once() -> None:
-    """As any turn that is tried again."""
+    """It does as any turn that is tried again."""
     driver = by_memory()
     driver.routes("all", "", r0=1)
     driver.fails(driver.arrives("a", 100))
@@ -195,7 +195,7 @@ def test_a_turn_that_failed_on_its_route_goes_elsewhere_once() -> None:
 
 
 def test_whose_client_would_give_up_is_let_in_on_its_route() -> None:
-    """Room or not, but there."""
+    """It is let in there with or without room."""
     driver = by_memory()
     driver.routes("all", "", r0=1)
     driver.arrives("a", 900)
@@ -220,7 +220,7 @@ def test_whose_client_would_give_up_is_let_in_on_its_route() -> None:
 def test_a_route_that_cannot_be_is_refused(
     scope: str, name: str, targets: tuple[tuple[str, float], ...], why: str
 ) -> None:
-    """With the reason; an event that says it all the same changes nothing."""
+    """The refusal has a reason; an event with such a route changes nothing."""
     driver = by_memory()
     scheduler = driver.scheduler
     assert why in scheduler.operations.why_not_route(scope, name, targets)
@@ -230,7 +230,7 @@ def test_a_route_that_cannot_be_is_refused(
 
 
 def test_a_route_of_one_program_ends_with_it() -> None:
-    """The next of its id begins without."""
+    """The next program of its id begins without a route."""
     driver = by_memory()
     driver.takes_turn("a", 10)
     driver.routes("program", "a", r1=1)
@@ -239,7 +239,7 @@ def test_a_route_of_one_program_ends_with_it() -> None:
 
 
 def test_weights_hold_at_any_time() -> None:
-    """After each choice no replica is more than one off its part; closed ones are left out."""
+    """After each choice no replica is off its share by more than one; closed ones are left out."""
     route = Route((("a", 5.0), ("b", 1.0), ("c", 2.0)))
     chosen = [route.next(lambda _: True) for _ in range(80)]
     for count in range(1, 81):
@@ -256,7 +256,7 @@ def test_weights_hold_at_any_time() -> None:
 
 
 def test_priority_comes_before_the_policy_s_order() -> None:
-    """Lower goes first; what has the same is in the policy's order."""
+    """Lower numbers go first; equal ones are in the policy's order."""
     driver = by_memory(r0=1000)
     first = driver.arrives("a", 1000)
     turns = {name: driver.arrives(name, 1000) for name in ("b", "c", "d")}
@@ -273,7 +273,7 @@ def test_priority_comes_before_the_policy_s_order() -> None:
 
 
 def test_who_comes_later_with_a_better_priority_passes() -> None:
-    """Even one whose turn arrives after it was given its priority."""
+    """This holds even if its turn arrives after the priority was set."""
     driver = by_memory(r0=1000)
     driver.takes_turn("late", 100)
     busy = driver.arrives("a", 900)
@@ -283,12 +283,12 @@ def test_who_comes_later_with_a_better_priority_passes() -> None:
     driver.gives_priority("late", -5)
     late = driver.arrives("late", 80)
     assert driver.held(waiting)
-    assert late in driver.granted_on  # it fits, and none comes before it
+    assert late in driver.granted_on  # it fits, and none precedes it
     driver.finishes(busy, 900)
 
 
 def test_engines_get_the_priority_before_the_policy_s() -> None:
-    """In one engine alone, if a replica was named."""
+    """If a replica was named, only its engine gets the priority."""
     policy = load_policy("passthrough", {"priority": "age"})
     driver = Driver(policy, replicas={"r0": None})
     of_policy = next(d for d in _decided(driver, "a") if isinstance(d, Grant)).engine_priority
@@ -306,7 +306,7 @@ def _decided(driver: Driver, program_id: str) -> list[object]:
 
 
 def test_the_number_for_an_engine() -> None:
-    """Alone where the policy has none; never turned round by how large the policy's is."""
+    """It counts alone if the policy has none; a large number of the policy never reverses it."""
     program = Program("a", 1, 0.0)
     assert engine_priority(program, "r", None) is None
     assert engine_priority(program, "r", 7) == 7
@@ -339,7 +339,7 @@ def test_a_priority_out_of_bounds_is_refused(priority: int) -> None:
 
 
 def test_who_is_at_a_tool_moves_at_once() -> None:
-    """A pause, and then a restore elsewhere."""
+    """It is paused, and then restored elsewhere."""
     driver = by_memory()
     driver.takes_turn("a", 100)
     assert driver.migrates("a", "r1") == [Pause("a", "r0", Reason.OPERATOR), Restore("a", "r1", Reason.OPERATOR)]
@@ -348,7 +348,7 @@ def test_who_is_at_a_tool_moves_at_once() -> None:
 
 
 def test_who_has_a_turn_in_flight_moves_when_that_ends() -> None:
-    """It is marked until then, and the mark is not for the policy to take back."""
+    """It is marked until then, and the policy cannot take the mark back."""
     driver = Driver(load_policy("breakeven", {}), replicas={"r0": 10_000, "r1": 10_000})
     turn_id = driver.arrives("a", 100)
     assert driver.migrates("a", "r1") == [Mark("a", "r0", Reason.OPERATOR)]
@@ -365,7 +365,7 @@ def test_who_has_a_turn_in_flight_moves_when_that_ends() -> None:
 
 
 def test_who_waits_goes_at_once() -> None:
-    """From behind what it waits for, with all its turns."""
+    """It no longer waits for anything; all its turns go with it."""
     driver = by_memory(r0=1000, r1=100)
     driver.routes("all", "", r0=1)
     driver.arrives("a", 900)
@@ -377,7 +377,7 @@ def test_who_waits_goes_at_once() -> None:
 
 
 def test_who_is_paused_at_a_tool_goes_there_with_its_next_turn() -> None:
-    """Room or not; nothing is claimed for it meanwhile."""
+    """It goes with or without room; nothing is claimed for it meanwhile."""
     driver = by_memory()
     driver.takes_turn("a", 100)
     driver.scheduler.core.pause(driver.program("a"), Reason.IDLE)
@@ -387,7 +387,7 @@ def test_who_is_paused_at_a_tool_goes_there_with_its_next_turn() -> None:
 
 
 def test_a_destination_that_is_gone_is_forgotten() -> None:
-    """The program was to move there, so it stays, and what was held for that is granted."""
+    """The program was to move there, so it stays, and its held turns are granted."""
     driver = by_memory()
     turn_id = driver.arrives("a", 100)
     driver.migrates("a", "r1")
@@ -401,7 +401,7 @@ def test_a_destination_that_is_gone_is_forgotten() -> None:
 
 
 def test_who_was_to_move_and_loses_its_replica_goes_where_it_was_to() -> None:
-    """With its next turn."""
+    """It goes there with its next turn."""
     driver = by_memory(r0=1000, r1=1000, r2=1000)
     turn_id = driver.arrives("a", 100)
     driver.migrates("a", "r2")
@@ -411,7 +411,7 @@ def test_who_was_to_move_and_loses_its_replica_goes_where_it_was_to() -> None:
 
 
 def test_a_move_that_cannot_be_is_refused() -> None:
-    """With the reason; an event that says it all the same changes nothing."""
+    """The refusal has a reason; an event with such a move changes nothing."""
     driver = by_memory()
     driver.takes_turn("a", 10)
     why_not = driver.scheduler.operations.why_not_migrate
@@ -431,7 +431,7 @@ def test_a_move_that_cannot_be_is_refused() -> None:
 
 
 def test_a_program_is_not_moved_off_what_its_held_turn_goes_on_from() -> None:
-    """Elsewhere that turn would fail, so it would run there all the same."""
+    """Elsewhere that turn would fail, so it would still run at the old place."""
     driver = Driver(load_policy("cap", {"n": 1}), replicas={"r0": 1000, "r1": 1000, "r2": 1000})
     for program_id in ("x", "y", "z"):
         driver.arrives(program_id, 10)
@@ -455,14 +455,14 @@ def test_a_program_that_is_killed_ends_at_once() -> None:
     assert [d for d in driver.kills("c") if isinstance(d, Reject)] == [Reject(killed, "c", Reason.KILLED)]
     driver.kills("a")
     assert driver.scheduler.programs.get("a") is None
-    assert driver.held(waiting)  # what runs still takes its room
+    assert driver.held(waiting)  # the turn in flight still takes its room
     driver.finishes(running, 900, 10)
     assert waiting in driver.granted_on
     assert driver.kills("a") == []
 
 
 def test_replicas_are_ended_and_started_outside() -> None:
-    """The core says so, once; what is not known is refused."""
+    """The core asks for it once; an unknown replica is refused."""
     driver = by_memory()
     assert driver.send(ReplicaKilled(driver.now_s, "r0")) == [EndReplica("r0", Reason.OPERATOR)]
     assert driver.send(ReplicaKilled(driver.now_s, "r9")) == []
@@ -477,7 +477,7 @@ def test_replicas_are_ended_and_started_outside() -> None:
 
 
 def test_a_global_policy_is_asked_once_in_a_period() -> None:
-    """On ticks, which may come a little early or late."""
+    """It is asked on ticks, which may come a little early or late."""
     control = Doing(period_s=2.0)
     driver = controlled(control)
     control.asked_at_s.clear()
@@ -516,7 +516,7 @@ def test_a_global_policy_hears_who_waits_anew() -> None:
 
 
 def test_each_of_several_global_policies_hears_who_waits_since_itself_was_asked() -> None:
-    """A policy that is asked less often misses no program that another got meanwhile."""
+    """A policy that is asked less often misses no program that another one got meanwhile."""
     heard: dict[float, list[list[str]]] = {1.0: [], 2.0: []}
 
     def hearing(period_s: float) -> Doing:
@@ -539,7 +539,7 @@ def test_a_global_policy_hears_of_a_burst_in_parts() -> None:
     driver.takes_turn("a", 900)
     heard.clear()
     names = [f"b{number}" for number in range(NEWLY_WAITING_COUNT + 4)]
-    for turn_id, name in enumerate(names, 1000):  # checked once for all: that costs as much for each
+    for turn_id, name in enumerate(names, 1000):  # checked once for all: each check costs as much
         driver.scheduler.handle(TurnArrived(driver.now_s, turn_id, name, prompt_bytes=4000))
     driver.is_abandoned(1000)
     driver.releases("b2")
@@ -551,7 +551,7 @@ def test_a_global_policy_hears_of_a_burst_in_parts() -> None:
 
 
 def test_who_ends_is_not_kept_for_a_global_policy() -> None:
-    """However long its period is."""
+    """This holds however long its period is."""
     driver = controlled(Doing(period_s=3600.0), r0=1000)
     driver.takes_turn("a", 900)
     driver.ticks(1.0)
@@ -563,7 +563,7 @@ def test_who_ends_is_not_kept_for_a_global_policy() -> None:
 
 
 def test_what_a_view_tells_of_waiting_and_running() -> None:
-    """What the three default policies decide by."""
+    """The three default policies decide by these figures."""
     driver = by_memory()
     driver.routes("tenant", "t", r0=1)
     driver.arrives("a", 900, tenant="t")
@@ -586,7 +586,7 @@ def test_what_a_view_tells_of_waiting_and_running() -> None:
 
 
 def test_a_program_on_its_way_gets_there_also_when_its_replica_is_lost_first() -> None:
-    """Nothing keeps it any more: it goes to its destination with what was held, whether there is room or not."""
+    """Nothing keeps it any more: it goes to its destination with its held turns, with or without room."""
     driver = by_memory()
     driver.arrives("other", 950)
     driver.arrives("p", 300)
@@ -600,7 +600,7 @@ def test_a_program_on_its_way_gets_there_also_when_its_replica_is_lost_first() -
 
 
 def test_an_announced_program_joins_the_group_of_the_tenant_that_its_first_turn_names() -> None:
-    """Else the last of the group would not be known for the last."""
+    """Otherwise the last of the group would not be recognised."""
     driver = by_memory()
     driver.opens("a", group="g")
     for program_id in ("a", "b"):

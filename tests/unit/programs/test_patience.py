@@ -1,4 +1,4 @@
-"""Turns whose clients would give up are let in before, and a second attempt takes the place of the first."""
+"""Turns whose clients would give up are let in before that, and a second attempt replaces the first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_turn_is_let_in_before_its_client_gives_up(patience_s: float, held_s: 
 
 
 def test_any_event_lets_an_impatient_turn_in() -> None:
-    """Not only a tick."""
+    """It need not be a tick."""
     driver = full()
     turn_id = driver.arrives("second", 100, patience_s=10.0)
     driver.passes(8.0)
@@ -45,7 +45,7 @@ def test_any_event_lets_an_impatient_turn_in() -> None:
 
 @pytest.mark.parametrize("patience_s", [0.0, -5.0])
 def test_a_client_without_patience_is_let_in_at_once(patience_s: float) -> None:
-    """Held and granted by one event."""
+    """One event holds and grants it."""
     driver = full()
     turn_id = driver.arrives("second", 100, patience_s=patience_s)
     assert turn_id in driver.granted_on
@@ -70,7 +70,7 @@ def test_the_whole_program_is_let_in() -> None:
 
 
 def test_it_goes_where_most_of_it_lies_then_where_least_is_claimed_in_excess() -> None:
-    """Home if its history is there still; else the replica that it overloads least."""
+    """It goes home if its history is still there; otherwise to the replica that it overloads least."""
     driver = Driver(Cap(n=2), replicas={"r0": 1000, "r1": 1000, "r2": 4000}, settings=SETTINGS)
     driver.takes_turn("second", 500)
     home = driver.home("second")
@@ -85,7 +85,7 @@ def test_it_goes_where_most_of_it_lies_then_where_least_is_claimed_in_excess() -
 
 
 def test_its_history_decides() -> None:
-    """A program that was paused comes back to where its tokens lie, though another replica is empty."""
+    """A paused program returns to its tokens, though another replica is empty."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 5000}, settings=replace(SETTINGS, idle_limit_s=1.5))
     driver.takes_turn("second", 500)
     home = driver.home("second")
@@ -102,7 +102,7 @@ def test_its_history_decides() -> None:
 
 
 def test_a_turn_that_was_lost_and_is_tried_again_counts_once() -> None:
-    """Given up or failed with a lease; one that was only held never counted, and another turn is another one."""
+    """It was abandoned or failed with a lease; one that was only held never counted; another turn is another one."""
     driver = Driver(Cap(n=1), settings=SETTINGS)
     first = driver.arrives("a", 10)
     driver.is_abandoned(first)
@@ -136,7 +136,7 @@ def test_a_turn_whose_replica_was_lost_and_is_tried_again_counts_once(heard: str
 
 
 def test_a_turn_that_two_take_the_place_of_is_taken_off_once() -> None:
-    """Both of them run, so both count."""
+    """Both attempts run, so both count."""
     driver = Driver()
     first = driver.arrives("a", 10)
     driver.arrives("a", 10, instead_of=first)
@@ -188,7 +188,7 @@ def test_a_held_attempt_hands_its_age_on() -> None:
 
 
 def test_an_attempt_in_flight_hands_its_lease_on() -> None:
-    """On the same replica, at once, without giving up its claim, though others wait; and the turn counts once."""
+    """The next one gets it on the same replica, at once, with the claim, though others wait; the turn counts once."""
     driver = full()
     first = driver.arrives("first", 200)
     waiting = driver.arrives("second", 100)
@@ -197,13 +197,13 @@ def test_an_attempt_in_flight_hands_its_lease_on() -> None:
     assert driver.held(waiting)
     program = driver.program("first")
     assert (program.turn_count, list(program.in_flight)) == (2, [second])
-    driver.is_abandoned(first)  # whoever carried it out says so later
+    driver.is_abandoned(first)  # the holder of its lease says so later
     assert list(program.in_flight) == [second]
 
 
 @pytest.mark.parametrize("how", ["tripped", "draining"])
 def test_an_attempt_on_a_replica_that_is_left_is_tried_again_elsewhere(how: str) -> None:
-    """It was all that kept its program there; it is still one turn, as old as its first attempt."""
+    """Only that attempt kept its program there; it is still one turn, as old as its first attempt."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000})
     first = driver.arrives("a", 100)
     home = driver.granted_on[first]
@@ -215,11 +215,11 @@ def test_an_attempt_on_a_replica_that_is_left_is_tried_again_elsewhere(how: str)
     assert (program.turn_count, list(program.in_flight), program.marked) == (1, [second], False)
     assert program.in_flight[second].waiting_since_s == driver.now_s - 7.0
     assert [driver.demand("r0"), driver.demand("r1")].count(0) == 1
-    assert not driver.is_abandoned(first)  # whoever carried it out says so later
+    assert not driver.is_abandoned(first)  # the holder of its lease says so later
 
 
 def test_an_attempt_on_a_replica_that_is_left_waits_for_its_program_s_other_turns() -> None:
-    """The attempt before it is over; they move together, and however often it is tried again, none stays."""
+    """The attempt before it is over; they move together, and no number of retries keeps one there."""
     driver = Driver(replicas={"r0": 1000, "r1": 1000})
     first = driver.arrives("a", 100)
     home = driver.granted_on[first]
@@ -237,7 +237,7 @@ def test_an_attempt_on_a_replica_that_is_left_waits_for_its_program_s_other_turn
 
 
 def test_an_attempt_that_ended_leaves_its_age() -> None:
-    """Never one in the future."""
+    """An age in the future is never taken."""
     driver = full()
     driver.arrives("second", 100, waiting_since_s=driver.now_s - 30.0)
     assert driver.program("second").waiting_since_s == driver.now_s - 30.0

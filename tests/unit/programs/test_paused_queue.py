@@ -60,7 +60,7 @@ def test_a_program_comes_before_all_waiting_only_if_its_rank_is_lower() -> None:
 
 
 def test_where_nobody_waits_for_a_replica_any_more_is_forgotten() -> None:
-    """A queue of one replica exists while a program waits in it."""
+    """The queue of one replica exists while a program waits in it."""
     queue = PausedQueue(by_claim)
     place = queue.place_at("r0")
     only = put(place, "only", 1)

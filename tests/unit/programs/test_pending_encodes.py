@@ -1,4 +1,4 @@
-"""Where turns go when engines have images to encode: that stage serves one at a time, whatever room there is."""
+"""The choice of replicas when engines have images to encode: they encode one at a time, whatever room there is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def driver_of(policy: str, **capacities: int) -> Driver:
 
 @pytest.mark.parametrize("policy", BY_ROOM)
 def test_a_program_goes_where_fewer_images_are_to_be_encoded(policy: str) -> None:
-    """Even where less room is left."""
+    """It does so even if less room is left there."""
     driver = driver_of(policy)
     driver.has_to_encode("r0", 0)
     driver.has_to_encode("r1", 3)
@@ -28,7 +28,7 @@ def test_a_program_goes_where_fewer_images_are_to_be_encoded(policy: str) -> Non
 
 @pytest.mark.parametrize("policy", BY_ROOM)
 def test_turns_since_the_last_poll_are_counted(policy: str) -> None:
-    """Each is expected to bring an image: not all of a second go to the replica that was free at its begin."""
+    """Each is expected to bring an image: not all turns of a second go to the replica that was free at its begin."""
     driver = driver_of(policy)
     driver.has_to_encode("r0", 0)
     driver.has_to_encode("r1", 0)
@@ -38,7 +38,7 @@ def test_turns_since_the_last_poll_are_counted(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", BY_ROOM)
 def test_room_comes_before_a_short_queue(policy: str) -> None:
-    """A program that fits only on a replica with much to encode goes there all the same."""
+    """A program that fits only on a replica with much to encode still goes there."""
     driver = driver_of(policy, r0=2_000, r1=10_000)
     driver.has_to_encode("r0", 0)
     driver.has_to_encode("r1", 5)
@@ -62,7 +62,7 @@ def test_nobody_gives_memory_up_for_a_shorter_queue() -> None:
 
 
 def test_a_program_stays_where_its_history_lies() -> None:
-    """What is cached there need not be computed again, nor its older images encoded."""
+    """Cached tokens need not be computed again, nor older images be encoded again."""
     driver = driver_of("breakeven")
     turn = driver.arrives("a", 500)
     home = driver.granted_on[turn]
@@ -73,7 +73,7 @@ def test_a_program_stays_where_its_history_lies() -> None:
 
 
 def test_without_an_encoding_stage_nothing_changes() -> None:
-    """An engine that says nothing of it is no better than one that has none to encode."""
+    """An engine that does not report encodes is no better than one without any."""
     driver = driver_of("breakeven")
     driver.has_to_encode("r0", 0)
     for i in range(4):
@@ -83,14 +83,14 @@ def test_without_an_encoding_stage_nothing_changes() -> None:
 
 
 def test_turns_without_a_program_count_them_too() -> None:
-    """The fewest turns in flight, each image once more."""
+    """The fewest turns in flight count, and each image counts as one more."""
     driver = driver_of("breakeven")
     driver.has_to_encode("r0", 2)
     assert [driver.granted_on[driver.arrives(None, 10)] for _ in range(3)] == ["r1", "r1", "r0"]
 
 
 def test_affinity_by_hash_is_left_alone() -> None:
-    """It is asked for so that a program is always in the same place."""
+    """Its purpose is that a program is always in the same place."""
     homes = []
     for counts in ((0, 9), (9, 0)):
         driver = driver_of("sticky")

@@ -1,4 +1,4 @@
-"""The prefix tree against a union that is counted anew each time."""
+"""The prefix tree against a union that is counted from scratch each time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = st.lists(
 
 
 class Union:
-    """Chains on replicas as a list, and how large the part of each cut is."""
+    """Keeps the chains on replicas as a list, and the size of each cut's part."""
 
     def __init__(self) -> None:
         self.sizes_tokens: dict[tuple[int, ...], int] = {}
@@ -41,7 +41,7 @@ class Union:
         return tuple(chain)
 
     def resize(self, cut: tuple[int, ...], size_tokens: int) -> None:
-        """Take a new size, unless it is about the one that is counted."""
+        """Take a new size, unless it concerns the counted chain."""
         is_counted = any(path[: len(cut)] == cut for path, _ in self.chains)
         if not is_counted or abs(self.size_tokens(cut) - size_tokens) > SIZE_SLACK_RATIO * size_tokens:
             self.sizes_tokens[cut] = size_tokens
@@ -87,7 +87,7 @@ def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tup
 
 @given(st.lists(st.tuples(PATHS, st.sampled_from(REPLICAS)), max_size=12), PATHS, st.integers(1, 3))
 def test_what_others_claim_of_a_chain(chains: list[tuple], path: tuple[int, ...], count: int) -> None:
-    """As many of its tokens as so many chains there begin with."""
+    """It is as many tokens as the chains there have at the begin of this one."""
     tree, union = PrefixTree(), Union()
     for each, where in chains:
         tree.enter(union.chain(each), where)
@@ -98,7 +98,7 @@ def test_what_others_claim_of_a_chain(chains: list[tuple], path: tuple[int, ...]
 
 
 def test_three_programs_with_one_system_prompt_by_hand() -> None:
-    """100 tokens for all, 50 more for two of them: 250 are claimed too much."""
+    """100 tokens are common to all, 50 more to two of them: 250 are claimed too often."""
     tree = PrefixTree()
     two, one = ((1, 100), (2, 150)), ((1, 100), (3, 180))
     assert [tree.enter(chain, "r0") for chain in (two, two, one)] == [0, 150, 100]
@@ -110,7 +110,7 @@ def test_three_programs_with_one_system_prompt_by_hand() -> None:
 
 
 def test_a_cut_has_the_size_that_it_was_counted_with_first() -> None:
-    """With two estimates of one prefix, a program leaves with the one it entered with, in any order."""
+    """Two estimates of one prefix differ; a program leaves with the one it entered with, in any order."""
     tree = PrefixTree()
     first, second = ((1, 100),), ((1, 140),)
     tree.enter(first, "r0")
@@ -121,12 +121,12 @@ def test_a_cut_has_the_size_that_it_was_counted_with_first() -> None:
 
 
 def test_cuts_that_do_not_ascend_have_no_size() -> None:
-    """An estimate that shrinks makes no negative tokens."""
+    """A falling estimate gives no negative tokens."""
     tree = PrefixTree()
     tree.enter(((1, 100), (2, 60)), "r0")
     assert tree.enter(((1, 100), (2, 60)), "r0") == 100
 
 
 def test_cuts_come_in_bytes() -> None:
-    """And are counted in tokens."""
+    """They are counted in tokens."""
     assert chain_of([(7, 400), (8, 1000)], 0.25) == ((7, 100), (8, 250))

@@ -31,7 +31,7 @@ def in_flight(program: Program, turn_id: int, prompt: int, *, branch: str = MAIN
 
 
 def test_an_acting_program_claims_its_context() -> None:
-    """Without a turn, the claim is what the last usage said, over all branches."""
+    """Without a turn, the claim is the last usage, over all branches."""
     assert a_program(main=500).measure_claim() == 500
     assert a_program(main=500, search=200).measure_claim() == 700
 
@@ -44,14 +44,14 @@ def test_a_turn_in_flight_claims_its_prompt_and_what_it_has_generated() -> None:
 
 
 def test_a_prompt_that_is_estimated_too_small_never_shrinks_the_claim() -> None:
-    """The context that is known counts until a usage says otherwise."""
+    """The known context counts until a usage replaces it."""
     program = a_program(main=500)
     in_flight(program, 1, 100)
     assert program.measure_claim() == 500
 
 
 def test_turns_of_one_branch_share_their_prefix() -> None:
-    """Eight samples of one prompt claim it once, and each its own output."""
+    """Eight samples of one prompt claim it once, and an output each."""
     program = a_program(main=500)
     for turn_id in range(8):
         in_flight(program, turn_id, 600, output=10)
@@ -59,7 +59,7 @@ def test_turns_of_one_branch_share_their_prefix() -> None:
 
 
 def test_turns_of_several_branches_are_added() -> None:
-    """Sub-agents have contexts of their own."""
+    """Sub-agents have their own contexts."""
     program = a_program(main=500, one=0, two=300)
     in_flight(program, 1, 100, branch="one", output=5)
     in_flight(program, 2, 350, branch="two")
@@ -67,7 +67,7 @@ def test_turns_of_several_branches_are_added() -> None:
 
 
 def test_a_held_turn_counts_as_if_it_ran() -> None:
-    """What a paused program would claim includes the turns that wait."""
+    """A paused program's claim would include the turns that wait."""
     program = a_program(main=500)
     turn = in_flight(program, 1, 800)
     program.held, program.in_flight = {1: turn}, {}
@@ -105,7 +105,7 @@ def test_a_mild_compaction_is_believed_at_once() -> None:
 
 
 def test_branches_that_ended_before_a_main_turn_are_forgotten() -> None:
-    """When the parent goes on, its sub-agents are through; those that are busy, or began later, stay."""
+    """When the parent continues, its sub-agents are done; those that are busy, or began later, stay."""
     program = a_program(main=100, done=200, busy=300, later=400)
     for turn_id, name in ((1, "done"), (2, "busy"), (9, "later")):
         program.branches[name].last_turn_id = turn_id
@@ -133,7 +133,7 @@ def test_branches_that_ended_before_the_branch_that_waits_for_them_are_forgotten
 
 
 def test_a_branch_whose_tool_runs_is_not_forgotten_when_the_branch_that_waits_for_it_goes_on() -> None:
-    """A parent may work beside its sub-agents: only an answer that calls no tool says that one is through."""
+    """A parent may work beside its sub-agents: only an answer without a tool call shows that one is done."""
     driver = Driver()
     driver.takes_turn("p", 50)
     driver.takes_turn("p", 600, branch="sub", tool="bash:make")
@@ -145,7 +145,7 @@ def test_a_branch_whose_tool_runs_is_not_forgotten_when_the_branch_that_waits_fo
 
 
 def test_a_branch_that_called_a_tool_and_did_not_come_back_is_forgotten_at_last() -> None:
-    """Some hand in their result by a tool, and some are left in the middle: they claim nothing for ever."""
+    """Some return their result by a tool, and some stop in the middle: they do not claim memory for ever."""
     driver = Driver()
     driver.takes_turn("p", 50)
     driver.takes_turn("p", 600, branch="sub", tool="submit")
@@ -157,7 +157,7 @@ def test_a_branch_that_called_a_tool_and_did_not_come_back_is_forgotten_at_last(
 
 
 def test_branches_that_wait_for_each_other_in_a_ring_end_with_the_main_branch() -> None:
-    """A client may say what makes no sense: nothing loops, and nothing stays for ever."""
+    """A client may send nonsense: nothing loops, and nothing stays for ever."""
     program = a_program(main=100, one=200, two=300, itself=400)
     program.branches["one"].parent_id, program.branches["two"].parent_id = "two", "one"
     program.branches["itself"].parent_id = "itself"
@@ -203,7 +203,7 @@ def test_a_program_remembers_its_last_happenings_only() -> None:
 
 
 def test_a_program_and_a_turn_say_what_they_are() -> None:
-    """`repr` is read in logs and failures."""
+    """Logs and failures show `repr`."""
     program = a_program(main=500)
     turn = in_flight(program, 7, 600)
     assert repr(program) == "<Program 'a' generation 1: paused, away at None, 0 tokens, 1 in flight, 0 held>"

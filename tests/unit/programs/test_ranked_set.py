@@ -20,7 +20,7 @@ STEPS = st.lists(
 
 
 class SortedModel:
-    """What a ranked set should be: entries sorted by rank, then by order of entry."""
+    """The reference of a ranked set: entries sorted by rank, then by order of entry."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[float, int, int]] = []
@@ -42,16 +42,16 @@ class SortedModel:
 
 @given(STEPS, st.integers(1, 70))
 def test_it_is_a_sorted_list(steps: list[tuple[str, int, float]], looked_at_each: int) -> None:
-    """After any adds, new ranks and discards: the first, the order, the length and the members are a sorted list's.
+    """After adds, new ranks and discards it has the first, order, length and members of a sorted list.
 
-    However many came since somebody looked.
+    This holds however many came since the last look.
     """
     ranked, model = RankedSet[int](), SortedModel()
     for number, (name, member, rank) in enumerate(steps):
         if name == "add":
             ranked.add(member, rank)
             model.add(member, rank)
-        elif name == "add many":  # none of whom is in
+        elif name == "add many":  # none of them is in
             members = range(number * 100 + 100, number * 100 + 100 + 5 * member)
             ranks = [rank + each % 3 for each in members]
             ranked.add_all(members, ranks)
@@ -79,7 +79,7 @@ def test_it_is_a_sorted_list(steps: list[tuple[str, int, float]], looked_at_each
 def test_the_lowest_end_before_the_first_that_is_not_wanted(
     steps: list[tuple[str, int, float]], count: int, highest: float
 ) -> None:
-    """As many as were asked for, and none from the first on whose rank is too high; the set stays as it was."""
+    """It gives the requested number at most, and none from the first too high rank on; the set stays as it was."""
     ranked, ranks = RankedSet[int](), dict[int, float]()
     for name, member, rank in steps:
         if name.startswith("add"):
@@ -96,7 +96,7 @@ def test_the_lowest_end_before_the_first_that_is_not_wanted(
 
 
 def test_the_dead_do_not_pile_up() -> None:
-    """A member that is ranked anew a hundred thousand times takes no more memory than a few hundred entries."""
+    """A member with a hundred thousand new ranks takes no more memory than a few hundred entries."""
     ranked = RankedSet[str]()
     ranked.add("stays", 0.0)
     for number in range(100_000):

@@ -1,4 +1,4 @@
-"""What lies in an engine's memory, against a list that is searched from its begin."""
+"""The content of an engine's memory, against a list that is searched from its begin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = st.lists(
 
 
 class NaiveMemory:
-    """Tokens one by one: those in use, and those that are idle, the oldest program first, of each the tail first."""
+    """Keeps tokens one by one: used ones, and idle ones, the oldest program first, each with its tail first."""
 
     def __init__(self) -> None:
         self.size_tokens: int | None = None
@@ -63,7 +63,7 @@ class NaiveMemory:
 
 @given(STEPS)
 def test_it_is_a_list_of_which_the_oldest_goes_first(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever is used, left, reported or cleared, in a memory of any size."""
+    """This holds whatever is used, left, reported or cleared, in a memory of any size."""
     residency, naive = Residency(), NaiveMemory()
     for kind, generation, tokens in steps:
         if kind == "clear":
@@ -93,7 +93,7 @@ def lies(residency: Residency, *generations: int) -> list[int]:
 
 
 def test_of_the_oldest_the_tail_goes_first() -> None:
-    """100, 200 and 300 in 500: the oldest goes, then a tail of the next."""
+    """With 100, 200 and 300 in 500 the oldest goes, then a tail of the next."""
     residency = of_size(500)
     for generation in (1, 2, 3):
         turn(residency, generation, 100 * generation)
@@ -103,7 +103,7 @@ def test_of_the_oldest_the_tail_goes_first() -> None:
 
 
 def test_whoever_is_used_again_is_the_newest() -> None:
-    """Of two equals the one that was not used again goes."""
+    """Of two equals, the one that was not used again goes."""
     residency = of_size(500)
     for generation in (1, 2, 1):
         turn(residency, generation, 200)
@@ -112,7 +112,7 @@ def test_whoever_is_used_again_is_the_newest() -> None:
 
 
 def test_what_is_in_use_is_never_taken() -> None:
-    """Though it is more than there is."""
+    """This holds even if more is used than fits."""
     residency = of_size(500)
     residency.use(1, 400)
     turn(residency, 2, 100)
@@ -121,7 +121,7 @@ def test_what_is_in_use_is_never_taken() -> None:
 
 
 def test_an_engine_that_lost_its_memory_has_nothing() -> None:
-    """And what was in use does not come back when its turn ends."""
+    """Memory in use does not come back when its turn ends, either."""
     residency = of_size(500)
     residency.use(1, 100)
     turn(residency, 2, 100)
@@ -132,7 +132,7 @@ def test_an_engine_that_lost_its_memory_has_nothing() -> None:
 
 
 def test_what_the_engine_says_replaces_the_estimate_of_who_has_no_turn() -> None:
-    """A report on one in use is old already."""
+    """For a program with a turn the report is already old."""
     residency = of_size(500)
     turn(residency, 1, 100)
     residency.use(2, 100)
@@ -144,7 +144,7 @@ def test_what_the_engine_says_replaces_the_estimate_of_who_has_no_turn() -> None
 
 
 def test_an_engine_of_unknown_size_remembers_a_bounded_number_of_programs() -> None:
-    """A proxy that runs for a year does not keep an entry for each program that ever was."""
+    """A proxy that runs for a year does not keep an entry for each past program."""
     residency = of_size(None)
     for generation in range(1, 30_001):
         turn(residency, generation, 10)
@@ -153,7 +153,7 @@ def test_an_engine_of_unknown_size_remembers_a_bounded_number_of_programs() -> N
 
 
 def test_a_second_branch_counts_in_full_while_it_runs() -> None:
-    """Its turn is in the claim by which residency is booked: 1,000 tokens beside 10,000 are 11,000."""
+    """Residency is booked by the claim, which includes its turn: 1,000 tokens beside 10,000 are 11,000."""
     driver = Driver(replicas={"r0": 100_000})
     driver.arrives("a", 1000)
     driver.arrives("a", 10_000, branch="sub")

@@ -1,4 +1,4 @@
-"""When a program that waits will be admitted, and programs that were announced before their first turn."""
+"""The expected admission of waiting programs, and programs that were announced before their first turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_nothing_is_expected_before_a_restore_was_seen() -> None:
 
 
 def test_only_time_in_which_somebody_waits_counts() -> None:
-    """Two restores in 20 s of waiting, an hour of nothing between."""
+    """There are two restores in 20 s of waiting, and an hour of nothing in between."""
     pace = RestorePace()
     for begin_s in (0.0, 3600.0):
         pace.accrue(begin_s, waiting=True)
@@ -60,7 +60,7 @@ def test_a_turn_that_is_placed_at_once_is_no_restore_however_old_its_first_attem
 
 @pytest.mark.parametrize("waited_s", [4 * 3600.0, 100 * 86400.0])
 def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: float) -> None:
-    """Not at once, either, because nothing is left of what was seen; and one restore says more than all that."""
+    """It is not at once, either, because nothing that was seen is left; and one restore outweighs all that."""
     pace = RestorePace()
     pace.accrue(0.0, waiting=True)
     pace.accrue(10.0, waiting=True)
@@ -74,7 +74,7 @@ def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: floa
 
 
 def test_waiting_for_a_replica_that_grants_nothing_says_nothing() -> None:
-    """While its weights are exchanged, say: others go where they may go as fast as before."""
+    """Its weights are exchanged, for example: others continue elsewhere as fast as before."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 1000})
     driver.routes("class", "to-r0", r0=1)
     for number in range(3):
@@ -105,7 +105,7 @@ def test_those_that_wait_are_expected_one_after_the_other() -> None:
 
 
 def test_those_that_wait_for_one_replica_are_expected_in_the_same_order() -> None:
-    """Their waiting also counts if no program waits that may go anywhere."""
+    """Their waiting counts even if no other program waits."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 1000})
     driver.routes("class", "to-r1", r1=1)
     for number in range(6):
@@ -146,7 +146,7 @@ def test_an_announced_program_claims_nothing_and_is_not_restored() -> None:
 
 
 def test_its_life_begins_with_its_first_turn() -> None:
-    """How long it was announced before says nothing of how long programs take."""
+    """The time of its announcement says nothing about the lives of programs."""
     driver = Driver()
     driver.opens("p")
     driver.passes(100.0)
@@ -157,7 +157,7 @@ def test_its_life_begins_with_its_first_turn() -> None:
 
 
 def test_an_announced_program_joins_the_group_of_its_first_turn() -> None:
-    """Its opener may not have known the group, for example to get a sandbox."""
+    """Its opener may not have known the group, for example when it only wanted a sandbox."""
     driver = Driver()
     driver.opens("p")
     driver.opens("q", group="h")

@@ -1,4 +1,4 @@
-"""What turns of a role generate, learned from what they did."""
+"""The output of a role's turns, learned from earlier ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_role_has_its_mean_and_a_new_one_that_of_all() -> None:
 
 
 def test_roles_that_were_not_heard_of_for_long_are_forgotten() -> None:
-    """Ids in place of roles take no memory without end."""
+    """Ids in place of roles do not fill the memory."""
     outputs = RoleOutputs()
     for number in range(MAX_ROLES_COUNT + 5):
         outputs.turn_ended(ended(role=f"thread-{number}", output=10))
@@ -31,7 +31,7 @@ def test_roles_that_were_not_heard_of_for_long_are_forgotten() -> None:
 
 
 def test_the_role_of_a_turn_is_what_was_said_or_its_branch() -> None:
-    """What a turn is expected to generate is taken when it arrives, and stays."""
+    """The expectation is computed when a turn arrives, and stays."""
     driver = Driver()
     driver.finishes(driver.arrives("a", 10, role="browser"), 10, 60)
     driver.finishes(driver.arrives("a", 10, branch="browser"), 10, 60)

@@ -1,4 +1,4 @@
-"""A program that waits for one replica is not passed for ever, nor does it pass others, under any policy."""
+"""Under every policy a program that waits for one replica is neither passed for ever nor passes others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thunderagent.programs.model.turn import Turn
 CAPACITY_TOKENS = 10_000
 LARGE_TOKENS, SMALL_TOKENS = 7_000, 2_400
 STEP_COUNT = 60
-"""Within so many the one that waits must be through."""
+"""Number of steps within which the waiting one must run."""
 
 BY_AGE: Mapping[str, tuple[str, Mapping[str, Setting]]] = {
     "breakeven": ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0}),
@@ -56,7 +56,7 @@ def driven(policy: tuple[str, Mapping[str, Setting]], *, fair: bool = False) -> 
 
 
 class Stream:
-    """Small programs of one turn each that come faster than they go."""
+    """Small programs of one turn each that arrive faster than they end."""
 
     def __init__(self, driver: Driver, tokens: int, class_of: Callable[[int], str]) -> None:
         self._driver = driver
@@ -66,7 +66,7 @@ class Stream:
         self._turns: dict[int, str] = {}
 
     def step(self) -> None:
-        """Let two come; a second later the two that run for longest go, each is followed by one more, and it ticks."""
+        """Let two arrive; a second later the two longest running end, each is followed by one more, and it ticks."""
         for _ in range(2):
             self._comes()
         self._driver.passes(1.0)
@@ -96,7 +96,7 @@ STREAMS: Mapping[str, Callable[[int], str]] = {
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("policy", [*BY_AGE, *BY_SIZE, *CAP])
 def test_who_is_bound_is_not_passed_for_ever(policy: str, stream: str) -> None:
-    """By newcomers of the same route, or by those that may go anywhere, though they fit and it does not."""
+    """Newcomers of the same route, or without a route, fit where it does not fit."""
     driver = driven({**BY_AGE, **BY_SIZE, **CAP}[policy])
     newcomers = Stream(driver, SMALL_TOKENS, STREAMS[stream])
     for _ in range(4):
@@ -113,7 +113,7 @@ def test_who_is_bound_is_not_passed_for_ever(policy: str, stream: str) -> None:
 
 @pytest.mark.parametrize("policy", [*BY_AGE, *BY_SIZE, *CAP])
 def test_who_may_go_anywhere_is_not_passed_for_ever_by_who_is_bound(policy: str) -> None:
-    """Bound ones are asked about first, but go in the same order."""
+    """Bound programs are considered first, but go in the same order."""
     driver = driven({**BY_AGE, **BY_SIZE, **CAP}[policy])
     newcomers = Stream(driver, SMALL_TOKENS, lambda number: ("to-r0", "to-r1")[number % 2])
     for _ in range(4):
@@ -129,7 +129,7 @@ def test_who_may_go_anywhere_is_not_passed_for_ever_by_who_is_bound(policy: str)
 
 @pytest.mark.parametrize("policy", ["ttl", "breakeven", "cap"])
 def test_nobody_is_passed_for_ever_where_tenants_have_shares(policy: str) -> None:
-    """Within a tenant as without shares; a tenant that had less may go before, until it had as much."""
+    """Within a tenant it is as without shares; a tenant that had less may go first, until it had as much."""
     driver = driven({**BY_AGE, **CAP}[policy], fair=True)
     newcomers = Stream(driver, SMALL_TOKENS, lambda _: "to-r0")
     for _ in range(4):
@@ -142,7 +142,7 @@ def test_nobody_is_passed_for_ever_where_tenants_have_shares(policy: str) -> Non
 
 
 def test_places_that_replicas_share_go_to_who_is_first_of_all_that_are_bound() -> None:
-    """Not to those of the replica that is looked at first."""
+    """The replica that is considered first gives no advantage to its own."""
     driver = driven(("cap", {"n": 1}))
     first = driver.arrives("running", 10)
     before = [driver.arrives(f"r1-{number}", 10, program_class="to-r1") for number in range(2)]
@@ -165,7 +165,7 @@ def test_places_that_replicas_share_go_to_who_is_first_of_all_that_are_bound() -
 
 
 def test_a_place_that_the_end_of_a_turn_frees_elsewhere_goes_to_who_is_bound_and_first() -> None:
-    """Not to one that came later and may go anywhere, though nothing changed where the first one waits."""
+    """A later one without a route does not get it, though nothing changed at the first one's replica."""
     driver = Driver(load_policy("cap", {"n": 1}), replicas={"r0": 1000, "r1": 1000, "r2": 1000})
     for replica_id in ("r0", "r1"):
         driver.routes("class", f"to-{replica_id}", **{replica_id: 1})
@@ -187,7 +187,7 @@ def test_a_replica_with_room_is_not_closed_for_one_that_waits_for_another() -> N
     driver.arrives("b", 7_000, program_class="to-r1")
     held = driver.arrives("bound", 7_000, program_class="to-r0")
     assert driver.held(held)
-    fits_on_both = driver.arrives("c", 2_000)  # most room is on the first
+    fits_on_both = driver.arrives("c", 2_000)  # the first replica has the most room
     assert driver.granted_on[fits_on_both] == "r1"
     too_large = driver.arrives("d", 3_000)
     assert driver.held(too_large)
@@ -195,11 +195,11 @@ def test_a_replica_with_room_is_not_closed_for_one_that_waits_for_another() -> N
 
 
 def test_breakeven_lets_pass_for_a_while_on_a_replica_for_which_one_waits() -> None:
-    """As it does with the head of its queue: as long as that has not waited for half of what programs take."""
+    """It does as with the head of its queue, until that has waited for half of a program's median life."""
     driver = driven(
         ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0, "foresight_ratio": 0.0, "order": "fcfs"})
     )
-    for number in range(4):  # what programs take is learned: 20 s
+    for number in range(4):  # the life of programs is learned: 20 s
         turn_id = driver.arrives(f"earlier-{number}", 100)
         driver.passes(20.0)
         driver.finishes(turn_id, 100)
@@ -217,7 +217,7 @@ def test_breakeven_lets_pass_for_a_while_on_a_replica_for_which_one_waits() -> N
 
 
 def test_pins_make_room_for_who_waits_for_their_replica_alone() -> None:
-    """Where nothing runs, `continuum` takes them until that fits, as it does for the head of its queue."""
+    """If nothing runs, `continuum` takes pins away until it fits, as for the head of its queue."""
     driver = driven(("continuum", {"ttl_s": 1000.0}))
     driver.takes_turn("pinned", 6_000)
     bound = driver.arrives("bound", 7_000, program_class="to-r0")

@@ -1,4 +1,4 @@
-"""The scheduler, scenario by scenario; the invariants are checked after every event of each."""
+"""The scheduler in scenarios; the invariants are checked after every event of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIMITS = SchedulerSettings(idle_limit_s=50.0, forget_limit_s=200.0, no_replica_l
 
 
 def by_memory(**replicas: int | None) -> Driver:
-    """A driver whose policy looks at memory and checks every second."""
+    """A driver whose policy goes by memory and checks every second."""
     policy = ThunderAgent(delta_s=1.0, half_life_s=inf, reserve_tokens=0)
     return Driver(policy, replicas=replicas or {"r0": 1000}, settings=LIMITS)
 
@@ -53,7 +53,7 @@ def by_load(**replicas: int | None) -> Driver:
 
 
 def test_a_turn_that_fits_is_granted_at_once() -> None:
-    """One event in, the lease out, no tick between."""
+    """One event gives the lease, without a tick."""
     driver = by_memory()
     driver.arrives("a", 400)
     assert driver.decisions == [Restore("a", "r0", Reason.FITS), Grant(1, "a", "r0", Reason.FITS)]
@@ -61,7 +61,7 @@ def test_a_turn_that_fits_is_granted_at_once() -> None:
 
 
 def test_a_turn_that_does_not_fit_is_held_and_restored_when_there_is_room() -> None:
-    """Hold says why; a release makes room; the next check restores and grants."""
+    """The hold has its reason; a release makes room; the next check restores and grants."""
     driver = by_memory()
     driver.takes_turn("a", 700)
     driver.arrives("b", 400)
@@ -81,7 +81,7 @@ def test_an_active_programs_next_turn_is_granted_at_home() -> None:
 
 
 def test_64_turns_of_one_program_at_once_are_all_granted_and_share_one_prompt() -> None:
-    """Best-of-64 is never serialised, and is charged one prompt and 64 outputs."""
+    """Best-of-64 is never serialised, and counts as one prompt and 64 outputs."""
     driver = by_memory()
     turns = [driver.arrives("a", 500) for _ in range(64)]
     assert {driver.granted_on[turn] for turn in turns} == {"r0"}
@@ -109,7 +109,7 @@ def test_64_turns_of_a_paused_program_are_held_and_granted_together() -> None:
 
 @pytest.mark.parametrize("parent_paused", [False, True])
 def test_a_parent_that_waits_for_five_sub_agents_with_room_for_one_never_deadlocks(parent_paused: bool) -> None:
-    """All six contexts are one program: either all its turns are granted or none, and all go on in the end."""
+    """All six contexts are one program: all its turns or none are granted, and all continue in the end."""
     driver = by_memory()
     driver.takes_turn("a", 100)
     if parent_paused:
@@ -130,7 +130,7 @@ def test_a_parent_that_waits_for_five_sub_agents_with_room_for_one_never_deadloc
 
 
 def test_a_sub_agent_of_a_reasoning_parent_is_granted_beside_it() -> None:
-    """A turn that a turn in flight waits for is never held, whatever the memory says."""
+    """A turn that a turn in flight waits for is never held, however full the memory is."""
     driver = by_memory()
     driver.arrives("a", 900)
     driver.arrives("a", 900, branch="sub")
@@ -149,7 +149,7 @@ def test_ended_sub_agents_give_their_claim_back_when_the_parent_goes_on() -> Non
 
 
 def test_ended_sub_agents_of_a_sub_agent_give_their_claim_back_when_it_goes_on() -> None:
-    """The sub-agent that the main branch waits for is then alone; a parent named for the main branch means nothing."""
+    """The sub-agent that the main branch waits for is then alone; a parent named for the main branch has no effect."""
     driver = by_load()
     driver.takes_turn("a", 300, parent_branch="nobody")
     driver.takes_turn("a", 200, branch="sub")
@@ -166,7 +166,7 @@ def test_ended_sub_agents_of_a_sub_agent_give_their_claim_back_when_it_goes_on()
 
 
 def test_a_release_while_held_rejects_and_never_grants() -> None:
-    """The held turn is answered once: no."""
+    """The held turn gets one answer, which is a refusal."""
     driver = by_memory()
     driver.takes_turn("a", 900)
     turn = driver.arrives("b", 500)
@@ -181,7 +181,7 @@ def test_a_release_while_held_rejects_and_never_grants() -> None:
 
 
 def test_a_release_twice_is_a_release_once() -> None:
-    """The second one, and one of an id that never was, change nothing."""
+    """A second one, and one of an unknown id, change nothing."""
     driver = by_memory()
     driver.takes_turn("a", 900)
     assert of_kind(Release, driver.releases("a")) == ["a"]
@@ -192,7 +192,7 @@ def test_a_release_twice_is_a_release_once() -> None:
 
 
 def test_several_programs_end_before_anybody_gets_their_room() -> None:
-    """One event for all: no turn of a program that is named too is granted on the way; strangers are no matter."""
+    """One event names all: no turn of a program in it is granted meanwhile; strangers do not matter."""
     driver = Driver(Cap(n=1))
     driver.takes_turn("a", 10)
     also_named, waits = driver.arrives("b", 10), driver.arrives("c", 10)
@@ -203,7 +203,7 @@ def test_several_programs_end_before_anybody_gets_their_room() -> None:
 
 
 def test_a_late_release_of_an_old_generation_does_not_end_the_new_one() -> None:
-    """Ids come back every epoch: the release that was meant for the last one changes nothing."""
+    """Ids return every epoch: a release of an old generation changes nothing."""
     driver = by_memory()
     driver.takes_turn("a", 300)
     old = driver.program("a").generation
@@ -216,7 +216,7 @@ def test_a_late_release_of_an_old_generation_does_not_end_the_new_one() -> None:
 
 
 def test_a_turn_in_flight_outlives_its_program_as_load() -> None:
-    """A release in mid-turn: the replica stays charged until the turn ends, and the new incarnation learns nothing."""
+    """It is released in mid-turn: the replica is charged until the turn ends; the new incarnation learns nothing."""
     driver = by_memory()
     old_turn = driver.arrives("a", 300)
     driver.releases("a")
@@ -259,7 +259,7 @@ def test_acting_programs_of_a_lost_replica_are_restored_elsewhere_at_once() -> N
 
 
 def test_a_turn_is_kept_off_the_replica_that_failed_it_if_there_is_another() -> None:
-    """`avoid` is obeyed, and gives way where only that replica is left."""
+    """`avoid` is obeyed, unless only that replica is left."""
     driver = by_load(r0=1000, r1=1000)
     first = driver.arrives("a", 100)
     driver.fails(first)
@@ -272,7 +272,7 @@ def test_a_turn_is_kept_off_the_replica_that_failed_it_if_there_is_another() -> 
 
 
 def test_a_removed_replica_is_forgotten_and_what_was_in_flight_there_is_lost() -> None:
-    """Its programs are paused, its turns' ends count nowhere, and nothing names it any more."""
+    """Its programs are paused, its turns' ends count nowhere, and nothing refers to it any more."""
     driver = by_memory(r0=1000, r1=900)
     turn = driver.arrives("reasons", 500)
     anonymous = driver.arrives(None, 100)
@@ -296,7 +296,7 @@ def test_a_removed_replica_is_forgotten_and_what_was_in_flight_there_is_lost() -
 
 @pytest.mark.parametrize("late", ["polled", "down", "draining", "suspended", "residency"])
 def test_late_news_of_a_removed_replica_do_not_bring_it_back(late: str) -> None:
-    """Only that it is up does, and what its size is then."""
+    """Only a report that it is up does, with its size at that time."""
     driver = by_memory(r0=1000, r1=900)
     driver.is_removed("r0")
     {
@@ -330,7 +330,7 @@ def test_a_draining_replica_gets_nothing_new_and_keeps_what_is_in_flight() -> No
 
 
 def test_without_a_replica_turns_are_held_and_rejected_after_the_limit() -> None:
-    """Both kinds of turns wait for 10 s, then get a clear no; the programs stay, acting."""
+    """Both kinds of turns wait for 10 s, then get a clear refusal; the programs stay, acting."""
     driver = by_memory()
     driver.goes_down("r0")
     turns = [driver.arrives("a", 10), driver.arrives(None, 10)]
@@ -377,11 +377,11 @@ def test_the_loss_of_a_replica_with_anonymous_turns_leaves_no_load_behind() -> N
     assert driver.scheduler.turns == {}
 
 
-# --- Sizes that are odd ---------------------------------------------------------------------------------------
+# --- Odd sizes ------------------------------------------------------------------------------------------------
 
 
 def test_a_program_larger_than_every_replica_runs_at_once() -> None:
-    """Nobody starves: the engine judges it, and the smaller ones do not stand in its way."""
+    """None starves: the engine decides, and smaller ones are not blocked."""
     driver = by_memory(r0=1000, r1=500)
     driver.takes_turn("a", 900)
     turn = driver.arrives("huge", 5000)
@@ -392,7 +392,7 @@ def test_a_program_larger_than_every_replica_runs_at_once() -> None:
 
 
 def test_a_program_that_becomes_oversize_while_it_waits_runs_too() -> None:
-    """Held because both replicas were full; then the only one that it fits on is lost."""
+    """It is held because both replicas were full; then the only one that it fits on is lost."""
     driver = by_memory(r0=1000, r1=3000)
     blocker = driver.arrives("large", 2900)
     driver.takes_turn("small", 800)
@@ -406,7 +406,7 @@ def test_a_program_that_becomes_oversize_while_it_waits_runs_too() -> None:
 
 
 def test_unknown_capacity_lets_everyone_in() -> None:
-    """Not known is not zero."""
+    """Unknown is not zero."""
     driver = by_memory(r0=None)
     turns = [driver.arrives(f"p{number}", 100_000) for number in range(50)]
     assert all(driver.granted_on.get(turn) == "r0" for turn in turns)
@@ -440,7 +440,7 @@ def test_the_idle_limit_takes_the_claim_and_the_next_turn_is_placed_anew() -> No
 
 
 def test_the_idle_limit_is_learned_for_each_tool() -> None:
-    """Builds that take 400 s lose their claims after 300 s, until ten of them came back; other tools still do."""
+    """Builds of 400 s lose their claims after 300 s, until ten of them came back; other tools still do."""
     driver = Driver(Passthrough(), replicas={"r0": 1000})
     for number in range(10):
         driver.takes_turn(f"p{number}", 10, tool="build")
@@ -459,7 +459,7 @@ def test_the_idle_limit_is_learned_for_each_tool() -> None:
 def test_a_learned_idle_limit_takes_the_claim_well_before_the_program_is_forgotten(
     forget_limit_s: float, limit_s: float
 ) -> None:
-    """However long its tool took before, and though the least limit is longer: others wait for the memory."""
+    """This holds however long its tool took before, though the least limit is longer: others wait for the memory."""
     driver = Driver(Passthrough(), settings=SchedulerSettings(forget_limit_s=forget_limit_s))
     for _ in range(12):
         driver.takes_turn("a", 10, tool="build")
@@ -470,7 +470,7 @@ def test_a_learned_idle_limit_takes_the_claim_well_before_the_program_is_forgott
 
 
 def test_an_idle_limit_that_is_set_is_not_learned() -> None:
-    """Whatever a tool takes, 50 s are 50 s."""
+    """Whatever a tool takes, the limit stays 50 s."""
     driver = by_load()
     for _ in range(12):
         driver.takes_turn("a", 10, tool="build")
@@ -481,7 +481,7 @@ def test_an_idle_limit_that_is_set_is_not_learned() -> None:
 
 
 def test_the_forget_limit_drops_a_program_and_its_id_comes_back_as_a_new_one() -> None:
-    """After 200 s without a word the table knows nothing of it."""
+    """After 200 s without an event the table knows nothing about it."""
     driver = by_memory()
     driver.takes_turn("a", 700)
     generation = driver.program("a").generation
@@ -495,7 +495,7 @@ def test_the_forget_limit_drops_a_program_and_its_id_comes_back_as_a_new_one() -
 
 
 def test_the_limits_are_those_of_one_tool_however_many_run_between_two_turns() -> None:
-    """An agent that runs command after command is at work: it keeps its claim, and is not forgotten."""
+    """An agent that runs one command after another is at work: it keeps its claim, and is not forgotten."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     for _ in range(6):
@@ -518,7 +518,7 @@ def test_a_program_with_a_turn_is_neither_idle_nor_forgotten() -> None:
 
 
 def test_limits_count_from_the_end_of_the_last_turn() -> None:
-    """A turn in between begins the time anew."""
+    """A turn in between restarts the time."""
     driver = by_memory()
     driver.takes_turn("a", 100)
     driver.ticks(40.0)
@@ -547,7 +547,7 @@ def test_a_clock_that_stands_still_or_runs_backwards_breaks_nothing(step_s: floa
 
 
 def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:
-    """No decision without news: full replicas, a queue and sleeping programs are left as they are."""
+    """Nothing is decided without news: full replicas, a queue and sleeping programs stay as they are."""
     driver = by_memory(r0=1000, r1=1000)
     for number in range(8):
         turn = driver.arrives(f"p{number}", 400)
@@ -564,7 +564,7 @@ def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:
 @pytest.mark.parametrize("end", ["fails", "is_abandoned", "without usage"])
 @pytest.mark.parametrize("was_held", [False, True])
 def test_a_turn_that_ends_badly_leaves_no_program_reasoning(end: str, was_held: bool) -> None:
-    """Failed, cancelled or usage-less, granted or held: the program acts, and the counts are right."""
+    """Failed, cancelled or without usage, granted or held: the program acts, and the counts are right."""
     driver = by_memory()
     if was_held:
         driver.takes_turn("first", 900)
@@ -581,7 +581,7 @@ def test_a_turn_that_ends_badly_leaves_no_program_reasoning(end: str, was_held: 
 
 
 def test_a_turn_without_usage_is_taken_at_its_estimate() -> None:
-    """The engine said nothing: the bytes and what was streamed stand in."""
+    """The engine reported nothing: the bytes and the streamed output stand in."""
     driver = by_load()
     turn = driver.arrives("a", 300)
     driver.progresses(turn, output=40)
@@ -590,7 +590,7 @@ def test_a_turn_without_usage_is_taken_at_its_estimate() -> None:
 
 
 def test_a_failed_turn_teaches_nothing() -> None:
-    """The context is what the last good usage said."""
+    """The context is that of the last good usage."""
     driver = by_load()
     driver.takes_turn("a", 300)
     turn = driver.arrives("a", 900)
@@ -599,7 +599,7 @@ def test_a_failed_turn_teaches_nothing() -> None:
 
 
 def test_a_turn_that_ended_ends_only_once() -> None:
-    """Second words on a turn, and words on one that never was, change nothing."""
+    """A second end of a turn, and an end of an unknown one, change nothing."""
     driver = by_load()
     turn = driver.takes_turn("a", 300)
     for again in (driver.fails, driver.is_abandoned, driver.starts):
@@ -624,7 +624,7 @@ def test_a_held_turn_cannot_have_started() -> None:
 
 
 def test_a_marked_program_pauses_at_the_end_of_its_last_turn() -> None:
-    """Not while one of two is in flight; its next turn is placed anew."""
+    """It does not while one of two is in flight; its next turn is placed anew."""
     driver = by_memory()
     turns = [driver.arrives("a", 600), driver.arrives("a", 600)]
     driver.progresses(turns[0], output=500)
@@ -639,7 +639,7 @@ def test_a_marked_program_pauses_at_the_end_of_its_last_turn() -> None:
 
 
 def test_an_anonymous_turn_is_granted_on_the_least_loaded_replica_and_counts_as_load() -> None:
-    """It is never held for memory, and what it takes is not promised to others."""
+    """It is never held for memory, and its memory is not given to others."""
     driver = by_memory(r0=1000, r1=1000)
     driver.arrives("a", 900)
     driver.arrives(None, 5000)
@@ -652,7 +652,7 @@ def test_an_anonymous_turn_is_granted_on_the_least_loaded_replica_and_counts_as_
 
 
 def test_anonymous_turns_teach_what_a_byte_is_worth() -> None:
-    """The ratio for programs that were never seen drifts towards what usages say, a twentieth at a time."""
+    """The ratio for unknown programs moves towards usages by a twentieth at a time."""
     driver = by_load()
     for _ in range(200):
         turn = driver.arrives(None, 100)
@@ -663,7 +663,7 @@ def test_anonymous_turns_teach_what_a_byte_is_worth() -> None:
 
 @pytest.mark.parametrize(("told_tokens", "claim_tokens"), [(0, 250), (1_000_000, 4000)])
 def test_no_client_teaches_that_a_byte_is_worth_nothing_or_a_lot(told_tokens: int, claim_tokens: int) -> None:
-    """A newcomer of 1,000 tokens claims 4 times too little or too much at most, whatever bodies were filled up with."""
+    """A newcomer of 1,000 tokens claims at most 4 times too little or too much, whatever bodies contain."""
     driver = by_load()
     for _ in range(200):
         driver.finishes(driver.arrives("stranger", 1000), prompt=told_tokens)
@@ -676,7 +676,7 @@ def test_no_client_teaches_that_a_byte_is_worth_nothing_or_a_lot(told_tokens: in
 
 @dataclass(frozen=True, slots=True)
 class Stubborn:
-    """A policy that insists on one replica, whether it is usable or not, and proposes all that is illegal."""
+    """A policy that insists on one replica, usable or not, and proposes everything that is illegal."""
 
     replica_id: str
     name: str = "stubborn"
@@ -705,7 +705,7 @@ class Stubborn:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A replica that only the policy believes in."""
+    """A replica that exists only for the policy."""
 
     replica_id: str
     account: object
@@ -713,7 +713,7 @@ class Elsewhere:
 
 @pytest.mark.parametrize("replica_id", ["down", "draining", "never-was"])
 def test_a_policy_cannot_place_where_nothing_may_be_granted(replica_id: str) -> None:
-    """The scheduler disposes: a turn that is put on a replica that is not open is held, proposals are refused."""
+    """The scheduler decides: a turn for a replica that is not open is held, and proposals are refused."""
     driver = Driver(Stubborn(replica_id), replicas={"r0": 1000, "down": 1000, "draining": 1000})
     driver.goes_down("down")
     driver.drains("draining")
@@ -754,7 +754,7 @@ def test_after_everybody_left_every_count_is_zero(policy: Policy) -> None:
 
 
 def test_a_turn_id_that_is_used_twice_is_a_bug_and_raises() -> None:
-    """Turn ids are the runtime's; a second arrival of one would lose a lease."""
+    """The runtime makes turn ids; a second arrival of one would lose a lease."""
     scheduler = Scheduler(Passthrough())
     scheduler.handle(TurnArrived(1.0, 1, "a"))
     with pytest.raises(AssertionError, match="turn 1 arrives twice"):
@@ -774,7 +774,7 @@ def test_the_same_events_lead_to_the_same_decisions() -> None:
 
 
 def test_waiting_for_memory_costs_unused_memory_only_where_there_is_memory() -> None:
-    """A replica that is down has no memory that could stand idle."""
+    """A replica that is down has no memory that could be idle."""
     driver = by_memory(r0=1000, r1=1000)
     driver.goes_down("r1")
     driver.arrives("a", 1000)
@@ -786,7 +786,7 @@ def test_waiting_for_memory_costs_unused_memory_only_where_there_is_memory() -> 
 
 
 def test_the_scheduler_says_what_it_is() -> None:
-    """`repr` is read in logs and failures."""
+    """Logs and failures show `repr`."""
     driver = by_memory()
     driver.takes_turn("a", 600)
     driver.arrives("b", 600)
@@ -797,7 +797,7 @@ def test_the_scheduler_says_what_it_is() -> None:
 
 
 def test_a_program_whose_only_turn_was_held_and_left_claims_nothing() -> None:
-    """It has no memory that it could be restored to; its next turn is placed like a new one."""
+    """It has no memory to be restored to; its next turn is placed like a new one."""
     driver = Driver(ThunderAgent(delta_s=1.0), replicas={"r0": 2000})
     driver.takes_turn("a", 1700)
     driver.is_abandoned(driver.arrives("ghost", 100))
@@ -808,7 +808,7 @@ def test_a_program_whose_only_turn_was_held_and_left_claims_nothing() -> None:
 
 
 def test_failed_turns_of_ever_new_branches_do_not_grow_a_program() -> None:
-    """Only the last used idle branches are kept, whatever became of their turns."""
+    """Only the last used idle branches are kept, however their turns ended."""
     driver = Driver()
     for number in range(40):
         driver.fails(driver.arrives("a", 100, branch=f"b{number}"))
@@ -816,7 +816,7 @@ def test_failed_turns_of_ever_new_branches_do_not_grow_a_program() -> None:
 
 
 def test_a_program_whose_turn_runs_elsewhere_is_there() -> None:
-    """What was written of it is older than the turn, which is the program's all the same: so is what that used."""
+    """Its stored record is older than the turn; the turn and its usage still belong to it."""
     driver = Driver(Cap(1), replicas={"r0": 1000, "r1": 1000})
     turn_id = driver.arrives("a", 100, wanted="r0")
     driver.finishes(turn_id, 100, 10)
@@ -831,7 +831,7 @@ def test_a_program_whose_turn_runs_elsewhere_is_there() -> None:
 
 
 def test_a_turn_that_runs_where_its_program_must_not_go_is_nobodys() -> None:
-    """A held turn of the program continues from data that only another replica has: the program goes there."""
+    """A held turn of the program continues from a response that only another replica has: the program goes there."""
     driver = Driver(Cap(1), replicas={"r0": 1000, "r1": 1000})
     for replica_id in ("r0", "r1"):
         driver.arrives(f"first on {replica_id}", 100, wanted=replica_id)

@@ -1,4 +1,4 @@
-"""What programs have in common, while they come, go and send other prompts."""
+"""Tokens that programs share, while they come, go and send other prompts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shared_tokens(programs: list[Program], replica_id: str) -> int:
 
 @given(STEPS)
 def test_an_account_knows_what_is_claimed_more_than_once(steps: list[tuple[str, int, str, str]]) -> None:
-    """Chains are replaced while active, branches come and go: the sum is that of a count from scratch."""
+    """Chains are replaced while active, branches come and go: the sum equals a count from scratch."""
     shares, programs = SharedPrefixes(), [Program(f"p{number}", number, 0.0) for number in range(4)]
     accounts = {replica_id: Account(1.0, 0.0) for replica_id in ("r0", "r1")}
     for kind, number, replica_id, prompt in steps:
@@ -84,14 +84,14 @@ def two_programs() -> tuple[SharedPrefixes, Program, Program, Account]:
 
 
 def test_a_paused_program_finds_what_others_claim() -> None:
-    """100 tokens on the replica where the other is, none elsewhere."""
+    """It finds 100 tokens on the replica of the other program, and none elsewhere."""
     shares, _, comes, _ = two_programs()
     assert shares.tokens_on(comes, "r0") == 100
     assert shares.tokens_on(comes, "r1") == 0
 
 
 def test_what_a_program_claims_itself_is_not_what_others_claim() -> None:
-    """An active one finds what it has in common with another, and alone nothing."""
+    """An active one finds what it shares with another, and nothing if it is alone."""
     shares, here, comes, account = two_programs()
     assert shares.tokens_on(here, "r0") == 0
     activate(shares, comes, "r0", account)
@@ -99,7 +99,7 @@ def test_what_a_program_claims_itself_is_not_what_others_claim() -> None:
 
 
 def test_a_programs_own_tokens_are_what_no_other_shares() -> None:
-    """400 without the 100 in common, once both are there."""
+    """It has 400, and 300 once both programs are there, which share 100."""
     shares, here, comes, account = two_programs()
     assert shares.own_tokens(here, 400, "r0") == 400
     activate(shares, comes, "r0", account)

@@ -1,4 +1,4 @@
-"""Grants that stop while engines are paused, sleep or get new weights, and what holds meanwhile."""
+"""Grants stop while engines are paused, sleep or get new weights; these rules hold meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def two_replicas() -> Driver:
 
 
 def test_an_active_program_keeps_its_claim_and_its_place() -> None:
-    """Its turns are held where it is, and granted there without a word of the policy."""
+    """Its turns are held on its replica, and granted there without asking the policy."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 100)
     driver.suspends()
@@ -38,7 +38,7 @@ def test_an_active_program_keeps_its_claim_and_its_place() -> None:
 
 
 def test_an_attempt_that_is_tried_again_elsewhere_is_not_granted() -> None:
-    """Held where nothing is granted, then tried again when another replica grants: one turn, not two."""
+    """It is held where grants stop, then retried when another replica grants: this is one turn, not two."""
     driver = two_replicas()
     turn_id = driver.takes_turn("a", 100)
     home = driver.granted_on[turn_id]
@@ -68,7 +68,7 @@ def test_a_marked_program_whose_other_turns_are_held_in_place_goes_when_its_turn
 
 
 def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
-    """The turn in flight goes on when its engine does; nothing is granted beside it."""
+    """The turn in flight continues with its engine; nothing is granted beside it."""
     driver = Driver(settings=LIMITS)
     parent = driver.arrives("a", 100)
     driver.suspends()
@@ -81,7 +81,7 @@ def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
 
 
 def test_who_waits_longest_is_granted_first() -> None:
-    """Arrival at the replica does not count."""
+    """The order of arrival at the replica does not count."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.takes_turn("b", 10)
@@ -94,7 +94,7 @@ def test_who_waits_longest_is_granted_first() -> None:
 
 
 def test_new_programs_and_anonymous_turns_wait_in_the_queue() -> None:
-    """With a reason that says why, and another one once it is room that is missing."""
+    """They have the reason, and another one once only room is missing."""
     driver = Driver(Cap(n=1), settings=LIMITS)
     driver.suspends()
     first, second, anonymous = driver.arrives("a", 10), driver.arrives("b", 10), driver.arrives(None, 10)
@@ -108,7 +108,7 @@ def test_new_programs_and_anonymous_turns_wait_in_the_queue() -> None:
 
 
 def test_a_program_goes_to_a_replica_that_grants_if_there_is_one() -> None:
-    """One whose turn is in flight waits for it, where it is."""
+    """A program with a turn in flight waits where it is."""
     driver = two_replicas()
     driver.takes_turn("a", 10)
     busy = driver.arrives("b", 10)
@@ -127,7 +127,7 @@ def test_a_program_goes_to_a_replica_that_grants_if_there_is_one() -> None:
 
 @pytest.mark.parametrize("order", [("pause", "weights"), ("weights", "pause")])
 def test_all_causes_must_be_over(order: tuple[str, str]) -> None:
-    """And one that does not hold can be ended."""
+    """Ending a cause that does not hold is no error."""
     driver = Driver(settings=LIMITS)
     driver.suspends("pause")
     driver.suspends("weights")
@@ -140,7 +140,7 @@ def test_all_causes_must_be_over(order: tuple[str, str]) -> None:
 
 
 def test_who_is_not_admitted_waits_for_that_again_when_grants_go_on() -> None:
-    """And is told so, though it came while nothing was granted; as soon as any replica grants."""
+    """Its reason says so as soon as any replica grants, though it came while none did."""
     policy = load_policy("passthrough", {"admission": "window", "admission.n": 1})
     driver = Driver(policy, replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
     driver.arrives("in", 100)
@@ -156,7 +156,7 @@ def test_who_is_not_admitted_waits_for_that_again_when_grants_go_on() -> None:
 
 
 def test_who_is_admitted_waits_for_room_when_grants_go_on_in_part() -> None:
-    """Where one replica grants, a program that may go anywhere waits for room there."""
+    """If one replica grants, a program without a route waits for room there."""
     driver = Driver(load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0}), replicas={"r0": 1000, "r1": 1000})
     driver.arrives("there", 900)
     home = driver.home("there")
@@ -171,7 +171,7 @@ def test_who_is_admitted_waits_for_room_when_grants_go_on_in_part() -> None:
 
 
 def test_who_found_no_replica_waits_for_grants_where_one_comes_that_is_suspended() -> None:
-    """And for room once it grants."""
+    """It waits for room once that replica grants."""
     driver = Driver(Cap(n=1), replicas={}, settings=LIMITS)
     driver.arrives("a", 100)
     driver.arrives("b", 100)
@@ -185,7 +185,7 @@ def test_who_found_no_replica_waits_for_grants_where_one_comes_that_is_suspended
 
 
 def test_a_cause_that_holds_for_all_holds_for_a_replica_that_comes_later() -> None:
-    """Until it ends for all."""
+    """It holds until it ends for all."""
     driver = Driver(settings=LIMITS)
     driver.suspends()
     driver.comes_up("r1", 1000)
@@ -198,7 +198,7 @@ def test_a_cause_that_holds_for_all_holds_for_a_replica_that_comes_later() -> No
 
 
 def test_a_cause_for_all_and_the_same_one_of_a_replica_are_different_things() -> None:
-    """Neither ends with the other, in whichever order they came."""
+    """Neither ends with the other, whatever their order."""
     for first, second in ((None, "r0"), ("r0", None)):
         driver = Driver(settings=LIMITS)
         driver.suspends("pause", first)
@@ -234,7 +234,7 @@ def test_nobody_is_forgotten_on_a_suspended_replica_while_another_grants() -> No
 
 
 def test_a_replica_that_goes_down_takes_its_pause_with_it() -> None:
-    """Its held turns go elsewhere: an engine that starts again is paused no longer."""
+    """Its held turns go elsewhere: a restarted engine is no longer paused."""
     driver = two_replicas()
     driver.takes_turn("a", 10)
     driver.suspends("pause", "r0")
@@ -248,7 +248,7 @@ def test_a_replica_that_goes_down_takes_its_pause_with_it() -> None:
 
 
 def test_turns_held_beside_one_in_flight_on_a_draining_replica_leave_with_it() -> None:
-    """As one does that arrives when grants go on."""
+    """A turn that arrives after grants resume does so, too."""
     driver = two_replicas()
     first = driver.arrives("a", 10)
     home = driver.granted_on[first]
@@ -276,7 +276,7 @@ def test_a_replica_that_drains_gives_its_waiting_programs_away() -> None:
 
 
 def test_a_release_rejects_what_waits() -> None:
-    """Also where it is held in place."""
+    """This includes turns that are held in place."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.suspends()
@@ -298,7 +298,7 @@ def test_a_turn_whose_client_leaves_is_gone() -> None:
 
 
 def test_turns_are_rejected_when_the_paused_replica_is_gone_for_good() -> None:
-    """A pause is no reason to be rejected, an outage is."""
+    """They are not rejected during a pause, but in an outage."""
     driver = Driver(settings=LIMITS)
     driver.suspends()
     waits = driver.arrives("a", 10)
@@ -313,7 +313,7 @@ def test_turns_are_rejected_when_the_paused_replica_is_gone_for_good() -> None:
 
 
 def test_no_limit_runs_while_nothing_is_granted() -> None:
-    """Time before and after the pause adds up; many short pauses are no way to stay for ever."""
+    """The times before and after the pause add up; many short pauses do not let a turn stay for ever."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
     for _ in range(4):
@@ -336,7 +336,7 @@ def test_no_limit_runs_while_nothing_is_granted() -> None:
 
 
 def test_the_idle_limit_spares_the_programs_of_a_paused_replica() -> None:
-    """They get it anew when grants go on there; those elsewhere have theirs all the time."""
+    """Their limit restarts when grants resume there; elsewhere it keeps running."""
     driver = two_replicas()
     driver.takes_turn("a", 10)
     driver.arrives("b", 10)
@@ -392,7 +392,7 @@ def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("cause", ["pause", "flush", "nothing"])
 def test_an_unrepresentative_turn_teaches_nothing_but_its_size(cause: str) -> None:
-    """Neither its time nor its hits are the engine's usual ones, and what comes after it may be no tool."""
+    """Its time and its hits are not the engine's usual ones, and the time after it may be no tool."""
     driver = Driver(settings=LIMITS)
     first = driver.arrives("a", 1000)
     driver.passes(1.0)
@@ -413,7 +413,7 @@ def test_an_unrepresentative_turn_teaches_nothing_but_its_size(cause: str) -> No
 
 
 def test_a_pinned_turn_runs_on_its_replica_or_not_at_all() -> None:
-    """It waits while nothing is granted there, whatever the others do, and is rejected when its replica goes."""
+    """It waits while nothing is granted there, whatever others do, and is rejected when its replica goes."""
     driver = two_replicas()
     assert driver.granted_on[driver.arrives_pinned("r1")] == "r1"
     driver.suspends(replica_id="r1")
@@ -426,7 +426,7 @@ def test_a_pinned_turn_runs_on_its_replica_or_not_at_all() -> None:
 
 
 def test_a_restore_is_refused_where_nothing_is_granted() -> None:
-    """Whatever a policy proposes: it does not even see such a replica."""
+    """A policy does not even see such a replica."""
     driver = Driver(Cap(n=2), settings=LIMITS)
     driver.takes_turn("a", 10)
     driver.ticks(11.0)

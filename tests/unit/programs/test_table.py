@@ -1,4 +1,4 @@
-"""The program table: incarnations of an id, and whose tool has run longest, and how many there may be."""
+"""The program table: incarnations of an id, the program whose tool has run longest, and the caps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CAPS = SchedulerSettings(max_programs_count=6, tenant_max_programs_count=4)
 
 
 def test_an_id_that_comes_back_has_a_new_generation() -> None:
-    """Generations never repeat, though nothing is remembered of an id that is gone."""
+    """Generations never repeat, though nothing is kept of an id that is gone."""
     driver = Driver()
     generations = []
     for program_id in ("a", "b", "a", "a"):
@@ -48,7 +48,7 @@ def flood(driver: Driver, tenant: str, count: int, name: str = "") -> list[int]:
 
 
 def test_past_the_cap_the_oldest_program_without_a_turn_is_forgotten() -> None:
-    """Of that tenant; then its new ones are rejected, and other tenants lose nothing."""
+    """It is one of that tenant; then its new ones are rejected, and other tenants lose nothing."""
     driver = Driver(settings=CAPS)
     driver.takes_turn("other", 1, tenant="blue")
     for name in "abcd":

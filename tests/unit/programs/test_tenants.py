@@ -15,7 +15,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.rules.tenants import FairSet, Tenants
 
 VERBS = Driver().scheduler.core
-"""What a rule may have done; the count of what tenants had needs none of it."""
+"""A change that a rule could have made; the count of tenants' use needs none of it."""
 
 
 def fair(active_count: int = 2, **weight_ratios: float) -> Driver:
@@ -25,7 +25,7 @@ def fair(active_count: int = 2, **weight_ratios: float) -> Driver:
 
 
 def share_out(driver: Driver, wants: dict[str, int], *, rounds: int) -> dict[str, int]:
-    """Let each tenant keep so many programs going, each one turn of 10 s; return how many each got through."""
+    """Let each tenant keep a number of programs running, each with turns of 10 s; return the count for each."""
     numbers = count()
     through = dict.fromkeys(wants, 0)
     turns: dict[int, tuple[str, str]] = {}
@@ -49,7 +49,7 @@ def share_out(driver: Driver, wants: dict[str, int], *, rounds: int) -> dict[str
 
 
 def test_a_tenant_that_wants_more_gets_no_more() -> None:
-    """One with three programs beside one with twenty: half each, and so many as there is room for in all."""
+    """One has three programs, another one twenty: each gets half, and all places are used."""
     through = share_out(fair(), {"small": 3, "large": 20}, rounds=50)
     assert sum(through.values()) == 100
     assert abs(through["small"] - through["large"]) <= 4
@@ -63,13 +63,13 @@ def test_without_shares_it_does() -> None:
 
 
 def test_weights_are_parts() -> None:
-    """Three times as much."""
+    """Three times the weight gives three times as much."""
     through = share_out(fair(red=3.0), {"red": 20, "blue": 20}, rounds=100)
     assert through["red"] / through["blue"] == pytest.approx(3.0, rel=0.1)
 
 
 def test_jain_tells_fair_from_unfair() -> None:
-    """Of those that had to wait; weights count."""
+    """Only tenants that had to wait count; weights matter."""
     driver = fair(red=3.0)
     share_out(driver, {"red": 20, "blue": 20}, rounds=100)
     assert driver.scheduler.tenants is not None
@@ -86,7 +86,7 @@ def test_jain_tells_fair_from_unfair() -> None:
 
 
 def waiting(tenants: Tenants, name: str, replica_id: str | None = None) -> tuple[FairSet, Program]:
-    """Have a program of a tenant wait."""
+    """Make a program of a tenant wait."""
     where, program = FairSet(tenants, replica_id), Program(f"{name}-waits", 1, 0.0)
     program.tenant = name
     where.add(program, 0.0)
@@ -144,7 +144,7 @@ def test_a_tiny_tenant_lets_no_newcomer_go_many_times_in_a_row() -> None:
     large = {driver.arrives(f"large-{next(numbers)}", 1000, tenant="large") for _ in range(3)}
 
     def round_of(tenant: str, turns: set[int]) -> None:
-        """Let what runs of a tenant end after 10 s, and as much come again."""
+        """End a tenant's running programs after 10 s, and let as many arrive again."""
         for turn_id in [turn_id for turn_id in turns if turn_id in driver.granted_on]:
             turns.remove(turn_id)
             program_id = next(
@@ -170,7 +170,7 @@ def test_a_tiny_tenant_lets_no_newcomer_go_many_times_in_a_row() -> None:
 
 
 def test_tenants_that_come_and_go_are_not_kept_and_cost_little() -> None:
-    """Though one waits for a replica on which nothing is granted: what is kept, and looked up, does not grow."""
+    """One waits for a replica without grants, and still neither the kept state nor the lookups grow."""
     driver = fair(2)
     tenants = driver.scheduler.tenants
     assert tenants is not None
@@ -201,7 +201,7 @@ def test_tenants_that_come_and_go_are_not_kept_and_cost_little() -> None:
 
 
 def test_who_goes_first_is_found_among_4000_tenants_without_looking_at_all() -> None:
-    """Nor do the first few take one from each."""
+    """Reading the first few does not look at each tenant, either."""
     driver = fair(1)
     driver.arrives("holder", 100, tenant="holder")
     for n in range(4000):
@@ -221,13 +221,13 @@ def test_who_goes_first_is_found_among_4000_tenants_without_looking_at_all() -> 
 
 
 class Lookups:
-    """How many levels were looked up."""
+    """The number of levels that were looked up."""
 
     count = 0
 
 
 def lookups_of(tenants: Tenants) -> Lookups:
-    """Count them from now on; a compiled method cannot be replaced, so there none are counted."""
+    """Count lookups from now on; a compiled method cannot be replaced, so none are counted there."""
     lookups, look_up = Lookups(), tenants.level_token_s
 
     def counted(name: str) -> float:
@@ -240,7 +240,7 @@ def lookups_of(tenants: Tenants) -> Lookups:
 
 
 def test_who_left_ahead_and_was_caught_up_with_comes_back_level() -> None:
-    """It is remembered until a tenant leaves, by then with less than all others: it would pass the first that waits."""
+    """It left ahead and has less than all others by now: without this rule it would pass the first that waits."""
     policy = load_policy("ttl", {"reserve_tokens": 0})
     driver = Driver(policy, replicas={"r0": 1000}, settings=SchedulerSettings(fair_tenants=True))
     early = driver.arrives("early", 600, tenant="early")
@@ -256,7 +256,7 @@ def test_who_left_ahead_and_was_caught_up_with_comes_back_level() -> None:
 
 
 def test_inside_a_tenant_the_policy_s_order_counts() -> None:
-    """And lists show one of each in turn."""
+    """Lists show one of each tenant in turn."""
     driver = fair(1)
     driver.arrives("now", 10, tenant="red")
     for name in ("a", "b"):
@@ -269,7 +269,7 @@ def test_inside_a_tenant_the_policy_s_order_counts() -> None:
 
 
 def test_children_without_end_get_in_one_at_a_time() -> None:
-    """Their parent waits for all of them, so that one is enough for it to go on."""
+    """Their parent waits for all of them, so one suffices for it to continue."""
     driver = fair(1)
     driver.arrives("parent", 10, tenant="red")
     first, *others = [driver.arrives(f"child-{n}", 10, parent="parent", tenant="red") for n in range(20)]
@@ -286,7 +286,7 @@ def test_children_without_end_get_in_one_at_a_time() -> None:
 
 
 def test_a_tenant_is_not_gone_for_a_moment() -> None:
-    """Its only program's claim is booked anew whenever it grows: what the tenant had stays."""
+    """Its only program's claim is booked anew at each growth: the tenant's past use stays."""
     driver = fair()
     driver.arrives("a", 900, tenant="a")
     turn_id = driver.arrives("b", 10, tenant="b")

@@ -1,4 +1,4 @@
-"""What a lost prefix costs where an engine has a tier behind its pool, learned from turns that come back."""
+"""The cost of a lost prefix if an engine has a tier behind its pool, learned from turns that come back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFILL_TOKEN_S, RESTORE_TOKEN_S = 1e-3, 1e-4
 
 
 def returning(driver: Driver, *, found_ratio: float, rounds: int = 12, tells_cached: bool = True) -> None:
-    """Let two programs of 8,000 tokens take turns on a pool of 10,000: of each the other one throws most out."""
+    """Let two programs of 8,000 tokens take turns on a pool of 10,000: each evicts most of the other."""
     context_tokens = dict.fromkeys(("a", "b"), 0)
     for number in range(2 * rounds):
         program_id = "ab"[number % 2]
@@ -49,7 +49,7 @@ def test_break_even_is_the_time_to_load_the_pool_where_all_is_found() -> None:
     assert price.found_ratio == pytest.approx(1.0, abs=0.01)
     assert price.restore_token_s == pytest.approx(RESTORE_TOKEN_S, rel=0.2)
     assert driver.scheduler.view.break_even_s("r0") == pytest.approx(RESTORE_TOKEN_S * POOL_TOKENS, rel=0.2)
-    assert knowledge.prefill_speed.token_s == pytest.approx(PREFILL_TOKEN_S, rel=0.2)  # loading is none of it
+    assert knowledge.prefill_speed.token_s == pytest.approx(PREFILL_TOKEN_S, rel=0.2)  # it excludes loading
 
 
 def test_half_found_is_half_the_saving() -> None:
@@ -87,7 +87,7 @@ def test_loading_never_costs_more_than_computing() -> None:
 
 
 def test_what_is_loaded_hides_no_loss_from_the_capacity() -> None:
-    """A usage calls it cached; the pool's own counters say that it was not there."""
+    """Usage reports it as cached; the pool's own counters show that it was not there."""
     losing = {}
     for tier in (False, True):
         driver = make_driver(tier=tier)

@@ -1,4 +1,4 @@
-"""How long tools run: life tables against a computation by hand, and when to pause."""
+"""How long tools run: life tables against a computation by hand, and the time to pause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thunderagent.programs.learned.tool_times import (
 STARTS_S = (0.0, *EDGES_S)
 LENGTHS_S = [end - start for start, end in zip(STARTS_S, EDGES_S, strict=False)] + [EDGES_S[-1]]
 Seen = tuple[str, float, bool]
-"""The name of a tool, for how long it ran, and whether it was paused then instead of coming back."""
+"""The name of a tool, its running time, and whether the program was paused then instead of coming back."""
 
 SEEN = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(0, 6000), st.booleans()), max_size=40)
 
@@ -52,13 +52,13 @@ def ratios_by_hand(seen: list[Seen], guess: list[float], guess_count: float) -> 
 
 
 def rate_by_hand(ratios: list[float], first: int) -> float:
-    """Try every time until which one could hold."""
+    """Try every time that one could hold until."""
     rates = []
     for last in range(first, len(ratios)):
         away = [1.0]
         for ratio in ratios[first : last + 1]:
             away.append(away[-1] * (1 - ratio))
-        # Between the ends of an interval the curve is a straight line: its area is the time that one holds.
+        # Within an interval the curve is a straight line: its area is the time of holding.
         held_s = sum(LENGTHS_S[first + n] * (away[n] + away[n + 1]) / 2 for n in range(len(away) - 1))
         rates.append((1 - away[-1]) / held_s)
     return max(rates)
@@ -66,7 +66,7 @@ def rate_by_hand(ratios: list[float], first: int) -> float:
 
 @given(SEEN)
 def test_the_return_rate_is_what_the_theory_says(seen: list[Seen]) -> None:
-    """Kaplan-Meier, drawn to all tools and these to the guess, then the best time to hold until: all from scratch."""
+    """Kaplan-Meier, shrunk to all tools, and these to the guess, then the best holding time: all from scratch."""
     times = learned(seen)
     everything = ratios_by_hand(seen, [RETURN_RATIO] * len(STARTS_S), GUESS_WEIGHT)
     of_a = ratios_by_hand([each for each in seen if each[0] == "a"], everything, ALL_TOOLS_WEIGHT)
@@ -78,7 +78,7 @@ def test_the_return_rate_is_what_the_theory_says(seen: list[Seen]) -> None:
 
 
 def test_three_returns_and_one_censored_by_hand() -> None:
-    """Two back and one paused in the first 50 ms, one back in the next 21: G(0) is 16.6 a second."""
+    """Two return and one is paused in the first 50 ms, one returns in the next 21: G(0) is 16.6 a second."""
     times = learned([("t", 0.01, False), ("t", 0.02, False), ("t", 0.03, True), ("t", 0.06, False)])
     all_first, all_second = (2 + 2 * 0.22) / (1 + 2 + 0.5 + 2), (1 + 2 * 0.22) / (1 + 2)
     first, second = (2 + 8 * all_first) / (1 + 2 + 0.5 + 8), (1 + 8 * all_second) / (1 + 8)
@@ -89,7 +89,7 @@ def test_three_returns_and_one_censored_by_hand() -> None:
 
 
 def test_who_is_censored_says_nothing_of_later() -> None:
-    """A hundred that were paused after a second change nothing for those that are away for five."""
+    """A hundred pauses after a second change nothing for those that are away for five."""
     few = [("t", 10.0, False)] * 50
     assert learned(few).return_rate_per_s("t", 5.0) == learned([*few, *[("t", 1.0, True)] * 100]).return_rate_per_s(
         "t", 5.0
@@ -97,7 +97,7 @@ def test_who_is_censored_says_nothing_of_later() -> None:
 
 
 def test_who_is_censored_was_at_risk_until_then() -> None:
-    """Ten back after half a second are half of twenty - or a tenth, if ninety were still away then."""
+    """Ten back after half a second are half of twenty, or a tenth if ninety were still away then."""
     back = [("t", 0.5, False)] * 10
     assert learned([*back, *[("t", 3.0, True)] * 90]).return_rate_per_s("t", 0.0) < 0.5 * learned(
         [*back, *[("t", 3.0, True)] * 10]
@@ -105,7 +105,7 @@ def test_who_is_censored_was_at_risk_until_then() -> None:
 
 
 def test_who_comes_back_late_counts_as_if_never_censored() -> None:
-    """Paused after 2 s and back after 70: the same as a return after 70 s."""
+    """Paused after 2 s and back after 70 s, it counts as a return after 70 s."""
     late, plain = ToolTimes(), ToolTimes()
     for _ in range(5):
         late.censored("t", 2.0)
@@ -118,7 +118,7 @@ def test_who_comes_back_late_counts_as_if_never_censored() -> None:
 
 @given(SEEN, st.integers(0, 30))
 def test_rates_stay_rates_whoever_comes_back_late(seen: list[Seen], late_count: int) -> None:
-    """A correction of counts halved or forgotten meanwhile makes no rate negative, and no part more than all."""
+    """Correcting counts that were halved or forgotten meanwhile gives no negative rate, and no share over one."""
     times = learned(seen)
     for _ in range(late_count):
         times.came_back_late("a", 3.0, 50.0)
@@ -127,7 +127,7 @@ def test_rates_stay_rates_whoever_comes_back_late(seen: list[Seen], late_count: 
 
 
 def test_the_return_rate_of_an_exponential_tool_is_its_hazard() -> None:
-    """It comes back once in 20 s, however long it has run already."""
+    """It returns once in 20 s, however long it has run already."""
     times = of_one(*(-20 * log((number + 0.5) / 950) for number in range(950)))
     for elapsed_s in (0.0, 2.0, 8.0, 16.0, 30.0):
         assert times.return_rate_per_s("t", elapsed_s) == pytest.approx(1 / 20, rel=0.25)
@@ -136,7 +136,7 @@ def test_the_return_rate_of_an_exponential_tool_is_its_hazard() -> None:
 
 
 def test_a_tool_that_is_clipped_is_held_when_its_timeout_is_near() -> None:
-    """Half are back at once, half run into their timeout of 30 s: worth 40 s of holding, not 15 - but from 18 s on."""
+    """Half return at once, half reach their timeout of 30 s: holding 40 s pays, not 15, but from 18 s on."""
     times = of_one(*[0.2, 30.0] * 100)
     assert 30.0 < times.hold_s("t", 40.0) < 37.0
     assert 0.2 < times.hold_s("t", 15.0) < 0.4
@@ -144,7 +144,7 @@ def test_a_tool_that_is_clipped_is_held_when_its_timeout_is_near() -> None:
 
 
 def test_a_tool_is_censored_when_its_timeout_is_over() -> None:
-    """What did not come back by then, when all others did, comes back at no time that is known."""
+    """If all others returned by then, a missing one has no known time of return."""
     times = of_one(*[30.0] * 200)
     assert times.return_rate_per_s("t", 40.0) < 0.1 * times.return_rate_per_s("t", 26.0)
 
@@ -160,7 +160,7 @@ def test_what_is_dearer_to_recompute_is_held_for_at_least_as_long(seen: list[See
 
 
 def test_a_tool_is_held_until_its_rate_falls_below_one_in_the_threshold() -> None:
-    """Before that it is above."""
+    """Until then the rate is above it."""
     random = Random(3)
     times = of_one(*(random.paretovariate(0.8) for _ in range(500)))
     hold_s = times.hold_s("t", 10.0)
@@ -169,14 +169,14 @@ def test_a_tool_is_held_until_its_rate_falls_below_one_in_the_threshold() -> Non
 
 
 def test_a_rate_at_the_begin_of_an_interval_is_that_interval_s() -> None:
-    """Where `hold_s` ends, to hold does not pay any more."""
+    """When `hold_s` ends, holding no longer pays."""
     times = of_one(*[0.3] * 100)
     hold_s = times.hold_s("t", 5.0)
     assert times.return_rate_per_s("t", hold_s) * 5 < 1
 
 
 def test_an_unseen_name_behaves_like_all_together() -> None:
-    """200 of two tools: a third is held as long as the mixture of both, and so is one that was seen once."""
+    """After 200 returns of two tools, a third is held like the mixture, and so is one that was seen once."""
     seen = [("fast", 1.0, False), ("slow", 100.0, False)] * 100
     everything = of_one(*(away_s for _, away_s, _ in seen), name="fast")
     times = learned(seen)
@@ -209,7 +209,7 @@ def test_a_tool_that_changed_is_learned_anew() -> None:
 
 
 def test_rates_follow_new_observations_soon() -> None:
-    """Rates that were asked for are computed anew after a fourth more, at latest after sixteen."""
+    """A used rate is recomputed after a quarter more observations, at latest after sixteen."""
     times = of_one(*[1.0] * 4)
     before = times.return_rate_per_s("t", 0.5)
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> No
 
 
 def test_to_ask_for_a_name_does_not_remember_it() -> None:
-    """Only what was seen takes a place."""
+    """Only observed names take memory."""
     times = ToolTimes()
     times.hold_s("t", 1.0)
     assert len(times) == 0
@@ -256,7 +256,7 @@ def test_to_ask_for_a_name_does_not_remember_it() -> None:
 
 @given(st.lists(st.floats(0.0, 10_000.0) | st.sampled_from(EDGES_S), min_size=1, max_size=20), st.integers(1, 200))
 def test_many_are_censored_as_one_by_one(some_s: list[float], times: int) -> None:
-    """Each in its interval; where more come than are remembered, in the order of their times."""
+    """Each counts in its interval; if more come than are remembered, they count in the order of their times."""
     together, apart, away_s = ToolTimes(), ToolTimes(), some_s * times
     together.all_censored("t", away_s)
     for each_s in sorted(away_s):

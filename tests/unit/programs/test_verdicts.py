@@ -1,4 +1,4 @@
-"""Verdicts make levels, row by row; what became of programs makes a judge's record."""
+"""Verdicts give levels, case by case; the outcomes of programs give a judge's record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 def after(
     *said: tuple[int, bool] | tuple[int, bool, float], fail_count: int = 10, least_confidence_ratio: float = 0.0
 ) -> Verdicts:
-    """Return what verdicts come to, each given as turn, whether it will succeed, and how sure that is."""
+    """Return the level after verdicts, each given as turn, predicted success, and confidence."""
     verdicts = Verdicts()
     for turn_count, will_succeed, *sure in said:
         verdict = Verdict(turn_count, will_succeed, sure[0] if sure else 0.9)
@@ -49,7 +49,7 @@ FAIL_FAIL = ((1, False), (2, False))
     ],
 )
 def test_the_levels_are_those_of_orbit_3_2_3(said: list[tuple[int, bool]], level: Level | None) -> None:
-    """LOWEST iff F > K_fail, else LOW by the last two, MEDIUM and HIGH by the last."""
+    """It is LOWEST iff F > K_fail, else LOW by the last two, MEDIUM and HIGH by the last."""
     assert after(*said).level is level
 
 
@@ -57,7 +57,7 @@ def test_the_levels_are_those_of_orbit_3_2_3(said: list[tuple[int, bool]], level
 def test_the_level_is_the_papers_function_of_all_verdicts(
     succeeded: list[bool], fail_count: int, random: Random
 ) -> None:
-    """Written down as the paper has it, over the whole sequence, in whatever order the verdicts come."""
+    """The paper's formula is applied to the whole sequence, in whatever order the verdicts come."""
     said = list(enumerate(succeeded))
     random.shuffle(said)
     failed = [not each for each in succeeded]
@@ -74,26 +74,26 @@ def test_the_level_is_the_papers_function_of_all_verdicts(
 
 
 def test_how_many_failures_are_too_many_is_a_setting() -> None:
-    """K_fail: more than so many."""
+    """The limit is K_fail: more than that."""
     assert after(*FAIL_FAIL, fail_count=2).level is Level.LOW
     assert after(*FAIL_FAIL, fail_count=1).level is Level.LOWEST
 
 
 def test_a_judge_may_have_to_be_sure() -> None:
-    """A failure of which it is less sure than was asked for counts as none."""
+    """A failure with less confidence than required does not count."""
     assert after((5, False, 0.49), least_confidence_ratio=0.5).level is Level.HIGH
     assert after((5, False, 0.5), least_confidence_ratio=0.5).level is Level.MEDIUM
 
 
 def test_the_first_failure_is_kept() -> None:
-    """Recall asks when failure was predicted first, whatever was said later."""
+    """Recall depends on the first predicted failure, whatever came later."""
     verdicts = after((5, True), (10, False), (15, True), (20, False))
     assert verdicts.first_failure_turn_count == 10
     assert verdicts.failure_count == 2
 
 
 def test_recall_and_false_alarms_by_turns() -> None:
-    """Parts of those that failed, and of those that succeeded, that were predicted to fail by then."""
+    """They are the predicted parts of those that failed, and of those that succeeded."""
     record = JudgeRecord()
     assert record.predicted_ratio(FAILURE, 10) is None
     for first_failure in (4, 10, 11, 90, None):
@@ -122,7 +122,7 @@ def test_a_verdict_is_in_the_story_and_on_nobody_else() -> None:
 
 
 def test_a_late_verdict_is_not_counted() -> None:
-    """One on fewer turns than the last was, which changes no level, is counted for none and is not in the story."""
+    """A verdict on fewer turns than the last one changes no level, counts nowhere and is not in the story."""
     driver = Driver()
     driver.takes_turn("a", 100)
     driver.is_judged("a", will_succeed=True, at_turn=5)
@@ -134,7 +134,7 @@ def test_a_late_verdict_is_not_counted() -> None:
 
 
 def test_outcomes_are_counted_where_they_are_said() -> None:
-    """A release without one, or with a word that is none, tells nothing of the judge."""
+    """A release without one, or with an unknown word, says nothing about the judge."""
     driver = Driver()
     for program_id, outcome in (("a", "failure"), ("b", "failure"), ("c", "success"), ("d", ""), ("e", "odd")):
         driver.takes_turn(program_id, 10)
@@ -150,7 +150,7 @@ HOPELESS = SchedulerSettings(judge_fail_count=1, judge_ends_hopeless=True)
 
 
 def test_nobody_is_ended_if_that_was_not_asked_for() -> None:
-    """By default the lowest level is only a place in the order."""
+    """By default the lowest level only affects the order."""
     driver = Driver(settings=SchedulerSettings(judge_fail_count=1))
     for _ in range(4):
         driver.takes_turn("a", 10)
@@ -177,7 +177,7 @@ def test_who_is_hopeless_is_ended_and_told_so() -> None:
 
 
 def test_who_is_hopeless_and_held_is_told_at_once() -> None:
-    """A turn that waits for memory waits no longer; others get what the program held."""
+    """A turn that waits for memory waits no longer; others get the program's memory."""
     driver = Driver(settings=HOPELESS, replicas={"r0": 1000})
     driver.takes_turn("a", 10)
     driver.is_judged("a", will_succeed=False)

@@ -1,4 +1,4 @@
-"""What a policy sees of prefixes, memory, tools and groups, and what it may do about it."""
+"""A policy's view of prefixes, memory, tools and groups, and its possible actions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def watched(**more: float) -> tuple[Driver, Watching, View]:
 
 
 def test_replicas_are_changed_once() -> None:
-    """Where a turn ended, a program grew or left since the policy was asked last; and none if nothing happened."""
+    """A turn ended there, or a program grew or left, since the policy was last asked; otherwise there are none."""
     driver, policy, _ = watched()
     turn = driver.arrives("a", 100)
     driver.progresses(turn, 10)
@@ -77,7 +77,7 @@ def test_replicas_are_changed_once() -> None:
 
 
 def test_a_replica_that_may_get_nothing_is_not_among_the_changed() -> None:
-    """Though programs left it."""
+    """This holds even if programs left it."""
     driver, policy, view = watched()
     driver.takes_turn("a", 100)
     policy.changed.clear()
@@ -89,7 +89,7 @@ def test_a_replica_that_may_get_nothing_is_not_among_the_changed() -> None:
 
 
 def test_a_program_expires_when_it_is_held_for_longer_than_is_worth_it() -> None:
-    """The one with the shortest hold first; none before its time, and none with an unfinished turn."""
+    """The one with the shortest hold is first; none expires before its time or with an unfinished turn."""
     driver, policy, view = watched(held_for_s=10.0)
     replica = view.replica("r0")
     driver.takes_turn("a", 100)
@@ -108,7 +108,7 @@ def test_a_program_expires_when_it_is_held_for_longer_than_is_worth_it() -> None
 
 
 def test_who_is_held_for_ever_never_expires() -> None:
-    """As under the policies that know no tools."""
+    """Policies without tools do this."""
     driver, _, view = watched()
     driver.takes_turn("a", 100)
     driver.ticks(1e5)
@@ -116,7 +116,7 @@ def test_who_is_held_for_ever_never_expires() -> None:
 
 
 def test_a_mark_is_taken_back() -> None:
-    """Only a mark, and only once; the program keeps its claim when its turn ends."""
+    """Only a mark can be taken back, and only once; the program keeps its claim when its turn ends."""
     driver, _, view = watched()
     turn = driver.arrives("a", 100)
     program = driver.program("a")
@@ -133,7 +133,7 @@ def test_a_mark_is_taken_back() -> None:
 
 
 def test_a_mark_on_a_replica_that_drains_stays() -> None:
-    """Nothing may stay there."""
+    """No program may stay there."""
     driver, _, view = watched()
     driver.arrives("a", 100)
     driver.drains("r0")
@@ -141,7 +141,7 @@ def test_a_mark_on_a_replica_that_drains_stays() -> None:
 
 
 def test_the_last_that_was_marked_is_the_first_to_be_unmarked() -> None:
-    """Marks are given from the lowest pause rank on, and taken back from the highest on."""
+    """Marks are given from the lowest pause rank up, and taken back from the highest down."""
     driver, _, view = watched()
     for name in ("old", "young"):
         driver.arrives(name, 100)
@@ -155,7 +155,7 @@ def test_the_last_that_was_marked_is_the_first_to_be_unmarked() -> None:
 
 
 def test_the_last_of_a_group_is_alone_when_all_others_ended() -> None:
-    """However they ended; and one that comes later makes it one of several again."""
+    """It does not matter how they ended; a later member makes it one of several again."""
     driver, _, _ = watched()
     for name in ("a", "b", "c"):
         driver.takes_turn(name, 100, group="g")
@@ -171,7 +171,7 @@ def test_the_last_of_a_group_is_alone_when_all_others_ended() -> None:
 
 
 def test_a_program_belongs_to_the_group_of_its_first_turn() -> None:
-    """What a later turn says changes nothing, and none is no group."""
+    """A later turn's group changes nothing, and no group is not a group."""
     driver, _, _ = watched()
     driver.takes_turn("a", 100, group="g")
     driver.takes_turn("a", 100, group="h")
@@ -182,7 +182,7 @@ def test_a_program_belongs_to_the_group_of_its_first_turn() -> None:
 
 @pytest.mark.parametrize("group", ["g", ""])
 def test_the_order_of_pausing_follows_the_group(group: str) -> None:
-    """Whose others end while it acts, or while its turn is in flight, is ranked anew at once."""
+    """If others end while it acts, or while its turn is in flight, it is ranked anew at once."""
     driver, _, view = watched()
     replica = view.replica("r0")
     driver.takes_turn("old", 100)
@@ -199,7 +199,7 @@ def test_the_order_of_pausing_follows_the_group(group: str) -> None:
 
 
 def test_what_programs_share_is_in_the_demand_once() -> None:
-    """Three of 300 with 200 in common are 500; each that goes takes its own part, the last one all."""
+    """Three of 300 with 200 in common are 500; each that leaves takes its own part, the last one all."""
     driver, _, view = watched()
     for name in ("a", "b", "c"):
         driver.takes_turn(name, 300, prefix={"system": 200})
@@ -217,7 +217,7 @@ def test_what_programs_share_is_in_the_demand_once() -> None:
 
 
 def test_a_program_that_sends_another_prompt_shares_what_that_shares() -> None:
-    """From its next turn on, while it is active."""
+    """It does so from its next turn on, while it is active."""
     driver, _, _ = watched()
     driver.takes_turn("a", 300, prefix={"system": 200})
     driver.takes_turn("b", 300, prefix={"system": 200})
@@ -229,7 +229,7 @@ def test_a_program_that_sends_another_prompt_shares_what_that_shares() -> None:
 
 
 def test_sub_agents_share_with_others_until_they_end() -> None:
-    """The branch of one with that of another."""
+    """The branch of one shares with that of another."""
     driver, _, _ = watched()
     driver.takes_turn("a", 100)
     driver.takes_turn("b", 100)
@@ -242,7 +242,7 @@ def test_sub_agents_share_with_others_until_they_end() -> None:
 
 
 def test_a_policy_that_does_not_share_counts_every_claim_in_full() -> None:
-    """And remembers no prefixes."""
+    """It keeps no prefixes."""
     driver, _, _ = watched(rules=ClaimRules())
     driver.takes_turn("a", 300, prefix={"system": 200})
     driver.takes_turn("b", 300, prefix={"system": 200})
@@ -287,7 +287,7 @@ def lose_half(driver: Driver, *, tells: bool) -> None:
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_what_is_lost_is_not_claimed_again(tells: bool) -> None:
-    """By the usage of turns, or by the counters of the engine: the limit goes down, of that replica only."""
+    """Usage of turns or the engine's counters show it: the limit of that replica alone falls."""
     driver, _, view = watched()
     lose_half(driver, tells=tells)
     assert view.replica("r0").account.limit_tokens <= 900
@@ -296,7 +296,7 @@ def test_what_is_lost_is_not_claimed_again(tells: bool) -> None:
 
 
 def test_counters_are_not_believed_where_turns_tell() -> None:
-    """What other clients of the engine miss is not ours."""
+    """Misses of other clients of the engine are not ours."""
     driver, _, view = watched()
     for _ in range(40):
         driver.finishes(driver.arrives("a", 400), 400, 0, 400)
@@ -306,7 +306,7 @@ def test_counters_are_not_believed_where_turns_tell() -> None:
 
 
 def test_preemptions_are_lost_claims() -> None:
-    """Each costs what a program with a turn claims in the mean."""
+    """Each costs the mean claim of a program with a turn."""
     driver, _, view = watched()
     for _ in range(40):
         turn = driver.arrives("a", 400)
@@ -317,14 +317,14 @@ def test_preemptions_are_lost_claims() -> None:
 
 
 def test_without_the_rule_the_capacity_is_believed() -> None:
-    """As the policies of the paper do."""
+    """The policies of the paper do this."""
     driver, _, view = watched(rules=ClaimRules())
     lose_half(driver, tells=True)
     assert view.replica("r0").account.limit_tokens == 1000
 
 
 def test_a_program_that_had_lost_its_claim_is_not_expected_to_find_anything() -> None:
-    """What it misses then was given away, not lost."""
+    """Its misses were given away, not lost."""
     driver, _, view = watched()
     for _ in range(40):
         driver.finishes(driver.arrives("a", 400), 400, 0, 0)

@@ -1,4 +1,4 @@
-"""Turns that go on from a response which one replica alone has: they run there while a program may be there."""
+"""Turns that continue from a response of one replica run there, while a program may be there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_turn_runs_where_the_response_is_that_it_goes_on_from(policy: type, wa
 
 
 def test_a_held_turn_is_restored_where_the_response_is() -> None:
-    """Though another replica is emptier when its turn comes."""
+    """It goes there though another replica is emptier at that time."""
     driver = Driver(Cap(n=2), replicas=TWO)
     driver.arrives("a", 10, wanted="r1")
     driver.arrives("b", 10, wanted="r1")
@@ -40,7 +40,7 @@ def test_a_held_turn_is_restored_where_the_response_is() -> None:
 
 
 def test_a_turn_goes_elsewhere_when_the_response_is_gone() -> None:
-    """Then the engine there says that it knows no such response: better than to wait for what does not come back."""
+    """The engine there says that it knows no such response, which is better than waiting in vain."""
     driver = Driver(replicas=TWO)
     for leaves in (driver.drains, driver.trips, driver.goes_down):
         leaves("r1")
@@ -53,7 +53,7 @@ def test_a_turn_goes_elsewhere_when_the_response_is_gone() -> None:
 
 
 def test_a_turn_waits_while_its_replica_is_paused() -> None:
-    """An active program's does where it is; an anonymous one, too."""
+    """An active program's turn waits where it is; an anonymous one waits, too."""
     driver = Driver(settings=SchedulerSettings(), replicas=TWO)
     turn_id = driver.arrives("a", 10, wanted="r1")
     driver.finishes(turn_id, 10)
@@ -66,7 +66,7 @@ def test_a_turn_waits_while_its_replica_is_paused() -> None:
 
 
 def test_a_turn_stays_beside_those_of_its_program_in_flight() -> None:
-    """A program is on one replica: what is in flight is not broken off for it."""
+    """A program is on one replica: its turns in flight are not broken off for the new one."""
     driver = Driver(replicas=TWO)
     home = driver.granted_on[driver.arrives("a", 10)]
     other = "r0" if home == "r1" else "r1"
