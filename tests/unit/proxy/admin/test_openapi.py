@@ -1,4 +1,4 @@
-"""The OpenAPI document and the table of access against the routes that there are, and what their handlers read."""
+"""The OpenAPI document and the table of access against the existing routes and the inputs of their handlers."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_every_route_of_ours_is_in_the_document_and_no_other() -> None:
     )
 
 
-# --- What handlers read, found in their source
+# --- Inputs of handlers, found in their source
 
 
 def handlers() -> dict[tuple[str, str], object]:
-    """Return the bare handlers of what the document describes."""
+    """Return the bare handlers of the documented routes."""
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
     replicas = Replicas(runtime, [])
     discovery = Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())
@@ -123,7 +123,7 @@ def handlers() -> dict[tuple[str, str], object]:
 
 
 class Reading:
-    """What a handler reads of a request, with whatever of its module it hands the request to."""
+    """The inputs that a handler reads from a request, including functions of its module that get the request."""
 
     def __init__(self, handler: object) -> None:
         module = inspect.getmodule(handler)
@@ -154,12 +154,12 @@ class Reading:
         if called == "read_model" and isinstance(call.args[0], ast.Name):
             self.models.add(call.args[0].id)
         if called in self._functions and any(isinstance(arg, ast.Name) and arg.id == "request" for arg in call.args):
-            self.query.update(_texts(call.args))  # the name of what it reads of the query
+            self.query.update(_texts(call.args))  # the name of the query field that it reads
             self._follow(called)
 
 
 def _read_of(node: ast.AST, kind: str) -> Iterator[str]:
-    """Yield the names that `request.query` or an alias of it is asked for: by index, by `get`, or by `in`."""
+    """Yield the names that code reads from `request.query` or an alias of it: by index, by `get`, or by `in`."""
 
     def is_it(value: ast.AST) -> bool:
         return getattr(value, "attr", getattr(value, "id", "")) == kind
@@ -178,7 +178,7 @@ def _texts(nodes: list[ast.expr]) -> set[str]:
 
 @pytest.mark.parametrize("operation", [pytest.param(each, id=f"{each.method} {each.path}") for each in OPERATIONS])
 def test_the_document_names_what_a_handler_reads(operation: Operation) -> None:
-    """Every field of the query, every header, and the model of the body; and nothing that it does not read."""
+    """It names every field of the query, every header, and the model of the body, and no other."""
     read = Reading(handlers()[operation.method, operation.path])
     assert read.query == set(operation.query)
     assert read.headers == set(operation.headers)

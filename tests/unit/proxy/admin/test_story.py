@@ -1,4 +1,4 @@
-"""Why a program waits, what must happen for it to go on, and what one holds whose tool runs."""
+"""Why a program waits, what must happen for it to continue, and what a program holds whose tool runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thunderagent.proxy.admin.story import ProgramStoryReport, WaitingReport, pr
 from thunderagent.runtime import Runtime
 
 PLAIN = BreakEven(reserve_tokens=0, growth_quantile=0, foresight_ratio=0, low_ratio=1, hold_ratio=1e9)
-"""Claims are contexts, and nothing is kept free, so that figures are round."""
+"""Claims are contexts, and nothing is kept free, so figures are round."""
 
 
 PLACE = "a place must become free: 1 program is admitted (admission window)"
@@ -37,14 +37,14 @@ def waiting_of(driver: Driver, program_id: str) -> WaitingReport:
 
 
 def full(policy: Policy = PLAIN, *, replicas: dict[str, int | None] | None = None) -> Driver:
-    """Return a driver whose replica of 1,000 tokens a program of 800 is computing on."""
+    """Return a driver whose replica of 1,000 tokens computes for a program of 800."""
     driver = Driver(policy, replicas=replicas)
     driver.arrives("first", 800)
     return driver
 
 
 def test_the_head_of_the_queue_waits_for_the_tokens_that_are_missing() -> None:
-    """All figures, and the sentence that is made of them."""
+    """The report has all figures, and a sentence made from them."""
     driver = full()
     driver.arrives("a", 500)
     driver.passes(3.0)
@@ -63,7 +63,7 @@ def test_the_head_of_the_queue_waits_for_the_tokens_that_are_missing() -> None:
 
 
 def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
-    """One, or several; and one that would fit waits only for them."""
+    """There are one or several others; a program that would fit waits only for them."""
     driver = full()
     for name, tokens in (("a", 500), ("b", 600), ("c", 700)):
         driver.arrives(name, tokens)
@@ -95,7 +95,7 @@ def test_it_goes_where_least_is_missing() -> None:
 
 
 def test_a_newcomer_is_told_what_others_may_grow_by() -> None:
-    """It fits beside what is claimed, and still waits: programs that are there are small yet."""
+    """It fits beside all claims and still waits: the programs there are still small."""
     driver = Driver(replace(PLAIN, foresight_ratio=100.0))
     for number, tokens in enumerate((100, 300, 500)):  # programs grow by 200 tokens a turn
         turn_id = driver.arrives("first", tokens)
@@ -111,7 +111,7 @@ def test_a_newcomer_is_told_what_others_may_grow_by() -> None:
 
 
 def test_history_in_memory_is_named() -> None:
-    """A program that was paused has its history where it was, until others need that memory."""
+    """A paused program has its history where it was, until others need that memory."""
     driver = Driver(PLAIN, replicas={"r0": 1000})
     driver.takes_turn("old", 100)
     driver.passes(1.0)
@@ -135,7 +135,7 @@ def test_without_a_replica_one_must_come_up() -> None:
 
 
 def test_what_is_suspended_is_said_of_where_it_may_go() -> None:
-    """Of one that a route binds: its replica, whatever grants beside it; of another one: all of them, or nothing."""
+    """A bound program reports its own replica, whatever others grant; an unbound one reports all replicas or none."""
     driver = full(replicas={"r0": 1000, "r1": 1000})
     driver.routes("class", "to-r0", r0=1)
     driver.suspends("weights", "r0")
@@ -151,7 +151,7 @@ def test_what_is_suspended_is_said_of_where_it_may_go() -> None:
 
 
 def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
-    """Though the replica of its route does not: it may be admitted before."""
+    """Its route's replica grants nothing, but the program may be admitted before that."""
     driver = full(load_policy("passthrough", {"admission": "window", "admission.n": 1}), replicas={"r0": 9, "r1": 9})
     driver.routes("class", "to-r0", r0=1)
     driver.suspends("weights", "r0")
@@ -167,7 +167,7 @@ def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
 
 
 def test_a_place_is_the_policy_s_to_give() -> None:
-    """Under a cap tokens are not what is missing, and the sentence does not say so."""
+    """Under a cap the sentence does not say that tokens are missing, because they are not."""
     driver = full(Cap(n=1), replicas={"r0": None})
     driver.arrives("a", 500)
     waiting = waiting_of(driver, "a")
@@ -179,7 +179,7 @@ def test_a_place_is_the_policy_s_to_give() -> None:
 
 
 def test_shared_prefixes_are_not_needed_twice() -> None:
-    """What others there claim already is neither needed nor missing, and lies in memory."""
+    """Tokens that others claim there are neither needed nor missing, and are in memory."""
     driver = Driver(PLAIN)
     driver.send(TurnArrived(driver.now_s, 1, "first", "", 3200, prefix=((7, 1600),)))
     driver.send(TurnArrived(driver.now_s, 2, "a", "", 3200, prefix=((7, 1600),)))
@@ -190,7 +190,7 @@ def test_shared_prefixes_are_not_needed_twice() -> None:
 
 
 def test_an_active_program_whose_tool_runs_holds_its_claim() -> None:
-    """For so long, and for how much longer, which is less than nothing where others may have its room."""
+    """It says for how long, and for how much longer; negative times mean that others may take its room."""
     driver = Driver(Ttl(ttl_s=10.0))
     turn_id = driver.arrives("a", 100)
     assert story_of(driver, "a").holding is None
@@ -242,7 +242,7 @@ def test_every_policy_s_programs_are_told_of(name: str, capacity_tokens: int | N
 
 
 def test_a_turn_that_ended_says_when_it_got_its_lease_and_what_it_calls() -> None:
-    """One that was held says the end of its hold; one that never got a lease says nothing."""
+    """A turn that was held has the end of its hold; a turn that never got a lease has nothing."""
     driver = Driver(Cap(1))
     turn = driver.arrives("a", 100)
     driver.passes(2.0)
@@ -286,7 +286,7 @@ def test_turns_that_have_not_ended_are_told() -> None:
 
 
 def test_a_turn_that_the_engine_refused_is_told_as_that() -> None:
-    """Not as one that its replica failed."""
+    """It does not count as one that its replica failed."""
     driver = Driver()
     driver.fails(driver.arrives("a", 100), refused=True)
     driver.fails(driver.arrives("a", 100))

@@ -1,4 +1,4 @@
-"""Leases over the API: none is kept that its caller never got."""
+"""Leases over the API: one that its caller never got is not kept."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from thunderagent.runtime import Runtime
 
 
 def test_what_is_usual_for_control_stands_in_the_configuration_alone() -> None:
-    """A second default would be another one some day."""
+    """A second default might differ some day."""
     assert [field.name for field in fields(EngineControlSettings) if field.default is not MISSING] == []
 
 
 async def test_a_lease_on_a_replica_that_was_removed_just_now_is_given_back() -> None:
     """Its caller gets an error and no id, so it could not end it."""
     runtime = Runtime(Scheduler(load_policy("passthrough", {})))
-    runtime.replica_up("gone")  # the scheduler heard of it, the replicas know it no longer
+    runtime.replica_up("gone")  # the scheduler knows it, the replicas no longer do
     held = HeldTurns(NO_LIMITS, CollectorRegistry())
     leases = Leases(runtime, Replicas(runtime, []), Tenancy(runtime, from_key=False), held, limit_s=60)
     app = web.Application()

@@ -1,4 +1,4 @@
-"""A discovery over fakes, and what it did."""
+"""A discovery over fakes, and its actions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FakeFollower:
 
 
 class Setup:
-    """A discovery over fakes, and what it did."""
+    """A discovery over fakes, and its actions."""
 
     def __init__(self, settings: DiscoverySettings | None = None) -> None:
         self.now_s = 0.0

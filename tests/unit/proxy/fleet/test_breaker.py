@@ -28,7 +28,7 @@ def trip(breakers: Breakers, replica_id: str) -> None:
 
 
 async def half_open(runtime: Runtime, breakers: Breakers) -> None:
-    """Trip `a`, and have it tried early, because no other can serve."""
+    """Trip `a`, and let it be tried early, because no other can serve."""
     trip(breakers, "a")
     runtime.replica_down("b")
     await asyncio.sleep(0)
@@ -36,7 +36,7 @@ async def half_open(runtime: Runtime, breakers: Breakers) -> None:
 
 
 async def test_a_tripped_replica_is_tried_at_once_when_the_last_other_one_goes() -> None:
-    """It is not held against it for the rest of its backoff, while every turn waits."""
+    """The rest of its backoff does not count while every turn waits."""
     runtime, breakers = breakers_of("a", "b")
     trip(breakers, "a")
     assert [replica.replica_id for replica in runtime.scheduler.open_replicas] == ["b"]
@@ -48,7 +48,7 @@ async def test_a_tripped_replica_is_tried_at_once_when_the_last_other_one_goes()
 
 
 async def test_failures_of_a_replica_that_is_gone_are_not_counted() -> None:
-    """Turns that were connecting when it went down do not trip what comes back in its place."""
+    """Turns that were connecting when it went down do not trip its successor."""
     runtime, breakers = breakers_of("a", "b")
     runtime.replica_down("a")
     trip(breakers, "a")
@@ -59,7 +59,7 @@ async def test_failures_of_a_replica_that_is_gone_are_not_counted() -> None:
 
 
 async def test_only_the_probe_s_own_leaving_ends_it() -> None:
-    """A turn that was sent before the replica was tripped is another matter."""
+    """A turn that was sent before the replica was tripped does not matter."""
     runtime, breakers = breakers_of("a", "b")
     await half_open(runtime, breakers)
     probe = await breakers.admit("a")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """Answer `/empty`, `/whole` at once, `/slow` when told to, and remember the last headers."""
+    """Answers `/empty` and `/whole` at once, `/slow` when told to; it keeps the last headers."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -82,7 +82,7 @@ async def test_a_request_that_fails_or_is_cancelled_counts_no_longer() -> None:
 
 
 async def test_a_removed_replicas_requests_fail_at_once() -> None:
-    """Those that wait for an answer, and those that come later; before the first await nothing is sent any more."""
+    """Requests that wait for an answer, and later ones, fail; from the removal on nothing is sent any more."""
     async with serving() as (server, client, url):
         waiting = asyncio.create_task(client.send("r", url, "GET", "/slow", CIMultiDict(), None))
         await server.asked.wait()
@@ -96,7 +96,7 @@ async def test_a_removed_replicas_requests_fail_at_once() -> None:
 
 
 async def test_a_rank_is_named_in_place_of_what_the_client_sent() -> None:
-    """And the headers that the caller goes on with stay as they are."""
+    """The headers that the caller uses next stay as they are."""
     async with serving(rank_id=3) as (server, client, url):
         headers = CIMultiDict([("X-Data-Parallel-Rank", "0"), ("x-data-parallel-rank", "1"), ("A", "b")])
         response = await client.send("r", url, "GET", "/whole", headers, None)
@@ -106,7 +106,7 @@ async def test_a_rank_is_named_in_place_of_what_the_client_sent() -> None:
 
 
 async def test_a_login_in_a_url_takes_the_place_of_the_client_s_there_alone() -> None:
-    """Another replica, which the request is tried on next, gets what the client sent."""
+    """If the request is retried on another replica, that gets what the client sent."""
     async with serving() as (server, client, url):
         headers = CIMultiDict([("Authorization", "Bearer of-the-client")])
         for base_url, sent in (

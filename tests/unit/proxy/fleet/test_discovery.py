@@ -1,4 +1,4 @@
-"""From what sources name to what is there: added, drained, removed, and forgotten."""
+"""From the names in sources to the replicas: added, drained, removed, and forgotten."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_named_replica_is_there_and_open_after_its_first_poll() -> None:
 
 
 async def test_one_that_nobody_names_leaves_when_nothing_is_in_flight() -> None:
-    """A turn, or a request without a lease, keeps it; then all parts forget it, by an event that a replay sees."""
+    """A turn, or a request without a lease, keeps it; then all parts forget it, by an event that a replay has."""
     setup = Setup()
     setup.names("file", A, B)
     setup.comes_up("a:1")
@@ -179,7 +179,7 @@ async def test_a_forced_removal_does_not_wait() -> None:
 
 
 async def test_one_that_cannot_be_followed_is_left_out_and_harms_nobody() -> None:
-    """Named by a source, it is logged; by the admin API, refused; no part keeps half of it."""
+    """If a source names it, it is logged; the admin API refuses it; no part keeps half of it."""
     setup = Setup()
     setup.follower.refuses = {"a:1"}
     setup.names("file", A, B)
@@ -194,7 +194,7 @@ async def test_one_that_cannot_be_followed_is_left_out_and_harms_nobody() -> Non
 
 
 async def test_one_that_is_named_in_another_way_leaves_and_comes_again() -> None:
-    """With a password now: the same id, another address to connect to."""
+    """It has a password now: the id is the same, the address to connect to is another one."""
     setup = Setup()
     setup.names("file", A)
     setup.comes_up("a:1")

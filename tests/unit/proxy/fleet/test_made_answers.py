@@ -1,4 +1,4 @@
-"""Which replica made an answer: found by the paths that name it, forgotten in the order of their making."""
+"""The replica that made an answer: found by the paths that name the answer, forgotten in the order of making."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_so_many_are_known_and_not_many_more(limit_count: int) -> None:
 
 
 def test_what_is_remembered_stops_growing() -> None:
-    """Not even the empty places of what was forgotten are kept."""
+    """Even the empty places of forgotten answers are not kept."""
     made = MadeAnswers(8_000)
     sizes_bytes = []
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""What NoticeSender does with engines that answer, hang, refuse, or are gone; and which programs are ended where."""
+"""NoticeSender with engines that answer, hang, refuse, or are gone; and the replicas where a program is ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOSE = Notice("/close_session", b'{"session_id":"p"}')
 
 @dataclass
 class Engine:
-    """An engine on a socket that answers what a test sets."""
+    """An engine on a socket whose answers a test sets."""
 
     statuses: dict[str, int] = field(default_factory=dict)
     hangs: set[str] = field(default_factory=set)
@@ -56,7 +56,7 @@ class Engine:
 
 @asynccontextmanager
 async def sending(timeout_s: float = 5.0, max_waiting_count: int = 100) -> AsyncIterator[tuple[NoticeSender, Engine]]:
-    """Run a sender in front of an engine, as replica `a`; `b` refuses connections, others are not known."""
+    """Run a sender in front of an engine, as replica `a`; `b` refuses connections, others are unknown."""
     engine = Engine()
     app = web.Application()
     app.router.add_post("/{path:.*}", engine.answer)
@@ -84,7 +84,7 @@ async def until(condition: object) -> None:
 
 
 async def test_a_notice_arrives_with_the_authorization_of_its_turn() -> None:
-    """Engines with an API key want it for control, too."""
+    """Engines with an API key require it for control, too."""
     async with sending() as (sender, engine):
         sender.send("a", ABORT, "Bearer key")
         sender.send("a", CLOSE)
@@ -96,8 +96,8 @@ async def test_a_notice_arrives_with_the_authorization_of_its_turn() -> None:
 
 
 async def test_an_engine_that_hangs_delays_no_other_kind_and_gets_few_at_once() -> None:
-    """A hundred releases that hang leave the way free for an abort; each ends at its deadline, and the next goes."""
-    async with sending(timeout_s=0.5) as (sender, engine):  # an engine hears of a call that ended a little later
+    """A hundred hanging releases do not block an abort; each ends at its deadline, and the next one goes."""
+    async with sending(timeout_s=0.5) as (sender, engine):  # an engine notices the end of a call a little later
         engine.hangs = {CLOSE.path}
         for _ in range(3 * SENDERS_COUNT):
             sender.send("a", CLOSE)
@@ -109,7 +109,7 @@ async def test_an_engine_that_hangs_delays_no_other_kind_and_gets_few_at_once() 
 
 
 async def test_a_replica_that_is_gone_is_no_error() -> None:
-    """It does not listen, or is no longer known: the next one is served all the same."""
+    """It does not listen, or is no longer known: the next one is still served."""
     async with sending() as (sender, engine):
         sender.send("b", ABORT)
         sender.send("never heard of", ABORT)
@@ -119,7 +119,7 @@ async def test_a_replica_that_is_gone_is_no_error() -> None:
 
 @pytest.mark.parametrize("status", [400, 404, 405, 501])
 async def test_an_engine_without_the_path_is_not_asked_again_until_it_comes_up_anew(status: int) -> None:
-    """One probe for each replica; another version may run there after a restart."""
+    """Each replica is asked once; another version may run there after a restart."""
     async with sending() as (sender, engine):
         engine.statuses[CLOSE.path] = status
         sender.send("a", CLOSE)
@@ -127,7 +127,7 @@ async def test_an_engine_without_the_path_is_not_asked_again_until_it_comes_up_a
         await until(lambda: repr(sender) == "<NoticeSender 0 waiting, not to a/close_session>")
         for _ in range(3):
             sender.send("a", CLOSE)
-        sender.send("a", ABORT)  # of another kind: still sent
+        sender.send("a", ABORT)  # another kind: still sent
         await until(lambda: engine.count(ABORT) == 1)
         assert engine.count(CLOSE) == 1
         engine.statuses.clear()
@@ -138,7 +138,7 @@ async def test_an_engine_without_the_path_is_not_asked_again_until_it_comes_up_a
 
 @pytest.mark.parametrize("status", [400, 401, 500, 503])
 async def test_one_failure_of_an_engine_that_took_notices_is_no_refusal(status: int) -> None:
-    """It has the path: the next notice is sent."""
+    """The path exists: the next notice is sent."""
     async with sending() as (sender, engine):
         sender.send("a", CLOSE)
         await until(lambda: engine.count(CLOSE) == 1)
@@ -153,7 +153,7 @@ async def test_one_failure_of_an_engine_that_took_notices_is_no_refusal(status: 
 
 
 async def test_too_many_are_dropped_and_memory_is_bounded() -> None:
-    """What waits for an engine that hangs is no more than the limit."""
+    """At most the limit waits for an engine that hangs."""
     async with sending(max_waiting_count=5) as (sender, engine):
         engine.hangs = {CLOSE.path}
         for _ in range(SENDERS_COUNT + 20):
@@ -164,7 +164,7 @@ async def test_too_many_are_dropped_and_memory_is_bounded() -> None:
 
 
 async def test_a_shutdown_lets_the_last_notices_go_out() -> None:
-    """Its turns are cut off just before it: their engines shall hear of that."""
+    """Its turns are cut off just before: their engines must learn that."""
     async with sending() as (sender, engine):
         for _ in range(2 * SENDERS_COUNT):
             sender.send("a", ABORT)
@@ -182,7 +182,7 @@ async def test_before_and_after_it_runs_nothing_is_sent_and_nothing_raises() -> 
 
 
 def test_a_program_is_ended_once_wherever_it_was_tagged() -> None:
-    """On every replica that had a tagged turn of it, with the last turn's authorization; others are not told."""
+    """Every replica that had a tagged turn of it is told, with the last turn's authorization; others are not."""
     ended: list[tuple[str, str, str | None]] = []
     tagged = TaggedPrograms(lambda *what: ended.append(what))
     tagged.add("p", "a", "Bearer 1")

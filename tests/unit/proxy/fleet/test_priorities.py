@@ -1,4 +1,4 @@
-"""What is learned of an engine's priorities, and for how long."""
+"""What is learned about an engine's priorities, and for how long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_refusal_is_remembered_until_the_replica_comes_up_again() -> None:
 
 
 def test_only_the_engine_s_own_sentence_is_a_refusal() -> None:
-    """A bad request may have the word in it, too."""
+    """A bad request may contain the word, too."""
     how = backend_of("vllm").priorities
     assert how is not None
     assert how.is_refusal(b"Got priority 7 but Priority scheduling is not enabled.")
@@ -37,7 +37,7 @@ def test_only_the_engine_s_own_sentence_is_a_refusal() -> None:
 
 
 def test_what_is_no_object_to_put_it_into_is_left() -> None:
-    """As is one that has it."""
+    """So is a body that already has one."""
     for body in (b"", b"[1]", b"{}", b" { } ", b'{"a": ', b'{"priority": null}', b'{"b": 1, "priority": 2}', b"\xff"):
         assert with_priority(body, 1) == body
     assert with_priority(b' { "a": {"priority": 2}}', -3) == b' {"priority":-3, "a": {"priority": 2}}'

@@ -1,4 +1,4 @@
-"""What the core hears of a replica's readings."""
+"""The core's events from a replica's readings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thunderagent.runtime import Runtime
 
 
 def overheard() -> tuple[Runtime, list[Event]]:
-    """Return a runtime, and the events that it has heard."""
+    """Return a runtime, and its events."""
     runtime = Runtime(Scheduler(Cap(n=1)), clock=lambda: 1.0)
     events: list[Event] = []
     runtime.observe(lambda event, _: events.append(event))
@@ -41,7 +41,7 @@ def polled(
 
 
 def heard(*readings: ReplicaReading) -> list[Event]:
-    """What the core hears of readings, one after another."""
+    """Return the core's events from successive readings."""
     runtime, events = overheard()
     polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
     for each in readings:
@@ -50,7 +50,7 @@ def heard(*readings: ReplicaReading) -> list[Event]:
 
 
 def test_the_load_of_an_engine_is_told_when_it_changes() -> None:
-    """How full its memory is and how many requests wait there: for policies that go by the engine's own gauges."""
+    """It has the fill of its memory and its queue, for policies that go by the engine's own gauges."""
     idle = ReplicaReading(capacity_tokens=1000, kv_used_ratio=0.0, waiting_count=0)
     busy = ReplicaReading(capacity_tokens=1000, kv_used_ratio=0.75, waiting_count=3)
     events = heard(idle, idle, busy, busy)
@@ -60,12 +60,12 @@ def test_the_load_of_an_engine_is_told_when_it_changes() -> None:
 
 
 def test_the_first_reading_says_the_capacity_alone() -> None:
-    """Totals say nothing by themselves."""
+    """Totals alone show nothing."""
     assert heard(reading(500, 100, 7)) == [polled()]
 
 
 def test_a_reading_says_what_happened_since_the_one_before() -> None:
-    """Of each total its growth."""
+    """It reports the growth of each total."""
     assert heard(reading(500, 100, 7), reading(1500, 600, 9), reading(1600, 600, 9)) == [
         polled(),
         polled(0.5, 1000, 2),
@@ -74,38 +74,38 @@ def test_a_reading_says_what_happened_since_the_one_before() -> None:
 
 
 def test_a_quiet_replica_is_not_heard_of() -> None:
-    """No lookups, no preemptions, the same size."""
+    """It has no lookups, no preemptions, and the same size."""
     assert heard(reading(500, 100, 7), reading(500, 100, 7)) == [polled()]
 
 
 def test_preemptions_are_heard_of_without_any_look_up() -> None:
-    """The ratio of nothing is not known; that nothing was looked up is."""
+    """The ratio is unknown then; that nothing was looked up is known."""
     assert heard(reading(500, 100, 7), reading(500, 100, 8))[1:] == [polled(None, 0, 1)]
 
 
 @pytest.mark.parametrize("after", [(10, 5, 0), (10, 5, 9), (900, 5, 9), (900, 200, 0)])
 def test_an_engine_that_began_again_says_nothing_until_the_next_reading(after: tuple[int, int, int]) -> None:
-    """One total that shrank is enough: all began anew, and the core hears that nothing is known."""
+    """One total that shrank is enough: all restarted, and the core is told that nothing is known."""
     queries, hits, preemptions = after
     again = reading(queries + 100, hits + 100, preemptions + 1)
     assert heard(reading(500, 100, 7), reading(*after), again)[1:] == [polled(), polled(1.0, 100, 1)]
 
 
 def test_a_reading_that_failed_takes_nothing_out_of_what_is_counted() -> None:
-    """What the engine found cached meanwhile would be taken for lost."""
+    """Otherwise what the engine found cached meanwhile would count as lost."""
     failed = ReplicaReading()
     assert heard(reading(500, 100), failed, failed, reading(1500, 600))[1:] == [polled(0.5, 1000)]
 
 
 def test_what_an_engine_does_not_say_stays_unknown() -> None:
-    """An engine without preemption counts, or without hits."""
+    """Such engines report no preemptions, or no hits."""
     assert heard(reading(0, 0), reading(10, 5))[1:] == [polled(0.5, 10, None)]
     assert heard(reading(0, None, 0), reading(10, None, 0))[1:] == [polled(None, 10, 0)]
     assert heard(reading(None, None, 0), reading(None, None, 3))[1:] == [polled(None, None, 3)]
 
 
 async def test_nothing_is_kept_of_priorities_on_a_replica_that_was_removed() -> None:
-    """Pods come and go, each under an address of its own."""
+    """Pods come and go, each with its own address."""
     replicas = Replicas(overheard()[0], [])
     async with ReplicaClient(ClientSettings()) as client:
         replicas.attach(client)
@@ -132,7 +132,7 @@ def test_a_tier_is_told_of_by_what_was_asked_of_it_since() -> None:
 
 
 def test_of_a_tier_that_was_not_read_before_nothing_is_told() -> None:
-    """The engine may have run for days: all of that was not since the last poll."""
+    """The engine may have run for days: its totals are not only from the last poll on."""
     runtime, events = overheard()
     polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
     for asked, found in ((1_000_000, 400_000), (1_000_100, 400_040)):
@@ -145,7 +145,7 @@ def test_of_a_tier_that_was_not_read_before_nothing_is_told() -> None:
 
 
 def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
-    """It counts one for each turn until the next poll, so that an unchanged reading may be news."""
+    """The core counts one for each turn until the next poll, so an unchanged reading may be news."""
     runtime, events = overheard()
     polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("nova"))]))
     four = ReplicaReading(capacity_tokens=1000, pending_encode_count=4)

@@ -39,7 +39,7 @@ from thunderagent.proxy.reading.target import Target
     ],
 )
 def test_what_a_route_needs(method: str, route_path: str, access: Access | None) -> None:
-    """By method and path, whatever the parts of the path are called."""
+    """Method and path decide, whatever the parts of the path are called."""
     assert access_of_route(method, route_path) is access
 
 
@@ -76,7 +76,7 @@ def test_what_a_route_needs(method: str, route_path: str, access: Access | None)
     ],
 )
 def test_no_spelling_hides_that_an_engine_is_controlled(path: str) -> None:
-    """An engine decodes a path before it looks for what it means."""
+    """An engine decodes a path before it routes it."""
     assert is_engine_control(Target.parse(path))
 
 
@@ -100,7 +100,7 @@ def test_no_spelling_hides_that_an_engine_is_controlled(path: str) -> None:
     ],
 )
 def test_what_engines_do_for_programs_controls_nothing(path: str) -> None:
-    """A program may be called as it likes."""
+    """A program may have any name."""
     assert not is_engine_control(Target.parse(path))
 
 
@@ -173,5 +173,5 @@ def test_what_engines_do_for_programs_takes_a_data_key(method: str, path: str) -
     ],
 )
 def test_every_request_that_can_generate_takes_a_lease(method: str, path: str, use: Use) -> None:
-    """All but those that are known to generate nothing, in whatever spelling an engine may understand."""
+    """Exceptions are requests that are known to generate nothing, in any spelling that an engine may understand."""
     assert use_of(Target.parse(path), method) is use

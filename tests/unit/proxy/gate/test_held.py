@@ -1,4 +1,4 @@
-"""What is counted of held turns and of bodies, and given back."""
+"""The counts of held turns and bodies, and their return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def key(name: str, **limits: int) -> Key:
 
 
 def test_a_body_that_comes_in_pieces_is_counted_as_it_comes() -> None:
-    """And given back once, however often it is released."""
+    """It is given back once, however often it is released."""
     held = held_turns(body_bytes=100)
     first, second = KeptBody(held), KeptBody(held)
     first.grow(60)
@@ -34,7 +34,7 @@ def test_a_body_that_comes_in_pieces_is_counted_as_it_comes() -> None:
 
 
 def test_one_body_is_kept_however_large_it_is() -> None:
-    """Or else it would never be: what may come at all is another limit."""
+    """Otherwise it could never be kept; another limit bounds the size of a body."""
     held = held_turns(body_bytes=100)
     KeptBody(held).grow(1000)
     with pytest.raises(TooManyHeldError):
@@ -56,7 +56,7 @@ def test_a_key_has_half_of_all_if_nothing_else_is_said() -> None:
 
 
 def test_a_key_may_have_a_limit_of_its_own() -> None:
-    """In place of that of all keys, more or less."""
+    """It replaces the limit of all keys, and may be higher or lower."""
     held = held_turns(turns_count=10, key_turns_count=2)
     few, many = key("few", held_turns_count=1), key("many", held_turns_count=3)
     held.take(few, 1, 10)
@@ -69,7 +69,7 @@ def test_a_key_may_have_a_limit_of_its_own() -> None:
 
 
 def test_keys_of_a_tenant_share_its_limits() -> None:
-    """Those whose names begin alike up to a slash; what is given back is room for each of them."""
+    """Their names are alike up to a slash; what one gives back is room for all of them."""
     held = held_turns(turns_count=10, body_bytes=1000, tenant_turns_count=2, tenant_body_bytes=60)
     held.take(key("acme/ci"), 1, 10)
     held.take(key("acme/dev"), 1, 10)
@@ -88,7 +88,7 @@ def test_keys_of_a_tenant_share_its_limits() -> None:
 
 
 def test_limits_can_be_set_while_turns_are_held() -> None:
-    """What is held stays; what comes goes by the new ones."""
+    """Held turns stay; new ones go by the new limits."""
     held = held_turns(turns_count=4)
     held.take(None, 1, 10)
     held.set(HeldLimits(turns_count=1))
@@ -99,7 +99,7 @@ def test_limits_can_be_set_while_turns_are_held() -> None:
 
 
 def test_a_body_that_is_only_announced_takes_nothing_from_others() -> None:
-    """It is refused where there is no room for it, and counts as it comes."""
+    """It is refused if there is no room for it, and counts as it comes."""
     held = held_turns(body_bytes=100)
     first, second = KeptBody(held), KeptBody(held)
     first.check(90)

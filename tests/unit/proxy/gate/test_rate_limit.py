@@ -16,7 +16,7 @@ def limits(per_s: float, burst_count: int, **more: object) -> RateLimits:
 
 
 async def test_a_burst_passes_and_the_rest_waits_in_the_order_in_which_it_came() -> None:
-    """Each at its time, none refused; another caller does not wait for them."""
+    """Each passes at its time, none is refused; another caller does not wait for them."""
     ours, order = limits(100, 2), []
     began_s = asyncio.get_running_loop().time()
 
@@ -32,7 +32,7 @@ async def test_a_burst_passes_and_the_rest_waits_in_the_order_in_which_it_came()
 
 
 async def test_who_leaves_the_line_leaves_no_debt() -> None:
-    """A client that gives up and tries again does not wait for what it gave up."""
+    """A client that gives up and retries does not wait for its abandoned request."""
     ours = limits(50, 1)
     await ours.wait("a")
     waiting = [asyncio.create_task(ours.wait("a")) for _ in range(100)]
@@ -45,7 +45,7 @@ async def test_who_leaves_the_line_leaves_no_debt() -> None:
 
 
 def test_admin_requests_are_refused_with_the_time_to_wait() -> None:
-    """And let in again after it; what data takes does not count."""
+    """They pass again after it; data requests do not count."""
     now_s = 0.0
     ours = limits(0.5, 2, clock=lambda: now_s)
     ours.check("a")
@@ -59,7 +59,7 @@ def test_admin_requests_are_refused_with_the_time_to_wait() -> None:
 
 
 def test_callers_are_forgotten_when_there_are_too_many() -> None:
-    """Strange addresses do not fill the memory."""
+    """Unknown addresses do not fill the memory."""
     ours = limits(1, 1, clock=lambda: 0.0)
     for number in range(MAX_CALLERS + 10):
         ours.check(str(number))

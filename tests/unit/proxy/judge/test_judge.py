@@ -1,4 +1,4 @@
-"""The judge: what it gets to read, what of its answer counts, and what waits for it."""
+"""The judge: its input, the answers that count, and its queue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERDICT = {"prediction": "failure", "confidence": 0.8, "reasoning": "it goes in 
 SAID = Opinion(will_succeed=False, confidence_ratio=0.8, reasoning="it goes in circles")
 
 
-# --- what it gets to read
+# --- the judge's input
 
 
 def body_of(**fields: Any) -> bytes:
@@ -108,7 +108,7 @@ def test_task_and_steps_are_read_in_every_api_with_messages(body: bytes, steps: 
     ],
 )
 def test_a_body_without_a_task_is_none(body: bytes) -> None:
-    """Nothing is raised for it."""
+    """Nothing raises for it."""
     assert transcript_of(body, 10_000) is None
 
 
@@ -119,7 +119,7 @@ def test_odd_messages_are_passed_over() -> None:
 
 
 def test_long_programs_lose_their_middle() -> None:
-    """The beginning, more of the end, and no message that takes all the room."""
+    """The beginning stays, and more of the end; no message takes all the room."""
     steps = [{"role": "assistant", "content": f"step {number} " + "x" * 90} for number in range(1000)]
     steps[-1]["content"] = "y" * 100_000
     body = body_of(messages=[{"role": "user", "content": "t" * 50_000}, *steps])
@@ -138,7 +138,7 @@ def test_long_programs_lose_their_middle() -> None:
 
 @pytest.mark.parametrize(("text", "limit"), [("abc", 3), ("a" * 100, 20), ("a" * 100, 2), ("", 0)])
 def test_what_is_cut_is_no_longer_than_asked_for(text: str, limit: int) -> None:
-    """But for the mark, where there is room for nothing else."""
+    """Only the mark is added, if there is room for nothing else."""
     assert len(cut(text, limit)) <= max(limit, len(GAP))
 
 
@@ -146,7 +146,7 @@ def test_what_is_cut_is_no_longer_than_asked_for(text: str, limit: int) -> None:
 
 
 def test_the_default_prompt_has_all_places() -> None:
-    """What is put there is taken as it is, whatever it holds."""
+    """Inserted text is taken literally, whatever it holds."""
     text = filled(DEFAULT_PROMPT, "{transcript} %s {0}", "{task} {step}", 12, 7)
     assert "{transcript} %s {0}" in text
     assert text.count("{task} {step}") == 1
@@ -156,7 +156,7 @@ def test_the_default_prompt_has_all_places() -> None:
 
 
 def test_a_prompt_is_a_file_with_both_places(tmp_path: Path) -> None:
-    """Each once; else the proxy does not start."""
+    """Each place is there once; otherwise the proxy does not start."""
     path = tmp_path / "prompt"
     path.write_text("{task} {transcript}")
     assert read_prompt(path) == "{task} {transcript}"
@@ -169,7 +169,7 @@ def test_a_prompt_is_a_file_with_both_places(tmp_path: Path) -> None:
         read_prompt(tmp_path / "none")
 
 
-# --- what it answers
+# --- its answer
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_prompt_is_a_file_with_both_places(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_verdict_in_a_text_counts(text: str, opinion: Opinion | Failure) -> None:
-    """Whatever stands around it; what is none is a failure of its kind."""
+    """The text around it does not matter; an answer without one is a failure of its kind."""
     assert opinion_of(text) == opinion
 
 
@@ -226,21 +226,21 @@ def test_the_last_verdict_in_a_text_counts(text: str, opinion: Opinion | Failure
     ],
 )
 def test_an_answer_is_a_chat_completion(body: object, answered: Answered) -> None:
-    """Anything else is a failure, and what it took is counted where it is said."""
+    """Anything else is a failure; its usage is counted if it is reported."""
     assert read_answer(json.dumps(body).encode()) == answered
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"\xff", b"[" * 100_000])
 def test_rubbish_is_no_answer(body: bytes) -> None:
-    """Nothing is raised for it."""
+    """Nothing raises for it."""
     assert read_answer(body) == Answered(Failure.NO_JSON)
 
 
-# --- what waits for it
+# --- its queue
 
 
 class Oracle:
-    """A judge that answers what it is told, when it is let."""
+    """A judge that gives a set answer when a test lets it."""
 
     def __init__(self, answer: bytes | Failure = Failure.STATUS) -> None:
         self.answer = answer
@@ -291,7 +291,7 @@ def completion(value: object) -> bytes:
 
 
 async def test_every_so_many_turns_make_a_question() -> None:
-    """Its answer is the scheduler's event, with the turns that it is about."""
+    """Its answer becomes the scheduler's event, with the turns that it is about."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=3, model="judge", max_output_tokens=99)
     court.takes_turns("a", 2)
     assert court.judge.waiting_count == 0
@@ -308,7 +308,7 @@ async def test_every_so_many_turns_make_a_question() -> None:
 
 
 async def test_without_a_model_it_is_the_program_s_own() -> None:
-    """As on the replicas."""
+    """On the replicas it does the same."""
     court = Court(Oracle(), every_turns_count=1)
     court.takes_turns("a")
     await court.sits_until(lambda: court.judge.failure_counts[Failure.STATUS])
@@ -316,7 +316,7 @@ async def test_without_a_model_it_is_the_program_s_own() -> None:
 
 
 async def test_questions_are_as_short_as_was_asked_for() -> None:
-    """However long the program is."""
+    """This holds however long the program is."""
     court = Court(Oracle(), every_turns_count=1, max_prompt_tokens=1000)
     long = body_of(messages=[{"role": "user", "content": "x" * 9000}, *[{"role": "user", "content": "y" * 500}] * 99])
     court.takes_turns("a", body=long)
@@ -325,7 +325,7 @@ async def test_questions_are_as_short_as_was_asked_for() -> None:
 
 
 async def test_of_a_program_only_the_newest_waits() -> None:
-    """And nothing of one that ended."""
+    """Questions of an ended program are dropped."""
     court = Court(Oracle(), every_turns_count=1)
     court.takes_turns("a", 3)
     court.takes_turns("b", 1)
@@ -338,7 +338,7 @@ async def test_of_a_program_only_the_newest_waits() -> None:
 
 
 async def test_the_oldest_is_dropped_where_too_many_wait() -> None:
-    """By number, and by bytes; a body that would take long to read is none."""
+    """The limits are a number and bytes; a body that would take long to read is not asked about."""
     court = Court(Oracle(), every_turns_count=1)
     for number in range(MAX_WAITING_COUNT + 3):
         court.takes_turns(f"p{number}")
@@ -353,7 +353,7 @@ async def test_the_oldest_is_dropped_where_too_many_wait() -> None:
 
 
 async def test_no_answer_in_time_is_a_failure_and_others_go_on() -> None:
-    """A silent judge does not prevent questions about other programs, as far as it has places."""
+    """A silent judge does not block questions about other programs while it has places."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=1, timeout_s=0.05)
     court.oracle.may_answer.clear()
     for number in range(40):
@@ -364,7 +364,7 @@ async def test_no_answer_in_time_is_a_failure_and_others_go_on() -> None:
 
 
 async def test_questions_are_bounded_in_rate() -> None:
-    """Ten a second: a few in a quarter of one."""
+    """At ten a second, a few pass in a quarter of one."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=1)
     court.judge = Judge(court.runtime, court.judge._open_asker, JudgeSettings(every_turns_count=1, rate_per_s=10.0))
     for number in range(20):
@@ -375,7 +375,7 @@ async def test_questions_are_bounded_in_rate() -> None:
 
 
 async def test_each_step_can_be_judged() -> None:
-    """As ORBIT does: no bound on the rate, no turn left out; the judge is told the step and the round."""
+    """ORBIT does so: no bound on the rate, no turn left out; the judge is told the step and the round."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=1)
     settings = JudgeSettings(every_turns_count=1, rate_per_s=float("inf"), prompt="{task}{transcript} {step}/{round}")
     court.judge = Judge(court.runtime, court.judge._open_asker, settings)
@@ -389,7 +389,7 @@ async def test_each_step_can_be_judged() -> None:
 
 
 async def test_so_many_questions_are_open_at_a_time() -> None:
-    """The rest waits for an answer to one of them."""
+    """The rest wait for an answer to one of them."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=1, asked_count=3)
     court.oracle.may_answer.clear()
     for number in range(8):
@@ -416,7 +416,7 @@ async def test_a_verdict_on_who_ended_meanwhile_is_nobody_s() -> None:
 
 
 def test_everything_is_counted() -> None:
-    """Under every name that there is, from the beginning."""
+    """All existing names are there from the beginning."""
     court = Court(Oracle())
     samples = {
         (sample.name, *sample.labels.values()): sample.value

@@ -1,4 +1,4 @@
-"""Whole answers: one reading for usage and tool says what two would."""
+"""Whole answers: one reading gives the usage and the tool that two readings would give."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IN_EVERY_API = pytest.mark.parametrize(("path", "answer", "usage"), CALLING, ids
 
 
 class Once:
-    """A dialect of which each answer may be decoded once."""
+    """A dialect of which each answer may be decoded only once."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.read_calling = dialect.read_calling
@@ -37,7 +37,7 @@ class Once:
 
 @IN_EVERY_API
 def test_an_answer_that_calls_is_decoded_once(path: str, answer: dict[str, Any], usage: Usage) -> None:
-    """For both; and the id of a response is told once."""
+    """This is for both; the id of a response is reported once."""
     ids: list[str] = []
     dialect: Any = Once(TURN_DIALECTS[path])
     assert read_answer(dialect, json.dumps(answer).encode(), None, ids.append) == (usage, "bash:pytest")
@@ -46,7 +46,7 @@ def test_an_answer_that_calls_is_decoded_once(path: str, answer: dict[str, Any],
 
 @IN_EVERY_API
 def test_what_is_odd_in_the_one_leaves_the_other(path: str, answer: dict[str, Any], usage: Usage) -> None:
-    """An answer whose calls cannot be read still has its usage, and one whose usage cannot still has its calls."""
+    """An answer with unreadable calls still has its usage, and one with unreadable usage still has its calls."""
     dialect, counts = TURN_DIALECTS[path], "meta_info" if "meta_info" in answer else "usage"
     odd_calls = {**answer, "choices": "```", "output": "```"}
     assert read_answer(dialect, json.dumps(odd_calls).encode(), None, lambda _: None) == (usage, "")

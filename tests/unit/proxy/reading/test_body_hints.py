@@ -1,4 +1,4 @@
-"""What bodies say of the next turn, in the words of engines and gateways."""
+"""Hints about the next turn in bodies, in the words of engines and gateways."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MEANT: list[tuple[Any, TurnHint | None]] = [
 
 @pytest.mark.parametrize(("said", "hint"), MEANT)
 def test_each_field_is_read_for_what_is_meant(said: Any, hint: TurnHint | None) -> None:
-    """The same in each of the three, and as text where only that may be sent."""
+    """It is read alike in all three, and as text where only text may be sent."""
     assert hint_in(said, None, None) == hint
     assert hint_in(None, {"agentic_context": said}, None) == hint
     assert hint_in(None, {"agentic_context": json.dumps(said)}, None) == hint

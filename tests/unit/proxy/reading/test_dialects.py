@@ -1,4 +1,4 @@
-"""Each API: usage read from whole answers and from streams however they are cut, errors in its own schema."""
+"""Each API: usage from whole answers and from streams with any cuts, and errors in its own schema."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def fed(dialect: Dialect, *pieces: bytes) -> StreamUsage:
 @pytest.mark.parametrize(("dialect", "answer"), WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize("encoding", [None, "gzip"])
 def test_a_whole_answer(dialect: Dialect, answer: object, encoding: str | None) -> None:
-    """The prompt is all of it, cached or not."""
+    """The prompt count includes cached tokens."""
     assert usage_of(dialect, answer, encoding) == READ
 
 
 @pytest.mark.parametrize(("dialect", "events"), STREAMS.values(), ids=STREAMS)
 def test_a_stream_cut_at_every_byte(dialect: Dialect, events: tuple[bytes, ...]) -> None:
-    """In two, and into single bytes."""
+    """It is cut in two, and into single bytes."""
     data = b"".join(events)
     for cut in range(1, len(data)):
         assert fed(dialect, data[:cut], data[cut:]).usage == READ
@@ -128,7 +128,7 @@ def test_a_stream_cut_at_every_byte(dialect: Dialect, events: tuple[bytes, ...])
 
 @pytest.mark.parametrize(("dialect", "events"), STREAMS.values(), ids=STREAMS)
 def test_a_stream_with_other_line_ends(dialect: Dialect, events: tuple[bytes, ...]) -> None:
-    """CRLF, as some servers write."""
+    """Some servers write CRLF."""
     data = b"".join(events).replace(b"\n", b"\r\n")
     assert fed(dialect, data[:100], data[100:]).usage == READ
 
@@ -138,7 +138,7 @@ def test_a_stream_with_other_line_ends(dialect: Dialect, events: tuple[bytes, ..
     "data", ["[]", "null", "7", '"usage"', "{", '{"usage": 5}', '{"meta_info": [], "usage": {"input_tokens": "x"}}']
 )
 def test_what_cannot_be_read_says_nothing(dialect: Dialect, data: str) -> None:
-    """Whole or in a stream."""
+    """This holds for whole answers and streams."""
     assert usage_of(dialect, data.encode()) == NO_USAGE
     assert usage_of(dialect, b"\xff\xfe") == NO_USAGE
     more = event('{"response": {"id": 5, "usage": {"input_tokens": -1}}}')
@@ -146,7 +146,7 @@ def test_what_cannot_be_read_says_nothing(dialect: Dialect, data: str) -> None:
 
 
 def test_messages_that_say_the_cached_tokens_once_are_not_made_smaller() -> None:
-    """An end that repeats the input without what was cached, as some gateways write it."""
+    """Some gateways end with the input without the cached tokens."""
     start = {"type": "message_start", "message": {"usage": {**MESSAGE["usage"], "output_tokens": 1}}}
     end = {"type": "message_delta", "usage": {"input_tokens": 30, "output_tokens": 7}}
     assert fed(Anthropic(), named(start), named(end)).usage == READ
@@ -155,7 +155,7 @@ def test_messages_that_say_the_cached_tokens_once_are_not_made_smaller() -> None
 
 
 def test_several_answers_of_sglang_are_summed() -> None:
-    """A batch is answered by a list, its stream by events that say which answer they belong to."""
+    """A batch gets a list, or a stream whose events name their answer."""
     assert usage_of(SGLang(), [{"meta_info": META}, {"meta_info": META}, {}]) == Usage(200, 14, 128)
     events = [
         event({"text": "x", "meta_info": {**META, "completion_tokens": count}, "index": index})
@@ -165,7 +165,7 @@ def test_several_answers_of_sglang_are_summed() -> None:
 
 
 def test_a_response_tells_its_id_as_soon_as_it_is_known() -> None:
-    """From the first event on, once; or with the whole answer."""
+    """A stream tells it from the first event on, once; a whole answer tells it at the end."""
     ids: list[str] = []
     reader = Responses().reader(ids.append)
     reader.read(RESPONSES_STREAM[0])
@@ -177,7 +177,7 @@ def test_a_response_tells_its_id_as_soon_as_it_is_known() -> None:
 
 
 def test_a_response_that_is_made_in_the_background_has_no_usage_yet() -> None:
-    """Its id is known all the same."""
+    """Its id is still known."""
     ids: list[str] = []
     queued = json.dumps({**RESPONSE, "status": "queued", "usage": None}).encode()
     assert (Responses().read_answer(queued, ids.append), ids) == (NO_USAGE, ["resp_1"])
@@ -205,7 +205,7 @@ def test_a_response_that_is_made_in_the_background_has_no_usage_yet() -> None:
     ],
 )
 def test_a_path_is_spoken_by_one_dialect(path: str, kind: type) -> None:
-    """It is the dialect of its API; OpenAI's for unknown paths."""
+    """It is the dialect of its API, and OpenAI's for unknown paths."""
     assert type(dialect_of(path)) is kind
 
 
@@ -226,14 +226,14 @@ def test_every_turn_is_spoken_by_the_dialect_of_its_path() -> None:
     ],
 )
 def test_anthropic_has_kinds_of_its_own(status: int, kind: str) -> None:
-    """By the status."""
+    """The kind follows the status."""
     error = Anthropic().error(status, "no_replica", "none")
     assert error == {"type": "error", "error": {"type": kind, "message": "none", "code": "no_replica"}}
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_error_says_its_code_and_its_words(dialect: Dialect) -> None:
-    """Whatever else a schema has."""
+    """This holds whatever else a schema has."""
     error = dialect.error(503, "no_replica", "none is up")["error"]
     assert (error["code"], error["message"]) == ("no_replica", "none is up")
 
@@ -248,7 +248,7 @@ def test_a_stream_that_breaks_ends_with_one_event_more(dialect: Dialect) -> None
 
 
 def test_the_error_of_a_response_is_numbered_after_its_last_event() -> None:
-    """As its schema wants."""
+    """Its schema requires that."""
     ending = Responses().break_off("replica_closed_early", "gone", b"".join(RESPONSES_STREAM[:2]))
     assert ending.startswith(b"event: error\n")
     assert json.loads(data_of(ending)) == {

@@ -1,4 +1,4 @@
-"""Whose turn a request is, and what of its body is ours."""
+"""The program of a request, and the parts of its body that are ours."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def identified(
     return turn
 
 
-# --- Where the id is found
+# --- Sources of the id
 
 
 def test_the_first_of_five_sources_wins() -> None:
-    """Path, X-Program-ID, X-Session-ID, body, extra_body: each is used when those before it are gone."""
+    """Path, X-Program-ID, X-Session-ID, body, extra_body: each is used if those before it are missing."""
     sources = [
         ("path", "p"),
         ("x-program-id", "h"),
@@ -49,7 +49,7 @@ def test_the_first_of_five_sources_wins() -> None:
 
 
 def test_our_field_is_taken_out_of_the_body_wherever_the_id_came_from() -> None:
-    """The engine never sees it; what is left are the client's bytes."""
+    """The engine never sees it; the rest is the client's bytes."""
     body = b'{"program_id": "b", "extra_body": {"program_id": "e", "top_k": 5}, ' + MESSAGES + b"}"
     turn = identified(body, path_id="p")
     assert turn.body == b'{"extra_body": { "top_k": 5}, ' + MESSAGES + b"}"
@@ -57,7 +57,7 @@ def test_our_field_is_taken_out_of_the_body_wherever_the_id_came_from() -> None:
 
 @pytest.mark.parametrize("value", [b"null", b"1.5", b"true", b"[1,2]"])
 def test_a_field_that_is_no_id_is_taken_out_too_where_another_source_names_the_program(value: bytes) -> None:
-    """What stands in our field is nothing to the engine; the body stays JSON."""
+    """The engine has no use for our field; the body stays JSON."""
     assert identified(b'{"program_id":' + value + b',"x":1}', path_id="p").body == b'{"x":1}'
 
 
@@ -76,7 +76,7 @@ def test_other_peoples_fields_are_read_and_left_alone() -> None:
 
 @pytest.mark.parametrize("number", range(len(OTHERS_FIELDS)))
 def test_each_of_other_peoples_fields_is_used_when_those_before_it_are_gone(number: int) -> None:
-    """Each has a value of its own."""
+    """Each field has its own value."""
     body: dict[str, object] = {"model": "m"}
     for way in OTHERS_FIELDS[number:]:
         part = body
@@ -96,7 +96,7 @@ def test_what_is_no_id_in_other_peoples_fields_is_no_error(value: object) -> Non
 
 @pytest.mark.parametrize("header", PROGRAM_HEADERS)
 def test_every_known_header_names_the_program(header: str) -> None:
-    """Ours comes before it, those of the configuration in between."""
+    """Ours is first, then those of the configuration, then the others."""
     headers = {header: "them"}
     assert identified(headers=headers).program_id == "them"
     configured = {**headers, "X-Run": "run"}
@@ -116,7 +116,7 @@ def test_every_known_header_names_the_program(header: str) -> None:
     ],
 )
 def test_coding_agents_name_their_branches(headers: dict[str, str], branch_id: str) -> None:
-    """By a header that belongs to the one that names the program; ours comes first."""
+    """The header belongs to the one that names the program; ours comes first."""
     assert identified(headers=headers).branch_id == branch_id
 
 
@@ -141,7 +141,7 @@ CODEX = {"session-id": "s", "x-codex-parent-thread-id": "p"}
     ],
 )
 def test_coding_agents_name_who_waits(path_id: str | None, headers: dict[str, str], parents: tuple[str, str]) -> None:
-    """Beside a branch its header names a branch of the same program; a Codex thread with its own session, a program."""
+    """Beside a branch it names a branch of the same program; beside a Codex thread with its own session, a program."""
     turn = identify(path_id, CIMultiDictProxy(CIMultiDict(headers)), b"{}")
     assert turn is not None
     assert (turn.parent_branch_id, turn.parent_id) == parents
@@ -154,7 +154,7 @@ def test_the_last_turn_says_so(header: str, value: str, is_final: bool) -> None:
 
 
 def test_a_body_that_needs_no_change_is_the_same_object() -> None:
-    """No copy of a body of megabytes."""
+    """A body of megabytes is not copied."""
     body = b'{"model":"m",' + MESSAGES + b"}"
     assert identified(body, headers={"X-Program-ID": "a"}).body is body
 
@@ -190,7 +190,7 @@ def test_the_group_is_a_header_that_is_checked_like_an_id() -> None:
     ids=lambda body: body[:10],
 )
 def test_a_body_that_is_no_object_is_the_engines_to_judge(body: bytes) -> None:
-    """None, and no error of ours, however deep it is nested."""
+    """It names no program and is no error of ours, however deep it is nested."""
     assert identify("p", CIMultiDictProxy(CIMultiDict()), body) is None
 
 
@@ -201,14 +201,14 @@ def test_a_body_that_is_no_object_is_the_engines_to_judge(body: bytes) -> None:
     "value", ["", None, True, False, 1.5, [], {}, "x" * 257, "é" * 129, "a\nb", "a\x00", "\x7f", "\x85"]
 )
 def test_an_id_that_is_none_is_refused(value: object) -> None:
-    """Empty, no text, over 256 bytes, or with control characters: 400."""
+    """It is empty, no text, over 256 bytes, or has control characters: 400."""
     with pytest.raises(InvalidProgramIdError) as refused:
         check_program_id(value)
     assert (refused.value.status, refused.value.code) == (400, "invalid_program_id")
 
 
 def test_bytes_of_a_header_that_are_no_text_are_refused() -> None:
-    """aiohttp hands them on as lone surrogates, which no log, hash or JSON could carry."""
+    """aiohttp gives them as lone surrogates, which no log, hash or JSON could carry."""
     for headers in ({"X-Program-ID": "caf\udce9"}, {"X-Program-Branch": "caf\udce9"}):
         with pytest.raises(InvalidProgramIdError, match="is UTF-8"):
             identified(headers=headers)
@@ -218,7 +218,7 @@ def test_bytes_of_a_header_that_are_no_text_are_refused() -> None:
     "name", ["X-Program-ID", "X-Program-Branch", "X-Program-Group", "X-Program-Parent", "X-Program-Tenant"]
 )
 def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None:
-    """Two values are ambiguous, and an unfilled template should be found early."""
+    """Two values are ambiguous, and an unfilled template should be noticed early."""
     with pytest.raises(InvalidProgramIdError, match="empty"):
         identified(headers={name: ""})
     with pytest.raises(InvalidProgramIdError, match=f"{name} stands there 2 times"):
@@ -253,7 +253,7 @@ def test_parent_and_tenant_are_headers() -> None:
 
 
 def test_the_user_names_the_program_only_if_that_is_wanted() -> None:
-    """It is a person: all their programs would be one. What else the body names goes first."""
+    """A user is a person: all their programs would be one. Other names in the body come first."""
     headers = CIMultiDictProxy(CIMultiDict())
     rules = IdentityRules(user_names_program=True)
     assert identified(b'{"user":"u"}').program_id is None
@@ -270,7 +270,7 @@ def test_the_user_names_the_program_only_if_that_is_wanted() -> None:
 
 
 def test_a_branch_is_held_to_the_same_rules() -> None:
-    """It goes into the table and the event log as the program's name does."""
+    """It is in the table and the event log, like the program's name."""
     with pytest.raises(InvalidProgramIdError, match="a branch id has at most 256 bytes"):
         identified(headers={"X-Program-Branch": "b" * 257})
 
@@ -293,7 +293,7 @@ def test_a_whole_number_is_taken_as_its_digits() -> None:
     [("header", b"{}"), ("body", b'{"program_id":""}'), ("extra_body", b'{"extra_body":{"program_id":[]}}')],
 )
 def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> None:
-    """Never taken for anonymous: the client meant something."""
+    """It never counts as anonymous: the client meant to name one."""
     with pytest.raises(InvalidProgramIdError):
         identified(body, headers={"X-Session-ID": "a\tb"} if source == "header" else {})
 
@@ -302,7 +302,7 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
 
 
 def test_where_nobody_wants_to_know_no_prefix_is_digested() -> None:
-    """Everything else about a turn is read as usual."""
+    """All else about the turn is read as usual."""
     body = json.dumps({"model": "m", "program_id": "p", "messages": [{"role": "user", "content": "x" * 500}]}).encode()
     headers = CIMultiDictProxy(CIMultiDict())
     with_it, without = (identify(None, headers, body, IdentityRules(reads_prefixes=reads)) for reads in (True, False))
@@ -312,7 +312,7 @@ def test_where_nobody_wants_to_know_no_prefix_is_digested() -> None:
 
 
 def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:
-    """Its prompt begins with what the engine remembers; by its size nothing can be estimated."""
+    """Its prompt begins with the engine's stored response; its size says nothing."""
     rest = b'"input":"' + b"x" * 5000 + b'"}'
     whole = identified(b'{"previous_response_id":null,' + rest, path_id="a")
     assert (whole.has_whole_prompt, len(whole.prefix)) == (True, 1)
@@ -341,7 +341,7 @@ def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:
     ],
 )
 def test_usage_is_asked_for_only_where_a_stream_would_have_none(members: bytes, added: bool) -> None:
-    """What the engine would refuse, or takes for a yes, reaches it as it was written."""
+    """What the engine would refuse, or reads as yes, stays as it was written."""
     body = b"{" + members + b"}"
     turn = identified(body)
     assert turn.usage_added == added
@@ -363,7 +363,7 @@ def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text
 
 
 def test_of_a_large_body_that_only_python_reads_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its headers name its program, and it goes to its engine unchanged; a body that is no object is anonymous."""
+    """Its headers name its program, and it passes unchanged; a body that is no object is anonymous."""
     read_bytes: list[int] = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: (read_bytes.append(len(text)), loads(text))[1])
@@ -407,7 +407,7 @@ LARGE_FILLING = b'"x":"' + b"x" * SLOWLY_READ_BYTES + b'"'
     ids=range(14),
 )
 def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: bytes, forwarded: bytes) -> None:
-    """Of turns and side calls, also where only an engine's parser reads them; without the rule all stays."""
+    """This is for turns and side calls, even if only an engine's parser can read them; without the rule all stays."""
     rules = IdentityRules(drops_priority=True)
     headers = CIMultiDictProxy(CIMultiDict({"X-Program-ID": "a"}))
     assert identify_side_call(None, headers, body, rules).body == forwarded
@@ -434,7 +434,7 @@ def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: by
     ],
 )
 def test_a_side_call_is_whose_its_body_says(body: bytes, named: tuple[str | None, str], forwarded: bytes) -> None:
-    """And our own field is cut out, as of a turn's; what is not a JSON object stays as it is."""
+    """Our own field is cut out, as in a turn; what is not a JSON object stays as it is."""
     call = identify_side_call(None, CIMultiDictProxy(CIMultiDict()), body)
     assert (call.program_id, call.source, call.body) == (*named, forwarded)
     by_path = identify_side_call("p", CIMultiDictProxy(CIMultiDict()), body)
@@ -457,7 +457,7 @@ def test_a_side_call_with_an_id_that_is_none_is_refused() -> None:
 
 
 def test_a_large_body_names_its_program_as_a_small_one_does() -> None:
-    """But no value of megabytes is built: one that is an object, or a list, names none."""
+    """No value of megabytes is built: an object or a list names no program."""
     padding = " " * 100_000
     headers = CIMultiDictProxy(CIMultiDict())
     for fields in ('"program_id":"a"', '"metadata":{"session_id":"a"}', '"extra_body":{"program_id":"a"}'):

@@ -1,4 +1,4 @@
-"""Inferred programs: which prompts begin with a program's last prompt and answer, whatever their sizes."""
+"""Inferred programs: prompts that begin with a program's last prompt and answer, whatever their sizes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def dialect_for(body: object) -> Dialect:
 
 
 def name_of(inference: Inference, body: object) -> str | None:
-    """Return the program that a turn is taken for; None if it stays anonymous."""
+    """Return the program that a turn is assigned to; None if it stays anonymous."""
     turn = turn_of(body)
     prompt = prompt_of(turn.body, dialect_for(body))
     return inference.named(turn, prompt).program_id if prompt is not None else None
 
 
 def take_turn(inference: Inference, body: object, answer: object, dialect: Dialect | None = None) -> str | None:
-    """Make a turn and answer it, with a stream if that is bytes; return the program that it was taken for."""
+    """Make a turn and answer it, with a stream if that is bytes; return its assigned program."""
     dialect, turn = dialect or dialect_for(body), turn_of(body)
     prompt = prompt_of(turn.body, dialect)
     if prompt is None:
@@ -60,7 +60,7 @@ def text_answer(text: str) -> dict[str, Any]:
     st.integers(0, 3 * STRIDE_BYTES), st.integers(1, 2 * STRIDE_BYTES), st.integers(0, 2 * STRIDE_BYTES), st.booleans()
 )
 def test_a_prompt_joins_whatever_the_sizes(prompt_size: int, answer_size: int, more_size: int, ids: bool) -> None:
-    """Also where one of them ends just at a stride; with the last byte of the answer changed it does not."""
+    """One may end exactly at a stride; if the last byte of the answer differs, it does not join."""
     random, inference = Random(prompt_size), Inference()
     if ids:
         tokens = [random.randrange(2**31) for _ in range(prompt_size // 4 + 1 + answer_size // 4 + 1 + more_size // 4)]
@@ -79,7 +79,7 @@ def test_a_prompt_joins_whatever_the_sizes(prompt_size: int, answer_size: int, m
 
 
 def test_the_longest_beginning_counts() -> None:
-    """A program's next turn, not the one that it was forked from."""
+    """The turn belongs to that program, not to the one that it was forked from."""
     inference = Inference()
     one = take_turn(inference, {"prompt": "a"}, text_answer("b"))
     other = take_turn(inference, {"prompt": "abc"}, text_answer("d"))
@@ -134,7 +134,7 @@ def test_every_choice_may_be_gone_on_with() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    """The row longest not used goes first."""
+    """The least recently used row goes first."""
     inference = Inference(max_rows=10)
     names = [take_turn(inference, {"prompt": f"{number:02}"}, text_answer("!" * STRIDE_BYTES)) for number in range(10)]
     long = "!" * STRIDE_BYTES
@@ -246,7 +246,7 @@ def test_a_stream_of_sglang_is_read_however_it_is_streamed(events: list[dict[str
 
 
 def test_a_long_stream_that_repeats_itself_is_kept() -> None:
-    """Its events together are far over the limit, the last one is not."""
+    """All its events exceed the limit, the last one does not."""
     completions, text = Completions(TURN_DIALECTS["/generate"]), ""
     for count in range(1, 2000):
         text += "five "
@@ -256,7 +256,7 @@ def test_a_long_stream_that_repeats_itself_is_kept() -> None:
 
 
 def test_several_samples_of_one_prompt_may_each_be_gone_on_with() -> None:
-    """A list, or events with an index."""
+    """They come as a list, or as events with an index."""
     dialect = TURN_DIALECTS["/generate"]
     events = [generated(text, [number], 1, index=number) for number, text in enumerate("bc")]
     for answer in ([{"text": "b"}, {"text": "c"}], sse(*events)):
@@ -291,7 +291,7 @@ MESSAGE_EVENTS = [
 @pytest.mark.parametrize("keeps_thoughts", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_message_of_anthropic_is_known_again(streamed: bool, keeps_thoughts: bool) -> None:
-    """Whether its thoughts come back or not, and wherever the cache is told to break."""
+    """Its thoughts may come back or not, and cache marks may be anywhere."""
     inference, dialect = Inference(), TURN_DIALECTS["/v1/messages"]
     first = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}
     answer = sse(*MESSAGE_EVENTS, {"type": "message_stop"}) if streamed else {"role": "assistant", "content": BLOCKS}
@@ -321,7 +321,7 @@ ITEMS = [
 
 
 def sent_back(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return items as clients send them that keep nothing of the server's."""
+    """Return items as sent by clients that keep nothing of the server's."""
     return [
         {"role": "assistant", "content": "Look."},
         {"type": "function_call", "call_id": items[2]["call_id"], "name": "ls", "arguments": '{"a":1}'},
@@ -348,7 +348,7 @@ def test_a_response_is_known_again(how: str, as_they_came: bool) -> None:
 
 
 def test_a_large_list_of_token_ids_is_joined_as_a_small_one_is() -> None:
-    """It is not built, but compared as it is written, whatever its spaces."""
+    """It is not built, but compared as text, whatever its spaces."""
     inference, dialect = Inference(), TURN_DIALECTS["/inference/v1/generate"]
     ids = list(range(100_000, 140_000))
     name = take_turn(inference, {"token_ids": ids}, {"choices": [{"token_ids": [1, 2]}]}, dialect)

@@ -1,4 +1,4 @@
-"""Splicing JSON: what is asked for changes, and no other byte."""
+"""Splicing JSON: only the wanted part changes, and no other byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
 
 SPACES = st.text(" \n\t\r", max_size=3)
-# Keys and texts that look like what is searched for, whole, in part, or across a quote.
+# Keys and texts that look like the key that is searched for: whole, in part, or across a quote.
 DECOYS = st.sampled_from(
     [
         "program_id",
@@ -76,7 +76,7 @@ def is_subsequence(part: bytes, whole: bytes) -> bool:
 
 @given(bodies_with("program_id"))
 def test_a_member_is_removed_and_nothing_else(case: tuple[dict[str, Any], bytes]) -> None:
-    """Whatever stands around, inside and beside it: the rest reads as before, in its own bytes and order."""
+    """Whatever is around, inside and beside it: the rest reads as before, in its own bytes and order."""
     members, body = case
     spliced = remove_member(body, ("program_id",))
     del members["program_id"]
@@ -116,7 +116,7 @@ def test_a_nested_member_is_removed_and_nothing_else(
     ],
 )
 def test_odd_bodies_are_spliced_to_the_byte(body: bytes, expected: bytes) -> None:
-    """Only members, numbers with a tail, repeated keys, keys that are spelt with escapes, keys that are not text."""
+    """They have only such members, numbers with a tail, repeated keys, escaped keys, and keys that are not text."""
     assert remove_member(body, ("program_id",)) == expected
 
 
@@ -127,7 +127,7 @@ def test_the_rest_keeps_every_byte() -> None:
 
 
 def test_a_body_cannot_make_the_search_slow() -> None:
-    """Two megabytes of whitespace, or of escapes, cost milliseconds: no pattern looks twice at a byte."""
+    """Two megabytes of whitespace or escapes take milliseconds: no pattern looks at a byte twice."""
     for filling in (b" " * 2_000_000 + b"1", b'"' + b"\\\\" * 1_000_000 + b'"', b'"' + b"a" * 2_000_000 + b'"'):
         body = b'{"x":' + filling + b',"program_id":"a"}'
         began_s = time.process_time()
@@ -141,7 +141,7 @@ def test_a_body_cannot_make_the_search_slow() -> None:
 
 @given(bodies_with("stream", st.just(True)))
 def test_usage_is_asked_for_and_nothing_else_changes(case: tuple[dict[str, Any], bytes]) -> None:
-    """A body without stream_options gets one; every byte that was there stays."""
+    """A body without stream_options gets one; all existing bytes stay."""
     members, body = case
     spliced = set_include_usage(body, None)
     assert json.loads(spliced) == {**members, "stream_options": {"include_usage": True}}
@@ -163,14 +163,14 @@ def test_usage_is_added_to_the_options_that_are_there(case: tuple[dict[str, Any]
 
 
 def test_usage_in_every_event_is_not_switched_on_by_the_way() -> None:
-    """`continuous_usage_stats` had no effect without usage, and must not get one through ours."""
+    """`continuous_usage_stats` has no effect without usage, and must not get one through ours."""
     options = {"include_usage": False, "continuous_usage_stats": True}
     spliced = set_include_usage(json.dumps({"stream_options": options}).encode(), options)
     assert json.loads(spliced)["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
 
 
 def steps_count(size_bytes: int) -> int:
-    """Return how many calls it takes to take out a member that fills a body of this size again and again."""
+    """Return the number of calls to cut out a member that fills a body of this size by repetition."""
     member = b'"program_id":"a",'
     body = b"{" + member * (size_bytes // len(member)) + b'"messages":[]}'
     counted = Counter[str]()
@@ -184,7 +184,7 @@ def steps_count(size_bytes: int) -> int:
 
 
 def test_a_member_that_stands_there_a_thousand_times_costs_one_pass() -> None:
-    """Twice the body is twice the work; otherwise any client could stop all others for seconds."""
+    """Twice the body is twice the work; otherwise any client could block all others for seconds."""
     assert steps_count(40_000) < 3 * steps_count(20_000)
 
 

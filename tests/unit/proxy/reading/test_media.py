@@ -1,4 +1,4 @@
-"""What in a body is no text: found by its marks, and sized by its first bytes."""
+"""The parts of a body that are no text: found by their marks, and sized by their first bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def webp(width: int, height: int, form: bytes) -> bytes:
     [png(1280, 720), gif(1280, 720), jpeg(1280, 720), *(webp(1280, 720, form) for form in (b"VP8X", b"VP8L", b"VP8 "))],
 )
 def test_the_size_of_a_picture_is_read_from_its_first_bytes(picture: bytes) -> None:
-    """Of each format; and cut off before it, or turned into something else, nothing is known."""
+    """This holds for each format; if the bytes are cut off before it, or are altered, the size is unknown."""
     assert image_size(picture) == (1280, 720)
     assert image_size(picture[:8]) is None
     assert image_size(b"x" + picture) is None
@@ -60,7 +60,7 @@ def test_the_size_of_a_picture_is_read_from_its_first_bytes(picture: bytes) -> N
     ],
 )
 def test_an_image_is_as_many_patches_as_qwen_makes_of_it(size: tuple[int, int], tokens: int) -> None:
-    """After its resize to whole patches within the smallest and the largest number of pixels."""
+    """It is first resized to whole patches within the limits of pixels."""
     assert qwen_tokens(*size) == tokens
 
 
@@ -86,7 +86,7 @@ TOKENS = 46 * 26
 )
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_images_are_found_as_each_api_has_them(part: dict[str, Any], separators: tuple[str, str]) -> None:
-    """Chat completions, responses, messages; its bytes are those of its data, and it has a class by model and size."""
+    """Chat completions, responses, messages: its bytes are those of its data; its class is model and size."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "look"}, part, part]}]
     body = json.dumps({"model": "qwen", "messages": messages}, separators=separators).encode()
     found = media_of(body, b'"qwen"')
@@ -94,7 +94,7 @@ def test_images_are_found_as_each_api_has_them(part: dict[str, Any], separators:
 
 
 def test_audio_files_and_images_elsewhere_are_found() -> None:
-    """By size; what the engine is to fetch is guessed."""
+    """They are found by size; data that the engine must fetch is guessed."""
     sound, paper = b64encode(bytes(64_000)).decode(), b64encode(b"%PDF" + bytes(3200)).decode()
     parts = [
         {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
@@ -121,7 +121,7 @@ def test_audio_files_and_images_elsewhere_are_found() -> None:
     ],
 )
 def test_a_text_that_holds_a_mark_is_text(text: str) -> None:
-    """In a text its quotes are escaped: text cannot make a claim smaller."""
+    """The quotes of a text are escaped: text cannot make a claim smaller."""
     assert media_of(json.dumps({"messages": [{"role": "user", "content": text}]}).encode()) == NO_MEDIA
 
 
@@ -138,7 +138,7 @@ def test_a_text_that_holds_a_mark_is_text(text: str) -> None:
     ],
 )
 def test_the_cost_is_linear_whatever_the_body(body: bytes) -> None:
-    """Twice as long takes about twice as long, not four times."""
+    """Twice the length takes about twice the time, not four times."""
 
     def cost_s(text: bytes) -> float:
         begun_s = time.process_time()
@@ -149,7 +149,7 @@ def test_the_cost_is_linear_whatever_the_body(body: bytes) -> None:
 
 
 def test_a_mark_that_never_ends_is_no_mark() -> None:
-    """A media type has 64 letters at most: the search goes back over no more than that and a few parameters."""
+    """A media type has at most 64 letters: the search goes back no further than that and a few parameters."""
     assert media_of(b'{"x":"base64","url":"data:' + b"a" * 2000 + b';base64,AAAA"}') == NO_MEDIA
 
 
@@ -171,7 +171,7 @@ QUOTED = 'print({"type": "image_url", "image_url": {"url": "data:image/png;base6
     ],
 )
 def test_where_media_may_stand_all_of_it_is_found(body: dict[str, Any]) -> None:
-    """As if every byte had been looked at; and what is only quoted in a text is none."""
+    """The result is as if every byte had been read; media that is only quoted in a text is none."""
     sent = json.dumps({"model": "qwen", **body}).encode()
     fields = read_fields(sent)
     assert fields is not None

@@ -1,4 +1,4 @@
-"""Setting token ids aside: what is left is the same body, and putting them back gives the same bytes."""
+"""Token ids set aside: the rest is the same body, and putting them back gives the same bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(body: bytes, dialect: Dialect = TOKEN_IN) -> TurnRequest:
 
 
 def test_a_large_list_is_set_aside() -> None:
-    """What is left is small, still the same object otherwise, and filled it is the body."""
+    """The rest is small and otherwise the same object; filled it is the body."""
     body = b'{"token_ids" : ' + IDS + b', "sampling_params": {"n": [1]}}'
     outline = Outline.of(body, ("token_ids",))
     assert len(outline.text) < 100
@@ -48,7 +48,7 @@ def test_a_large_list_is_set_aside() -> None:
     ids=["short", "nested", "objects", "texts", "no end", "a value", "the placeholder"],
 )
 def test_what_is_no_large_list_of_numbers_stays(body: bytes) -> None:
-    """Then the body is read as it is, whatever that costs."""
+    """The body is then read as it is, at whatever cost."""
     assert Outline.of(body, ("token_ids",)) == (body, b"")
 
 
@@ -66,7 +66,7 @@ def test_a_body_is_mended_as_one_that_was_read_whole(place: int, stream: bool) -
 
 
 def test_a_list_has_the_digests_of_a_body_that_was_read_whole() -> None:
-    """Programs with the same tokens are known as such, also where one's list is not where the other's is."""
+    """Programs with the same tokens are recognised, even if their lists are in different places."""
     one = read(b'{"token_ids": ' + IDS + b"}")
     other = read(b'{"x": 1, "token_ids": ' + IDS + b', "stream": true}')
     whole = read(b'{"x": [7046029254386353131], "token_ids": ' + IDS + b', "stream": true}')
@@ -77,7 +77,7 @@ def test_a_list_has_the_digests_of_a_body_that_was_read_whole() -> None:
 
 @given(st.binary(max_size=30), st.binary(max_size=30))
 def test_any_bytes_come_back(before: bytes, after: bytes) -> None:
-    """However broken a body is, its outline filled is the body."""
+    """However broken a body is, its filled outline is the body."""
     body = before + b'"token_ids":' + IDS + after
     outline = Outline.of(body, ("token_ids", "input_ids"))
     assert outline.filled(outline.text) == body

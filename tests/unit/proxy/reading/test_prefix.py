@@ -1,4 +1,4 @@
-"""Where prompts may be the same: the chain of cuts, what makes it alike, what tells prompts apart."""
+"""Where prompts may be equal: the chain of cuts, what makes chains equal, and what separates prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chain_of(**fields: object) -> Chain:
 
 
 def shared(one: Chain, other: Chain) -> int:
-    """How many cuts two chains share; after the first that differs, all must."""
+    """Return how many cuts two chains share; after the first difference all must differ."""
     same = [a == b for a, b in zip(one, other, strict=False)]
     count = same.index(False) if False in same else len(same)
     assert not {digest for digest, _ in one[count:]} & {digest for digest, _ in other[count:]}
@@ -50,7 +50,7 @@ def steps(number: int, role: str = "assistant") -> list[dict[str, str]]:
 
 
 def test_programs_that_share_messages_share_the_cuts_after_them() -> None:
-    """Tools, system prompt and task are the same, what follows is not."""
+    """Tools, system prompt and task are equal, the rest differs."""
     one = chain_of(tools=TOOLS, messages=[SYSTEM, TASK, *steps(6, "assistant")])
     other = chain_of(tools=TOOLS, messages=[SYSTEM, TASK, *steps(6, "user")], temperature=1)
     assert len(one) == len(other) == 6  # after messages 1, 2, 3, 4, 6, 8
@@ -67,14 +67,14 @@ def test_a_longer_turn_begins_with_the_chain_of_the_one_before() -> None:
 
 
 def test_cuts_are_few_however_many_messages_there_are() -> None:
-    """So many for ten thousand messages, at sizes that grow."""
+    """Ten thousand messages have this number, at growing sizes."""
     chain = chain_of(messages=steps(10_000))
     assert len(chain) == 26  # 1, 2 for each doubling up to 4096, 8192
     assert [size for _, size in chain] == sorted({size for _, size in chain})
 
 
 def test_a_size_is_that_of_tools_and_messages_as_they_were_sent() -> None:
-    """Bytes of the body, whatever stands between."""
+    """It counts bytes of the body, whatever is in between."""
     chain = chain_of(messages=[SYSTEM, TASK], tools=TOOLS)
     tools, system, task = (len(json.dumps(part)) for part in (TOOLS, SYSTEM, TASK))
     assert [size for _, size in chain] == [tools + system, tools + system + task]
@@ -90,13 +90,13 @@ def test_what_separates_prompts_separates_all_cuts(differing: dict[str, object])
 
 
 def test_model_and_salt_are_not_mixed_up() -> None:
-    """What one field ends with is not what the next begins with."""
+    """The end of one field is not the beginning of the next."""
     assert shared(chain_of(model="ab", messages=[TASK]), chain_of(model="a", cache_salt="b", messages=[TASK])) == 0
 
 
 @pytest.mark.parametrize(("beside", "listed"), [("system", "messages"), ("instructions", "input")])
 def test_a_system_prompt_beside_the_messages_is_the_first(beside: str, listed: str) -> None:
-    """Of the Messages API and of the Responses API."""
+    """The Messages API and the Responses API have one."""
     one = chain_of(**{beside: "Mend code.", listed: [TASK, *steps(1)]})
     other = chain_of(**{beside: "Mend code.", listed: [{"role": "user", "content": "Other."}]})
     assert len(one) == 3
@@ -104,13 +104,13 @@ def test_a_system_prompt_beside_the_messages_is_the_first(beside: str, listed: s
 
 
 def test_an_input_that_is_a_text_is_one_message() -> None:
-    """The Responses API takes it for a user's."""
+    """The Responses API takes it as a user's message."""
     assert len(chain_of(instructions="Mend code.", input="Mend [this].")) == 2
     assert len(chain_of(input="[]")) == 1
 
 
 def test_the_chain_is_the_same_in_every_process() -> None:
-    """A proxy that starts again knows the prompts that it knew before."""
+    """A restarted proxy knows its earlier prompts."""
     code = (
         "import json, sys; from thunderagent.proxy.reading.body_fields import PromptFields;"
         "from thunderagent.proxy.reading.prefix import prefix_of; import msgspec;"
@@ -125,7 +125,7 @@ def test_the_chain_is_the_same_in_every_process() -> None:
 
 
 def test_texts_are_cut_at_growing_sizes() -> None:
-    """Up to the place where they begin to differ, rounded down."""
+    """They share cuts up to the first difference, rounded down."""
     one = chain_of(prompt="a" * 5000 + "b" * 5000)
     other = chain_of(prompt="a" * 9000)
     assert [size for _, size in one] == [1024, 1536, 2048, 3072, 4096, 6144, 8192]
@@ -142,12 +142,12 @@ def test_token_ids_are_cut_as_they_are_written(field: str) -> None:
 
 
 def test_the_text_of_an_sglang_request_is_a_prompt() -> None:
-    """`/generate` calls it so."""
+    """`/generate` uses this name."""
     assert len(chain_of(text="a" * 1100)) == 1
 
 
 def test_nothing_is_cut_beyond_a_limit() -> None:
-    """Hashing has an end."""
+    """Hashing is bounded."""
     sizes = [size for _, size in chain_of(prompt="a" * (2 * MAX_HASHED_BYTES))]
     assert sizes[-1] == MAX_HASHED_BYTES
     large = {"role": "user", "content": "a" * MAX_HASHED_BYTES}
@@ -174,7 +174,7 @@ def test_nothing_is_cut_beyond_a_limit() -> None:
     ],
 )
 def test_odd_and_short_prompts_have_no_chain(fields: dict[str, object]) -> None:
-    """The engine shall judge them."""
+    """The engine decides about them."""
     assert chain_of(**fields) == ()
 
 
@@ -184,14 +184,14 @@ def test_odd_and_short_prompts_have_no_chain(fields: dict[str, object]) -> None:
     ids=["NaN", "half a surrogate pair", "deep", "very deep"],
 )
 def test_what_is_read_slowly_has_no_chain_or_one_of_its_bytes(messages: bytes) -> None:
-    """It is never an error."""
+    """An error is never raised."""
     body = b'{"messages":' + messages + b"}"
     turn = identify("a", CIMultiDictProxy(CIMultiDict()), body)
     assert turn is None or len(turn.prefix) <= 1
 
 
 def test_an_anonymous_turn_has_no_chain() -> None:
-    """Nobody asks for it."""
+    """Nothing needs it."""
     assert chain_of_body(b'{"messages":[{}]}', path_id=None) == ()
     assert len(chain_of_body(b'{"messages":[{}]}')) == 1
 
@@ -201,7 +201,7 @@ def test_an_anonymous_turn_has_no_chain() -> None:
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=5)), max_size=20), st.integers(0, 20))
 def test_prompts_share_the_cuts_before_the_first_difference(messages: list[dict[str, str]], at: int) -> None:
-    """Not one more, not one less."""
+    """It is exact: not one more, not one less."""
     changed = [*messages[:at], {"changed here": "x"}, *messages[at + 1 :]]
     one, other = chain_of(messages=messages), chain_of(messages=changed)
     numbers = [number for number in (1, 2, 3, 4, 6, 8, 12, 16) if number <= min(at, len(messages))]
@@ -210,14 +210,14 @@ def test_prompts_share_the_cuts_before_the_first_difference(messages: list[dict[
 
 @given(st.binary(max_size=60))
 def test_any_bytes_have_a_chain_that_grows(junk: bytes) -> None:
-    """Digests are numbers of 63 bits, sizes grow and lie within the body."""
+    """Digests are numbers of 63 bits; sizes grow and lie within the body."""
     fields = PromptFields(input=msgspec.Raw(b"[" + junk + b"]"))
     chain = prefix_of(fields)
     assert all(0 <= digest < 2**63 and 0 < size <= len(junk) for digest, size in chain)
 
 
 def test_a_large_message_that_was_hashed_before_gives_the_same_digest() -> None:
-    """The digest is that of the bytes, whether they are known or not, and whatever came before them."""
+    """The digest is that of the bytes, known or not, and whatever came before them."""
     large = json.dumps({"role": "user", "content": "w" * 100_000}).encode()
     other = json.dumps({"role": "user", "content": "w" * 99_999 + "v"}).encode()
     for messages in ([large], [large, large], [other, large], [large, other], [large, large]):

@@ -60,7 +60,7 @@ from thunderagent.proxy.wire.http11.pool import Pool
     ],
 )
 def test_a_path_is_split_into_the_id_and_what_the_engine_sees(raw_path: str, program_id: str, rest: str) -> None:
-    """Greedy up to the last /v1, decoded once, a doubled /v1 mended, the query untouched."""
+    """The id is greedy up to the last /v1, decoded once; a doubled /v1 is mended, the query untouched."""
     target = Target.parse(raw_path)
     assert (target.program_id, target.sent) == (program_id, rest)
 
@@ -80,13 +80,13 @@ def test_a_path_is_split_into_the_id_and_what_the_engine_sees(raw_path: str, pro
     ],
 )
 def test_a_path_that_names_no_program_stays_as_it_is(raw_path: str) -> None:
-    """Also where the query looks like such a path."""
+    """The query may look like such a path."""
     target = Target.parse(raw_path)
     assert (target.program_id, target.prefix, target.sent) == (None, "", raw_path)
 
 
 def test_a_doubled_v1_is_mended_without_a_program_too() -> None:
-    """A base URL with /v1, and a client that adds its own."""
+    """A base URL has /v1, and a client adds its own."""
     target = Target.parse("/v1/v1/messages?x=/v1/v1/y")
     assert (target.program_id, target.sent) == (None, "/v1/messages?x=/v1/v1/y")
 
@@ -141,25 +141,25 @@ def test_a_target_that_servers_read_in_different_ways_is_refused(raw: str) -> No
     ],
 )
 def test_what_means_the_same_is_brought_into_one_form(raw: str, path: str, sent: str) -> None:
-    """A URL of ours, doubled slashes, escapes that need none, bytes that do; all else stays."""
+    """A URL of ours, doubled slashes, needless escapes, and bytes that need one are changed; all else stays."""
     target = Target.parse(raw, "proxy.example")
     assert (target.path, target.sent) == (path, sent)
 
 
 def test_an_id_may_hold_dots_and_slashes_where_they_are_escaped() -> None:
-    """It is no place, and stays with us; in what an engine gets, it hides where it leads to."""
+    """An id is no path, and stays with us; in an engine's target such escapes would hide the real path."""
     assert Target.parse("/p/a%2F..%2Fb/v1/models").program_id == "a/../b"
     assert not Target.parse("/p/a%2F..%2Fb/v1/models").climbs
     assert Target.parse("/v1/models/a%2F..%2Fb").climbs
 
 
 def test_what_lies_below_a_replica_is_a_target_of_its_own() -> None:
-    """With what was taken off before it, for where a redirect leads."""
+    """It has the prefix that was removed before it, which a redirect needs."""
     replica_id, target = Target.parse("/workers/10.0.0.1%3A80%2F1//v1/models?x").below()
     assert (replica_id, target.sent, target.prefix) == ("10.0.0.1:80/1", "/v1/models?x", "/workers/10.0.0.1%3A80%2F1")
 
 
-# --- Guard and pool agree on what was asked
+# --- Guard and pool agree on the request
 
 BASES = (
     *TURN_DIALECTS,
@@ -177,7 +177,7 @@ ODD = (
 
 
 def spelling(random: Random) -> bytes:
-    """One way to write a target: a path that means something, with whatever has fooled a proxy somewhere."""
+    """A way to write a target: a meaningful path, with anything that has fooled a proxy somewhere."""
     path = random.choice(BASES)
     if random.random() < 0.3:
         path = random.choice(("/p/a", "/p/pause", "/p/a%2Fb", "/sessions/a", "/P/a", "/p/a/b", "/v1")) + path
@@ -195,7 +195,7 @@ def spelling(random: Random) -> bytes:
 
 
 def readings(line: str) -> set[tuple[str, ...]]:
-    """Return what servers make of a request line's target: those that are exact, and those that are obliging."""
+    """Return how servers read a request line's target: strictly, and leniently."""
     path = re.split("[?#]", line, maxsplit=1)[0]
     found = set()
     for decoded in (path, unquote(path)):
@@ -208,14 +208,14 @@ def readings(line: str) -> set[tuple[str, ...]]:
 
 
 def controls(words: tuple[str, ...]) -> bool:
-    """Say whether an engine that reads these words changes what the scheduler must know of."""
+    """Return whether an engine that reads these words changes what the scheduler must know."""
     while words and words[0] in ("v1", "skyrl", "inference"):
         words = words[1:]
     return bool(words) and (words[0] in CONTROL_WORDS or words[0].startswith("update_weights"))
 
 
 async def test_guard_and_pool_agree_on_what_was_asked_in_ten_thousand_spellings() -> None:
-    """What goes out on the wire is judged as the most obliging engine reads it, and is what the judge saw."""
+    """The bytes on the wire are judged as the most lenient engine reads them, and equal what the judge saw."""
     lines: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Which tool an answer calls, in every API, however the answer is cut."""
+"""The tool that an answer calls, in every API, however the answer is cut."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from thunderagent.proxy.reading.tool_calls import (
     ],
 )
 def test_the_word_of_a_command_says_what_it_does(command: str, word: str) -> None:
-    """Preparations, variables and wrappers are passed over, paths are cut."""
+    """Preparations, variables and wrappers are skipped, paths are cut off."""
     assert first_word(command) == word
 
 
@@ -68,7 +68,7 @@ def test_any_command_has_a_word_or_none(command: str) -> None:
     "piece", ["/", "a=", "a='' ", "sudo -", "sudo ", "cd ", "#\n", "bash -c ", "python -m ", '"', "- "]
 )
 def test_a_long_odd_command_is_read_at_once(piece: str) -> None:
-    """The pattern does not run away."""
+    """The pattern does not backtrack without end."""
     first_word((piece * MAX_KEPT_CHARS)[:MAX_KEPT_CHARS])
 
 
@@ -116,19 +116,19 @@ def tool_of(answer: object) -> str:
     ],
 )
 def test_a_shell_is_told_apart_by_its_command(arguments: object, key: str) -> None:
-    """In whatever field and form the command comes; anything else goes by the tool's name."""
+    """The command may be in any field and form; all other tools go by their own names."""
     assert tool_of(chat(("shell", arguments))) == key
 
 
 def test_calls_made_together_have_one_key_in_any_order() -> None:
-    """At most three names, each once."""
+    """The key has at most three names, each once."""
     names = ["write", "read", "bash", "read", "ask"]
     assert tool_of(chat(*((name, "{}") for name in names))) == "ask+bash+read"
     assert tool_of(chat(*((name, "{}") for name in reversed(names)))) == "ask+bash+read"
 
 
 def test_a_key_is_short_and_printable() -> None:
-    """It goes through logs and labels."""
+    """Logs and labels have it."""
     key = tool_of(chat(("wör\nk tool", json.dumps({"command": "x" * 1000}))))
     assert len(key) == MAX_KEY_CHARS
     assert key.startswith("w_r_k_tool:xxx")
@@ -154,7 +154,7 @@ HOSTED_SHELL = {"type": "shell_call", "action": {"commands": ["cd x && make", "l
 
 @pytest.mark.parametrize(("call", "key"), [(LOCAL_SHELL, "shell:go"), (HOSTED_SHELL, "shell:make")])
 def test_the_shells_of_the_responses_api(call: dict[str, object], key: str) -> None:
-    """They have no name, and an action instead of arguments; whole and streamed."""
+    """They have no name, and an action instead of arguments; this covers whole answers and streams."""
     assert tool_of({"object": "response", "output": [call]}) == key
     calls = StreamToolCalls()
     calls.read(event({"type": "response.output_item.done", "output_index": 0, "item": call}))
@@ -162,7 +162,7 @@ def test_the_shells_of_the_responses_api(call: dict[str, object], key: str) -> N
 
 
 def test_a_text_of_sglang() -> None:
-    """Whole, and in a stream in which each event repeats the text before it."""
+    """It may be whole, or a stream in which each event repeats the text before it."""
     text = "look:\n```bash\ngit status\n```\n"
     assert tool_of({"text": text, "meta_info": {}}) == "bash:git"
     calls = StreamToolCalls()
@@ -173,7 +173,7 @@ def test_a_text_of_sglang() -> None:
 
 @pytest.mark.parametrize("fence", ["bash", "sh", "shell", "mswea_bash_command"])
 def test_a_text_with_one_shell_block_calls_a_shell(fence: str) -> None:
-    """Agents without tool calls write their commands so."""
+    """Agents without tool calls write their commands this way."""
     text = f"THOUGHT: look `first`\n\n```{fence}\ncd /testbed && grep -rn x\n```\n"
     assert tool_of(chat(content=text)) == "bash:grep"
     assert tool_of({"choices": [{"index": 0, "text": text}]}) == "bash:grep"
@@ -183,7 +183,7 @@ def test_a_text_with_one_shell_block_calls_a_shell(fence: str) -> None:
     "text", ["```bash\nls\n```\nor\n```bash\npwd\n```", "```python\nls\n```", "say ```bash", "```bash\n```", "``` bash"]
 )
 def test_other_text_calls_nothing(text: str) -> None:
-    """Two blocks, other languages, an empty block."""
+    """Cases are two blocks, other languages, and an empty block."""
     assert tool_of(chat(content=text)) == ""
 
 
@@ -208,12 +208,12 @@ def test_tool_calls_go_before_text() -> None:
     ],
 )
 def test_what_cannot_be_read_calls_nothing(body: bytes) -> None:
-    """The client gets it as it is all the same."""
+    """The client still gets it unchanged."""
     assert tool_of_answer(body, None) == ""
 
 
 def test_an_encoded_answer_is_read() -> None:
-    """As far as its encoding is known."""
+    """This holds for known encodings."""
     body = json.dumps(chat(("read", "{}"))).encode()
     assert tool_of_answer(gzip.compress(body), "gzip") == "read"
     assert tool_of_answer(body, "br") == ""
@@ -304,7 +304,7 @@ def tool_of_stream(*pieces: bytes, take_out: bool = False) -> str:
 @pytest.mark.parametrize("take_out", [True, False])
 @pytest.mark.parametrize("stream", STREAMS, ids=STREAMS.values())
 def test_a_stream_split_at_every_byte_calls_the_same(stream: bytes, take_out: bool) -> None:
-    """Wherever the network cuts; and no byte of what is relayed is touched."""
+    """This holds wherever the network cuts; no relayed byte is changed."""
     for at in range(len(stream) + 1):
         assert tool_of_stream(stream[:at], stream[at:], take_out=take_out) == STREAMS[stream]
     every_byte = (stream[at : at + 1] for at in range(len(stream)))
@@ -312,20 +312,20 @@ def test_a_stream_split_at_every_byte_calls_the_same(stream: bytes, take_out: bo
 
 
 def test_a_stream_of_crlf_and_comments_is_read() -> None:
-    """As other servers write events."""
+    """Other servers write events this way."""
     stream = b": ping\r\n\r\n" + CHAT_STREAM.replace(b"\n", b"\r\n")
     assert tool_of_stream(stream) == "bash:pytest+read"
 
 
 def test_an_encoded_stream_is_read() -> None:
-    """The listener gets what is in it."""
+    """The listener gets the decoded content."""
     calls = StreamToolCalls()
     StreamUsage(take_out=True, content_encoding="gzip", listener=calls.read).feed(gzip.compress(CHAT_STREAM))
     assert calls.key() == "bash:pytest+read"
 
 
 def test_what_is_kept_of_a_stream_is_bounded() -> None:
-    """A file that is written, a flood of calls, a long text: their beginnings are enough."""
+    """A written file, a flood of calls, a long text: their beginnings suffice."""
     calls = StreamToolCalls()
     calls.read(delta(tool_calls=[call_piece(0, '{"command":"cat > x <<EOF', "bash")]))
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Reading usage: the bytes that the client gets, and the counts, however the answer is cut."""
+"""Usage: the client's bytes and the counts, however the answer is cut."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fed(stream: StreamUsage, *pieces: bytes) -> bytes:
 
 
 def as_asked(*, usage: bool, end: str = "\n", fingerprint: bool = True) -> bytes:
-    """What vLLM 0.32 sends: the fingerprint goes with the usage event, if there is one, else with the last choice."""
+    """vLLM 0.32 sends this: the fingerprint goes with the usage event, if there is one, else with the last choice."""
     last = {"system_fingerprint": "fp"} if fingerprint and not usage else {}
     carried = {"system_fingerprint": "fp"} if fingerprint else {}
     events = [
@@ -56,7 +56,7 @@ def as_asked(*, usage: bool, end: str = "\n", fingerprint: bool = True) -> bytes
 @pytest.mark.parametrize("fingerprint", [True, False])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_the_client_gets_the_bytes_that_it_asked_for(end: str, fingerprint: bool) -> None:
-    """Usage was asked for on its behalf: its event goes, the fingerprint returns to where it would have been."""
+    """The proxy asked for usage: its event is removed, and the fingerprint returns to its usual place."""
     stream = StreamUsage(take_out=True)
     relayed = fed(stream, as_asked(usage=True, end=end, fingerprint=fingerprint))
     assert relayed == as_asked(usage=False, end=end, fingerprint=fingerprint)
@@ -65,7 +65,7 @@ def test_the_client_gets_the_bytes_that_it_asked_for(end: str, fingerprint: bool
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_empty_lines_between_events_stay(end: str) -> None:
-    """Also where the event that follows them is taken out."""
+    """This holds even if the event that follows them is removed."""
     between = (end * 3).encode()
     first, usage, done = event("x", end), event({"choices": [], "usage": USAGE}, end), event("[DONE]", end)
     for cut in range(len(first + between + usage)):
@@ -78,7 +78,7 @@ def test_empty_lines_between_events_stay(end: str) -> None:
 @pytest.mark.parametrize("take_out", [True, False])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_a_stream_split_at_every_byte_gives_the_same(take_out: bool, end: str) -> None:
-    """Wherever the network cuts, bytes and usage are those of the whole."""
+    """Wherever the network cuts, bytes and usage equal those of the whole."""
     whole = as_asked(usage=True, end=end)
     expected = as_asked(usage=False, end=end) if take_out else whole
     for at in range(len(whole) + 1):
@@ -115,7 +115,7 @@ def test_what_is_no_usage_event_is_relayed_to_the_byte(
 
 @given(st.lists(EVENTS, max_size=6), st.lists(EVENTS, max_size=6), CUTS)
 def test_only_the_usage_event_is_taken_out(before: list[bytes], after: list[bytes], cuts: list[int]) -> None:
-    """Wherever it stands among other events, and wherever the stream is cut."""
+    """Its place among other events and the cuts of the stream do not matter."""
     first, second = b"".join(before), b"".join(after)
     whole = first + event({"choices": [], "usage": USAGE}) + second
     edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
@@ -135,7 +135,7 @@ def test_without_taking_out_every_byte_is_relayed_at_once() -> None:
 
 
 def test_with_taking_out_whole_events_are_relayed_at_once() -> None:
-    """A word is not kept back until the next one comes; only the last choice waits for the usage."""
+    """A word does not wait for the next one; only the last choice waits for the usage."""
     stream = StreamUsage(take_out=True)
     word, last = event(choice("Hel")), event(choice("", finish="stop"))
     assert stream.feed(word + word[:10]) == word
@@ -156,7 +156,7 @@ def test_a_blank_line_too_many_breaks_nothing() -> None:
 
 
 def test_two_last_choices_keep_their_order() -> None:
-    """With n=2 each choice has its end; the fingerprint belongs to the last."""
+    """With n=2 each choice has its own end; the fingerprint belongs to the last."""
     ends = [event(choice("", finish="stop")), event(choice("", finish="length"))]
     whole = b"".join(ends) + event({"choices": [], "usage": USAGE, "system_fingerprint": "fp"}) + event("[DONE]")
     expected = ends[0] + event(choice("", finish="length", system_fingerprint="fp")) + event("[DONE]")
@@ -186,7 +186,7 @@ def test_the_usage_of_the_last_event_that_has_one_counts() -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "x-gzip", " GZIP "])
 def test_an_encoded_stream_is_read_and_relayed_as_it_is(encoding: str) -> None:
-    """It cannot be cut, so nothing is taken out; its usage is read all the same."""
+    """It cannot be cut, so nothing is removed; its usage is still read."""
     whole = as_asked(usage=True)
     packed = zlib.compress(whole) if encoding == "deflate" else gzip.compress(whole)
     stream = StreamUsage(take_out=True, content_encoding=encoding)
@@ -196,7 +196,7 @@ def test_an_encoded_stream_is_read_and_relayed_as_it_is(encoding: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
 def test_an_encoding_that_cannot_be_read_is_relayed_as_it_is(encoding: str) -> None:
-    """Unknown, or not what it says it is."""
+    """The encoding is unknown, or not the one that it claims to be."""
     stream = StreamUsage(take_out=True, content_encoding=encoding)
     assert fed(stream, b"no gzip", b" at all") == b"no gzip at all"
     assert stream.usage == NO_USAGE
@@ -213,7 +213,7 @@ def test_a_stream_without_an_end_of_an_event_does_not_pile_up() -> None:
 
 
 def test_events_are_counted_for_the_progress_of_a_turn() -> None:
-    """About one token each."""
+    """Each is about one token."""
     stream = StreamUsage(take_out=False)
     for _ in range(40):
         stream.feed(event(choice("x")))
@@ -238,7 +238,7 @@ def test_events_are_counted_for_the_progress_of_a_turn() -> None:
     ],
 )
 def test_the_usage_of_a_whole_answer(answer: object, usage: Usage) -> None:
-    """Plain and gzipped; None for what the engine did not say, and for a count below zero."""
+    """It may be plain or gzipped; missing counts and counts below zero are None."""
     body = json.dumps(answer).encode()
     assert usage_of_answer(body, None) == usage
     assert usage_of_answer(gzip.compress(body), "gzip") == usage
@@ -262,14 +262,14 @@ def test_an_answer_that_cannot_be_read_has_no_usage(body: bytes, encoding: str |
 
 
 def test_a_body_is_decoded_or_none() -> None:
-    """Identity, gzip and deflate; None for what is broken or not known."""
+    """Encodings are identity, gzip and deflate; broken or unknown ones give None."""
     assert decoded(b"x", None) == decoded(b"x", "identity") == decoded(gzip.compress(b"x"), "x-gzip") == b"x"
     assert decoded(zlib.compress(b"x"), "deflate") == b"x"
     assert decoded(b"x", "br") is decoded(b"no gzip", "gzip") is None
 
 
 def test_a_small_body_that_would_unpack_to_a_huge_one_is_not_read() -> None:
-    """A whole one says nothing then, and a stream is relayed without being followed."""
+    """A whole answer has no usage then, and a stream is relayed without being read."""
     packed = gzip.compress(bytes(MAX_PLAIN_BYTES + 1))
     assert decoded(packed, "gzip") is None
     stream = StreamUsage(take_out=False, content_encoding="gzip")

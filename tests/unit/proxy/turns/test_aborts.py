@@ -1,4 +1,4 @@
-"""What is answered to a held turn that is aborted: one result for each prompt and sample, whatever the prompt is."""
+"""The answer to an aborted held turn: one result for each prompt and sample, whatever the prompt is."""
 
 from __future__ import annotations
 

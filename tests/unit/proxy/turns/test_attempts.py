@@ -1,4 +1,4 @@
-"""Which attempts are at the same turn, and what is remembered of those that ended."""
+"""Which attempts belong to the same turn, and what is remembered of ended ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attempt(
 
 
 def test_an_attempt_takes_the_age_of_the_one_before_and_hands_it_on() -> None:
-    """Three in a row: the third waits since the first came."""
+    """Of three in a row the third waits since the first arrived."""
     attempts, chain = Attempts(), [attempt(count=count, since_s=float(count)) for count in range(3)]
     for number, each in enumerate(chain):
         attempts.begin(each, float(number))
@@ -59,7 +59,7 @@ def test_another_body_path_branch_or_program_is_another_turn(other: dict[str, st
 
 
 def test_a_retry_of_the_same_count_is_no_retry_of_that_attempt() -> None:
-    """Two that both come for the second time are samples."""
+    """Two that are both second attempts are samples."""
     attempts, one, other = Attempts(), attempt(count=1), attempt(count=1)
     attempts.begin(one, 0.0)
     attempts.begin(other, 0.0)
@@ -69,7 +69,7 @@ def test_a_retry_of_the_same_count_is_no_retry_of_that_attempt() -> None:
 
 
 def test_samples_stay_samples_when_the_others_are_gone() -> None:
-    """Which of them is tried again cannot be told; and the age of the one that left goes to its retry."""
+    """Which of them is retried cannot be known; the age of the one that left goes to its retry."""
     attempts, one, other = Attempts(), attempt(since_s=1.0), attempt(since_s=2.0)
     attempts.begin(one, 1.0)
     attempts.begin(other, 2.0)
@@ -121,7 +121,7 @@ def test_anonymous_attempts_without_a_key_are_nobodys() -> None:
 
 
 def test_an_idempotency_key_ends_no_attempt_of_another_tenants() -> None:
-    """Nor does its age go over."""
+    """Its age does not pass over, either."""
     attempts, first = Attempts(), attempt(None, key="k", tenant="red")
     stranger, own = (attempt(None, key="k", count=1, since_s=2.0, tenant=tenant) for tenant in ("blue", "red"))
     attempts.begin(first, 0.0)
@@ -153,7 +153,7 @@ def test_what_nobody_came_back_for_is_let_go_in_time() -> None:
 
 
 def test_gateways_know_attempts_at_a_turn_by_what_their_client_and_their_body_say() -> None:
-    """And end the one that was tried again elsewhere, whatever else its program has."""
+    """They end the one that was retried elsewhere, whatever other turns its program has."""
     first = attempt(key="k", body=b"a" * 10_000)
     assert told_key(first) == told_key(attempt(key="k", body=b"a" * 10_000, count=1))
     others = [attempt(key="l", body=b"a" * 10_000), attempt(key="k", body=b"a" * 9_999 + b"b"), attempt("q", key="k")]

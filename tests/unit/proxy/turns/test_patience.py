@@ -1,4 +1,4 @@
-"""What clients say of their waiting, and how many turns may be tried again."""
+"""Clients' own statements about their waiting, and the number of turns that may be retried."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from thunderagent.proxy.turns.retry_budget import RetryBudget, RetrySettings
     ],
 )
 def test_what_a_client_says_of_its_waiting(headers: dict[str, str], expected: Patience) -> None:
-    """Ours comes first; what is not a number in other people's headers is no error."""
+    """Our header is first; text that is no number in other headers is no error."""
     assert patience_of(CIMultiDict(headers), 40.0) == expected
     assert patience_of(CIMultiDict({})).patience_s is None
 
@@ -54,7 +54,7 @@ def test_a_wrong_header_of_ours_is_refused(value: str) -> None:
     ],
 )
 def test_what_a_client_says_of_its_next_turn(value: str, expected: TurnHint) -> None:
-    """A dictionary of RFC 8941; without the header nothing is said."""
+    """It is a dictionary of RFC 8941; without the header there is no hint."""
     assert patience_of(CIMultiDict({"x-program-hint": value})).hint == expected
     assert patience_of(CIMultiDict({})).hint is None
 
@@ -80,7 +80,7 @@ def test_a_turn_may_be_tried_again_as_often_as_its_client_did_not() -> None:
 
 
 def test_all_together_may_be_tried_again_a_part_of_the_turns_of_two_windows() -> None:
-    """What was long ago does not count; few turns have the least number."""
+    """Older turns do not count; few turns have the minimum."""
     settings = RetrySettings(retries_count=9, budget_ratio=0.2, budget_min_count=3, window_s=10.0)
     budget = RetryBudget(settings)
 

@@ -1,4 +1,4 @@
-"""What an autoscaler goes by: it wants replicas where memory is short, and none where it is not."""
+"""An autoscaler's metrics: they ask for replicas where memory is short, and for none where it is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thunderagent.proxy.watch.autoscaling import AutoscalingCollector, demand_ra
 from thunderagent.runtime import Runtime
 
 THRESHOLD_RATIO = 0.9
-"""As in deploy/kubernetes/autoscaling."""
+"""The threshold of deploy/kubernetes/autoscaling."""
 
 
 def runtime_of(driver: Driver) -> Runtime:
@@ -22,12 +22,12 @@ def runtime_of(driver: Driver) -> Runtime:
 
 
 def replicas_wanted(replicas_count: int, ratio: float) -> int:
-    """Return what a HorizontalPodAutoscaler makes of a metric of type Value (its algorithm's details)."""
+    """Return the replicas that a HorizontalPodAutoscaler wants for a metric of type Value (its algorithm's details)."""
     return ceil(replicas_count * ratio / THRESHOLD_RATIO)
 
 
 def test_claims_and_those_who_wait_are_wanted() -> None:
-    """Waiting programs count with what they would claim; paused ones whose tools run do not."""
+    """Waiting programs count with their future claims; paused ones whose tools run do not."""
     driver = Driver(Cap(2), replicas={"r0": 1000, "r1": 1000})
     runtime = runtime_of(driver)
     assert demand_ratio(runtime.pools.schedulers) == 0.0
@@ -40,7 +40,7 @@ def test_claims_and_those_who_wait_are_wanted() -> None:
 
 
 def test_more_replicas_bring_the_ratio_down_to_the_threshold() -> None:
-    """With so many as it wants, it wants no more, and fewer once programs have ended."""
+    """With the wanted number it wants no more, and fewer once programs have ended."""
     driver = Driver(Cap(1), replicas={"r0": 1000})
     runtime = runtime_of(driver)
     turns = [driver.arrives(f"p{number}", 400) for number in range(6)]
@@ -59,7 +59,7 @@ def test_more_replicas_bring_the_ratio_down_to_the_threshold() -> None:
 
 
 def test_a_capacity_that_is_not_known_gives_no_number() -> None:
-    """Nor do replicas that are gone: an autoscaler keeps what it has, instead of taking 0 for no load."""
+    """Missing replicas give none, either: an autoscaler keeps what it has, instead of reading 0 as no load."""
     driver = Driver(Passthrough(), replicas={"r0": None})
     runtime = runtime_of(driver)
     assert demand_ratio(runtime.pools.schedulers) is None
@@ -72,11 +72,11 @@ def test_a_capacity_that_is_not_known_gives_no_number() -> None:
     }
     said = {name: values for name, values in samples.items() if "_pool_" not in name}
     assert said == {"thunderagent_demand_ratio": [], "thunderagent_oldest_hold_seconds": [0.0]}
-    assert not any(values for name, values in samples.items() if "_pool_" in name)  # there is one
+    assert not any(values for name, values in samples.items() if "_pool_" in name)  # there is a sample
 
 
 def test_the_oldest_hold_is_of_any_turn_that_waits() -> None:
-    """One in the queue, one that waits in its place, and an anonymous one."""
+    """Cases are a turn in the queue, one that waits in its place, and an anonymous one."""
     driver = Driver(Cap(1), replicas={"r0": 1000})
     runtime = runtime_of(driver)
     assert oldest_hold_s(runtime.pools.schedulers, runtime.now_s()) is None

@@ -29,7 +29,7 @@ from thunderagent.runtime import Runtime
 
 
 class World:
-    """A runtime with one replica, and a feed of what happens there."""
+    """A runtime with one replica, and a feed of its events."""
 
     def __init__(self, **settings: Any) -> None:
         self.now_s = 0.0
@@ -43,13 +43,13 @@ class World:
             self.runtime.dispatch(event)
 
     def turns(self, count: int, *, first: int = 100) -> None:
-        """Let a program take so many turns: three messages each."""
+        """Let a program take a number of turns: three messages each."""
         for turn_id in range(first, first + count):
             self.tell(TurnArrived(self.now_s, turn_id, "p"), TurnFinished(self.now_s, turn_id, 10, 1))
 
 
 async def heard(listener: Listener) -> list[dict[str, Any]]:
-    """Return what a listener gets next: the data of each event, with its name under `sse` and its id."""
+    """Return a listener's next messages: the data of each event, with its name under `sse` and its id."""
     async with asyncio.timeout(5):
         events = await listener.next_events()
     return [] if events is None else parsed(events)
@@ -65,7 +65,7 @@ def parsed(stream: bytes) -> list[dict[str, Any]]:
 
 
 async def test_a_turns_events_and_the_decisions_on_them_are_heard() -> None:
-    """Each names its program, also where the scheduler's event has only the turn, and its cause."""
+    """Each names its program and its cause, even if the scheduler's event has only the turn."""
     world = World()
     with world.feed.listen() as listener:
         world.tell(
@@ -102,7 +102,7 @@ async def test_what_comes_all_the_time_is_left_out_but_not_what_follows_from_it(
 
 
 async def test_a_listener_chooses_a_program_and_kinds() -> None:
-    """Turns that arrived before anybody listened are known by their programs all the same."""
+    """Turns that arrived before anybody listened still have their programs."""
     world = World()
     world.tell(TurnArrived(1.0, 1, "a"), TurnArrived(1.0, 2, "b"))
     with (
@@ -177,13 +177,13 @@ async def test_an_unknown_kind_is_refused() -> None:
 
 
 async def test_nothing_is_recorded_while_nobody_listens() -> None:
-    """The runtime does not know of the feed before the first listener, nor a while after the last."""
+    """The runtime does not know the feed before the first listener, nor a while after the last."""
     world = World(linger_s=0.02)
     assert not world.runtime._writer.observers
     with world.feed.listen(), world.feed.listen():
         assert len(world.runtime._writer.observers) == 1
     assert world.feed.recording
-    with world.feed.listen():  # comes in time: the same recording
+    with world.feed.listen():  # it comes in time: the same recording
         await asyncio.sleep(0.04)
         assert world.feed.recording
     await asyncio.sleep(0.05)
@@ -203,7 +203,7 @@ async def test_as_many_listen_as_may() -> None:
 
 
 async def test_a_wait_that_is_cancelled_loses_nothing() -> None:
-    """A heartbeat cancels the wait: before a message came, and while more are waited for."""
+    """A heartbeat cancels the wait, before a message came or while more are awaited."""
     world = World()
     with world.feed.listen() as listener:
         for news in (False, True):
@@ -211,7 +211,7 @@ async def test_a_wait_that_is_cancelled_loses_nothing() -> None:
             await asyncio.sleep(0)
             if news:
                 world.turns(1)
-                await asyncio.sleep(0.01)  # it waits for what else comes
+                await asyncio.sleep(0.01)  # it waits for further messages
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -233,7 +233,7 @@ async def test_closing_ends_it_for_everybody() -> None:
 
 
 async def test_a_turn_that_ended_is_forgotten() -> None:
-    """What is kept of turns is of those that have not ended, also where their program is gone."""
+    """Only turns that have not ended are kept, even if their program is gone."""
     world = World()
     with world.feed.listen():
         world.turns(5)
@@ -243,7 +243,7 @@ async def test_a_turn_that_ended_is_forgotten() -> None:
 
 
 def test_every_kind_is_named() -> None:
-    """Kinds are of events and decisions, in small letters."""
+    """Kinds are those of events and decisions, in lower case."""
     assert {"turn_arrived", "programs_released", "replica_down", "hold", "pause", "restore", "unmark"} <= KINDS
     assert not {"tick", "turn_progressed", "replica_polled"} & KINDS
 

@@ -32,7 +32,7 @@ class World:
         )
 
     def samples(self, count: int) -> None:
-        """Let so many seconds pass."""
+        """Let a number of seconds pass."""
         for _ in range(count):
             self.driver.passes(1.0)
             self.history._samples.append(self.history._take())
@@ -49,7 +49,7 @@ class World:
 
 
 def test_rates_are_over_the_last_minute() -> None:
-    """What happened before does not count, nor is it forgotten too early."""
+    """Earlier events do not count, and are not forgotten too early."""
     world = World()
     world.samples(30)
     world.runtime.outcome_counts["finished"] += 100
@@ -98,9 +98,9 @@ def test_programs_are_counted_by_status_and_phase() -> None:
 
 
 def test_hits_are_what_grew_whatever_engine_began_anew() -> None:
-    """The totals of an engine that restarts fall; that is no hit, and no miss."""
+    """The totals of a restarted engine fall, which is neither a hit nor a miss."""
     world = World()
-    world.cache(1000, 900)  # before we looked
+    world.cache(1000, 900)  # before the first look
     world.samples(1)
     world.cache(1100, 950)
     world.samples(1)

@@ -1,4 +1,4 @@
-"""The hot path's own histogram says what the library's would say; decisions are called what logs call them."""
+"""The hot path's own histogram equals the library's; decisions have the same names as in logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = (0, 0.0001, 0.00015, 0.5, 1, 3, 1800, 2000, 1e-9)
 
 
 def without_time(exposition: bytes) -> list[str]:
-    """Return the lines without when the histogram was made."""
+    """Return the lines without the histogram's creation time."""
     return [line for line in exposition.decode().splitlines() if not line.startswith("x_seconds_created ")]
 
 

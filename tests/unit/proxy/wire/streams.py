@@ -1,4 +1,4 @@
-"""Byte streams that are almost HTTP: known request smuggling tricks, mixed at random from a seed."""
+"""Byte streams that are nearly HTTP: known tricks of request smuggling, mixed at random from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which headers travel end to end."""
+"""The headers that travel end to end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def headers(*pairs: tuple[str, str]) -> CIMultiDictProxy[str]:
     ],
 )
 def test_hop_by_hop_headers_of_a_request_stay_behind(name: str) -> None:
-    """RFC 9110, 7.6.1, and what the next connection writes itself, in any spelling."""
+    """RFC 9110, 7.6.1 names them; so do those that the next connection writes itself, in any spelling."""
     for spelling in (name, name.lower(), name.upper()):
         assert not forwarded_request_headers(headers((spelling, "close")))
 
@@ -48,7 +48,7 @@ def test_headers_that_connection_names_stay_behind() -> None:
 
 
 def test_the_length_of_an_answer_is_kept_only_if_its_bytes_are() -> None:
-    """A stream that something is taken out of is shorter than was announced."""
+    """A stream from which something is removed is shorter than announced."""
     answer = headers(("Content-Length", "10"), ("Content-Encoding", "gzip"), ("Transfer-Encoding", "chunked"))
     assert dict(forwarded_response_headers(answer, keep_length=True)) == {
         "Content-Length": "10",

@@ -1,4 +1,4 @@
-"""Limits that stand still while a replica is paused: the clock of its pauses."""
+"""Limits stop while a replica is paused: the clock of its pauses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """All of an event loop that a pause asks for."""
+    """The parts of an event loop that a pause needs."""
 
     now_s = 100.0
 
@@ -20,7 +20,7 @@ class Clock:
 
 
 def test_the_clock_of_a_replica_stands_still_while_it_is_paused() -> None:
-    """Said twice is said once."""
+    """A second pause changes nothing."""
     clock = Clock()
     pause = Pause(cast("AbstractEventLoop", clock))
     began_s = pause.clock_s()

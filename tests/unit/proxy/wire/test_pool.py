@@ -1,4 +1,4 @@
-"""What goes over a kept connection: the bytes of a request, and when the connection may serve another."""
+"""A kept connection: the bytes of a request, and when the connection may serve another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGE_BODY = b"x" * (16 * LARGE_BODY_BYTES)
 
 
 class Server:
-    """A server that knows each of its connections, and does with it what it is told."""
+    """A server that knows its connections, and treats each as told."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
@@ -113,7 +113,7 @@ async def test_a_request_says_what_it_was_given_and_no_more() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/x#y", "/v1/x y", "/v1/x\r\nA: b", "v1/x", "", "http://h/", "/é"])
 async def test_a_path_that_is_not_sent_as_it_stands_is_not_sent(path: str) -> None:
-    """The access check saw all of it; nothing is cut off or rewritten here."""
+    """The access check saw the whole path; nothing is cut off or rewritten here."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for _ in heads(reader):
@@ -129,7 +129,7 @@ async def test_a_path_that_is_not_sent_as_it_stands_is_not_sent(path: str) -> No
 async def test_a_request_is_sent_again_to_the_same_replica_if_its_kept_connection_dies_before_a_byte(
     method: str,
 ) -> None:
-    """The engine closed it just then, and has not read the request. On a new connection a death is one."""
+    """The engine closed it just then, and has not read the request. On a new connection that is a real failure."""
     asked_count = 0
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -141,7 +141,7 @@ async def test_a_request_is_sent_again_to_the_same_replica_if_its_kept_connectio
                 return
             writer.write(OK)
             if number == 2:
-                return  # it is seen to be closed before the next request
+                return  # the pool notices the end before the next request
 
     async with pool_of(behaviour) as (server, pool):
         body = None if method == "GET" else b"{}"
@@ -156,7 +156,7 @@ async def test_a_request_is_sent_again_to_the_same_replica_if_its_kept_connectio
 
 @pytest.mark.parametrize(("may_repeat", "pause_s"), [(False, 0.0), (True, 1.2)])
 async def test_what_the_engine_may_have_done_is_not_sent_again(may_repeat: bool, pause_s: float) -> None:
-    """A POST that changes something; and any that the engine had for a while before its connection died."""
+    """Cases are a POST that changes something, and a request that the engine had for a while before the end."""
     asked_count = 0
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -220,7 +220,7 @@ async def test_a_kept_connection_that_dies_in_the_middle_of_an_answer_is_tried_o
 
 
 async def test_the_newest_idle_connection_is_taken_so_that_the_others_grow_old() -> None:
-    """After a burst of three, one request at a time keeps one connection, and the other two are closed."""
+    """After a burst of three, one request at a time keeps one connection; the other two are closed."""
     open_count, together = 0, asyncio.Event()
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -309,7 +309,7 @@ async def test_silence_counts_from_the_last_byte_and_only_while_something_is_awa
                 writer.write(piece)
 
     async with pool_of(behaviour) as (server, pool):
-        for _ in range(2):  # each takes longer in all than it may be silent, and so does the time between
+        for _ in range(2):  # each takes longer in all than it may be silent; so does the time in between
             assert await ask(pool, server.url, silence_s=0.6) == b"{}"
             await asyncio.sleep(0.7)
         assert server.connections_count == 1
@@ -388,7 +388,7 @@ async def test_a_client_that_leaves_while_a_large_body_goes_out_ends_that_at_onc
 
 
 async def test_a_replica_that_takes_no_more_of_a_large_body_times_out() -> None:
-    """It neither reads nor answers, so nothing else would end the request; one that reads slowly has its time."""
+    """It neither reads nor answers, so nothing else would end the request; a slow reader gets its time."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -417,7 +417,7 @@ async def test_a_replica_that_takes_no_more_of_a_large_body_times_out() -> None:
 
 @pytest.mark.parametrize("later_rounds_count", range(4))
 async def test_an_answer_that_comes_as_its_client_leaves_waits_for_no_collection(later_rounds_count: int) -> None:
-    """Whether it came in the same round of the event loop or one before: its head is in the connection then."""
+    """It came in the same round of the event loop or one before: its head is in the connection then."""
     writers: list[asyncio.StreamWriter] = []
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -485,7 +485,7 @@ async def test_what_comes_before_the_answer_is_passed_over() -> None:
 
 
 async def test_a_server_that_sends_nothing_but_interim_answers_has_failed() -> None:
-    """Each of them ends a silence, so that no limit for that would end the request."""
+    """Each of them ends a silence, so no limit on silence would end the request."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heads(reader).__anext__()
@@ -536,7 +536,7 @@ async def test_headers_that_would_be_two_are_not_sent() -> None:
 
 
 class Talker:
-    """What a client says after its head."""
+    """The bytes that a client sends after its head."""
 
     def __init__(self) -> None:
         self.sink: Callable[[bytes], None] | None = None
@@ -558,7 +558,7 @@ CHANGES = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: 
 
 
 async def test_a_protocol_changes_only_for_who_asked_for_it() -> None:
-    """For others it is not HTTP; and what both sides say then goes as fast as it is taken."""
+    """For others it is not HTTP; both sides then send as fast as the other takes it."""
     reads = asyncio.Event()
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -587,7 +587,7 @@ async def test_a_protocol_changes_only_for_who_asked_for_it() -> None:
 
 
 async def test_a_server_that_is_spoken_to_and_does_not_listen_is_silent_whatever_it_says() -> None:
-    """One that takes something now and then is not."""
+    """A server that reads something now and then is not silent."""
     ended = asyncio.Event()
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

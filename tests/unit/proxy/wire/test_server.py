@@ -1,4 +1,4 @@
-"""A client's connection: what is answered in which order, when it closes, and what is lent."""
+"""A client's connection: the order of its answers, its end, and what is lent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def request(target: str, body: bytes = b"", *headers: str, method: str = "POST",
 
 
 class Borrower(asyncio.Protocol):
-    """Answers `lent` with what it got, once that holds a whole body of two bytes; it reads no further."""
+    """Answers `lent` with what it got once that holds a whole body of two bytes; it reads no further."""
 
     def __init__(self) -> None:
         self.got = b""
@@ -61,7 +61,7 @@ class Borrower(asyncio.Protocol):
 
 
 class Served:
-    """A server that answers `/echo` with the body, `/wait` when told to, and lends the rest."""
+    """A server that answers `/echo` with the body, `/wait` when told to, and lends all else."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -132,7 +132,7 @@ async def serving(*, idle_s: float = 75.0, stall_s: float = 120.0) -> AsyncItera
 
 
 async def told(served: Served, *pieces: bytes, ends: bool = False) -> bytes:
-    """Send pieces one by one, and return all that comes until the server closes."""
+    """Send pieces one by one, and return all output until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     try:
         for piece in pieces:
@@ -160,7 +160,7 @@ LAST = request("/echo", b"last", "Connection: close")
 
 
 async def test_requests_on_one_connection_are_answered_in_their_order() -> None:
-    """However they are cut, and also those that come before the one before them was answered."""
+    """This holds however they are cut, and for those that come before the previous one was answered."""
     stream = request("/echo", b"one") + b"\r\n" + request("/lent", b"{}") + request("/echo", b"") + LAST
     async with serving() as served:
         for size in (1, 7, 50, len(stream)):
@@ -193,7 +193,7 @@ async def test_what_is_no_http_is_answered_400_and_nothing_after_it() -> None:
 
 
 async def test_a_body_in_chunks_is_read_without_its_framing_and_ends_the_connection_if_something_follows() -> None:
-    """Where that begins cannot be told; alone, the connection stays."""
+    """The begin of the rest cannot be known; a body alone leaves the connection open."""
     head = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b"2;a=b\r\n{}\r\n3\r\nabc\r\n0\r\nX: y\r\n\r\n"
     async with serving() as served:
@@ -204,7 +204,7 @@ async def test_a_body_in_chunks_is_read_without_its_framing_and_ends_the_connect
 
 
 async def test_an_answer_before_the_body_is_the_last_and_its_client_may_finish() -> None:
-    """Else what still comes would be read as a request, or the answer be lost."""
+    """Otherwise later bytes would be read as a request, or the answer be lost."""
     async with serving() as served:
         rest = [b"x" * 50_000] * 10
         answer = await told(served, request("/refuse", b"x" * 1_000_000)[:100_000], *rest)
@@ -226,7 +226,7 @@ async def test_a_body_is_invited_only_when_somebody_wants_it() -> None:
 
 
 async def test_who_sends_far_ahead_waits_and_is_answered_in_order() -> None:
-    """Nothing is lost, however much it is, and what waits here is little."""
+    """However much comes, nothing is lost, and only a little of it waits here."""
     body, count = b"x" * AHEAD_BYTES, 100
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -255,7 +255,7 @@ async def test_a_client_that_is_far_ahead_and_leaves_is_noticed() -> None:
 
 
 async def test_an_old_client_that_sends_far_ahead_has_to_come_again() -> None:
-    """HTTP/1.0 knows nothing to ask it whether it is there."""
+    """HTTP/1.0 has no way to ask whether it is still there."""
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request("/wait", b"", "Connection: keep-alive", version="1.0"))
@@ -268,7 +268,7 @@ async def test_an_old_client_that_sends_far_ahead_has_to_come_again() -> None:
 
 
 async def test_who_speaks_another_protocol_before_its_answer_is_cut() -> None:
-    """Nobody counts what it says, and while nothing is read of it that it left cannot be read either."""
+    """Nobody counts its data, and while that is not read, its leaving cannot be noticed either."""
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request("/wait", b"", "Connection: Upgrade", "Upgrade: websocket", method="GET"))
@@ -280,7 +280,7 @@ async def test_who_speaks_another_protocol_before_its_answer_is_cut() -> None:
 
 
 async def test_a_client_that_ended_its_requests_and_takes_nothing_is_cut() -> None:
-    """Once its answer has begun it is known by what it takes."""
+    """Once its answer has begun it is judged by what it reads."""
     async with serving(stall_s=0.4) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
         writer.write(request("/large"))
@@ -305,7 +305,7 @@ async def test_a_client_that_ends_its_requests_is_answered_and_one_that_left_is_
 
 
 async def test_a_client_that_ends_its_requests_is_answered_all_that_came_whole() -> None:
-    """Whether it ended before the first answer or between two, in their order; of half a request nothing comes."""
+    """It may end before the first answer or between two; answers are in order; half a request gets none."""
     several = request("/echo", b"two") + request("/lent", b"{}") + request("/stream", b"") + request("/echo", b"last")
     for half in (b"", request("/echo", b"never")[:-1], b"POST /ec", b"\r\n"):
         async with serving() as served:
@@ -366,7 +366,7 @@ async def test_a_closing_server_ends_idle_connections_at_once_and_others_with_th
 
 
 async def test_nothing_of_a_request_waits_for_a_collection() -> None:
-    """Whether it was answered, its client left, or it was no HTTP."""
+    """It may be answered, abandoned by its client, or no HTTP."""
     chunked = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx"
     async with serving() as served:
         for streams in ((request("/echo", b"a"), LAST), (chunked, b"zz"), (request("/lent", b"{}"), LAST)):
@@ -410,7 +410,7 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes) -> None:
 
 
 def test_a_head_is_read_as_it_came() -> None:
-    """Bytes that are not UTF-8 come out as they went in, and blanks around a value are none of it."""
+    """Bytes that are not UTF-8 come out as they went in, and blanks around a value are dropped."""
     head = read_request(
         b"POST /\xc3\xa9?a=b HTTP/1.1\r\nHost: h\r\nX:\t y\xff z \r\ntransfer-encoding: Chunked\r\n\r\n"
     )
@@ -419,7 +419,7 @@ def test_a_head_is_read_as_it_came() -> None:
 
 
 def test_an_old_client_cannot_change_the_protocol() -> None:
-    """RFC 9110, 7.8: its wish is passed over."""
+    """By RFC 9110, 7.8 its wish is ignored."""
     head = b"GET /x HTTP/1.%d\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     assert [read_request(head % minor).upgrades for minor in (0, 1)] == [False, True]
 

@@ -1,7 +1,7 @@
-"""No stream of bytes is read in two ways: what our protocols take, h11 and aiohttp take for the same, or refuse.
+"""No stream of bytes has two readings: what our protocols accept, h11 and aiohttp read the same way, or refuse.
 
-Streams are seeded and nearly HTTP. 1,000 of requests and 1,000 of answers each time; SMUGGLING_CASES says how many, and
-scripts/nightly has 20,000 of each read.
+Streams are seeded and nearly HTTP: 1,000 of requests and 1,000 of answers each time. SMUGGLING_CASES sets another
+number, and scripts/nightly has 20,000 of each.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Reading:
 
     messages: list[Message] = field(default_factory=list)
     end: str = "idle"
-    """After these: `idle`, `incomplete`, `refused`, or `closed` to what may follow, or `upgraded`, which we lend."""
+    """After these: `idle`, `incomplete`, `refused`, `closed` to what may follow, or `upgraded`, which we lend."""
 
 
 class Pipe(asyncio.Transport):
@@ -110,7 +110,7 @@ class Pipe(asyncio.Transport):
 
 
 def headers_of(pairs: Any) -> tuple[tuple[bytes, bytes], ...]:
-    """Return headers as all of them spell them: h11 writes the transfer coding in small letters."""
+    """Return headers in a common spelling: h11 writes the transfer coding in lower case."""
     found = [(bytes(name).lower(), bytes(value).strip(b" \t")) for name, value in pairs]
     return tuple((name, value.lower() if name == b"transfer-encoding" else value) for name, value in found)
 
@@ -125,7 +125,7 @@ def raw(headers: Any) -> tuple[tuple[bytes, bytes], ...]:
 
 
 class Ours:
-    """Reads requests with our server, all of them ours."""
+    """Reads requests with our server, lending none."""
 
     def __init__(self) -> None:
         self.reading = Reading()
@@ -203,7 +203,7 @@ def requests_by_h11(stream: bytes) -> Reading:
 
 
 def requests_by_aiohttp(stream: bytes, loop: asyncio.AbstractEventLoop) -> Reading:
-    """Byte by byte, because an error takes what came with it away."""
+    """Read byte by byte, because an error drops all that came with it."""
     reading = Reading()
     parser = http_parser.HttpRequestParser(BaseProtocol(loop), loop, 2**16, **BOUNDS)
     found: list[tuple[Any, Any]] = []
@@ -242,7 +242,7 @@ def requests_by_aiohttp(stream: bytes, loop: asyncio.AbstractEventLoop) -> Readi
 
 
 def conflicts(ours: Reading, other: Reading) -> str:
-    """Say where two readings of one stream differ, other than in that one of them refuses; empty if they do not.
+    """Return the difference of two readings of one stream, unless one of them refuses; empty if there is none.
 
     aiohttp (3.14) puts the trailers of one request before the headers of the next; we lend it one request at a time.
     """
@@ -267,7 +267,7 @@ async def test_requests_are_read_in_one_way(batch: int) -> None:
         stream = requests(rng)
         ours = await read_by_us([stream], heads)
         in_pieces = await read_by_us(pieces(rng, stream), heads)
-        assert await read_by_us([stream], heads) == ours, (number, stream)  # its heads are known by now
+        assert await read_by_us([stream], heads) == ours, (number, stream)  # by now its heads are known
         assert in_pieces.messages[: len(ours.messages)] == ours.messages[: len(in_pieces.messages)], (number, stream)
         others = {"h11": requests_by_h11(stream), "aiohttp": requests_by_aiohttp(stream, loop)}
         for name, other in others.items():
@@ -305,14 +305,14 @@ async def lent_by_us(stream: bytes) -> Reading:
 
 @pytest.mark.parametrize("batch", range(BATCHES_COUNT))
 async def test_a_borrower_sees_no_request_that_we_do_not(batch: int) -> None:
-    """Where aiohttp would read the bytes of one otherwise, it is given no other."""
+    """If aiohttp would read the bytes of one differently, it gets no other."""
     refused_count = read_count = 0
     heads = known_requests()
     for number in range(batch, CASES_COUNT, BATCHES_COUNT):
         stream = requests(Random(f"{SEED}/requests/{number}"))
         ours, lent = await read_by_us([stream], heads), await lent_by_us(stream)
         plain = [(method, target, (), body) for method, target, _, body in ours.messages]
-        if ours.end in ("refused", "upgraded"):  # what we would refuse, or not read, is the borrower's alone
+        if ours.end in ("refused", "upgraded"):  # what we would refuse, or not read, concerns only the borrower
             lent.messages = lent.messages[: len(plain)]
         assert lent.messages == plain[: len(lent.messages)], (number, stream, plain, lent)
         refused_count += len(lent.messages) < len(plain)

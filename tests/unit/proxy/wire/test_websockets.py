@@ -1,4 +1,4 @@
-"""Where a close frame may stand among the frames of an engine."""
+"""Close frames among the frames of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunderagent.proxy.wire.websockets import GOING_AWAY, Frames, close_frame
 
 
 def frame(rng: Random, opcode: int = 2) -> bytes:
-    """Return a frame of some size, some of them masked."""
+    """Return a frame of some size; some frames are masked."""
     size = rng.choice((0, 1, 125, 126, 300, 65_535, 65_536, 70_000))
     masked = rng.choice((0x00, 0x80))
     if size < 126:
@@ -23,7 +23,7 @@ def frame(rng: Random, opcode: int = 2) -> bytes:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_gaps_between_frames_are_found_however_the_bytes_are_cut(seed: int) -> None:
-    """None is found that is none, the first in each piece is, and whether one is just there."""
+    """No false gap is found, the first one in each piece is, and so is a gap right there."""
     rng = Random(seed)
     frames = [frame(rng) for _ in range(rng.randrange(1, 8))]
     stream, gaps = b"".join(frames), {0}
@@ -49,5 +49,5 @@ def test_after_a_close_frame_of_the_engine_comes_none_of_ours() -> None:
 
 
 def test_a_close_frame_says_its_code_and_why() -> None:
-    """RFC 6455, 5.5.1; a server masks nothing."""
+    """RFC 6455, 5.5.1 defines it; a server masks nothing."""
     assert close_frame(GOING_AWAY, "bye") == b"\x88\x05\x03\xe9bye"

@@ -1,4 +1,4 @@
-"""The file of keys: what it holds, how it is changed, and that a wrong one changes nothing."""
+"""The file of keys: its contents and changes; a wrong one changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = KeyLimitsEntry()
 
 
 def test_a_key_is_added_with_its_expiry_and_limits(tmp_path: Path) -> None:
-    """The file is made, is its owner's alone, and has no key in it, only what knows it again."""
+    """The new file is its owner's alone, and has no key, only the data to recognise one."""
     path = tmp_path / "keys.json"
     until = datetime(2027, 1, 1, tzinfo=UTC)
     key = add_key(
@@ -42,7 +42,7 @@ def test_a_key_is_added_with_its_expiry_and_limits(tmp_path: Path) -> None:
 
 
 def test_a_key_lets_nobody_in_once_it_has_expired(tmp_path: Path) -> None:
-    """It ends at that second, without a reload."""
+    """It ends in that very second, without a reload."""
     path, now_s = tmp_path / "keys.json", 1_000_000.0
     key = add_key(path, "ci", admin=False, expires=datetime.fromtimestamp(now_s + 10, UTC), limits=NONE)
     keyring = Keyring(has_file=True, wall_clock=lambda: now_s)
@@ -78,7 +78,7 @@ def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_wrong_is_refused(text: str, why: str, tmp_path: Path) -> None:
-    """With the place, and without what stands there: it may be a key, by mistake."""
+    """The error has the place, but not the text there: it may be a key, by mistake."""
     path = tmp_path / "keys.json"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match="keys_file: ") as refused:
@@ -87,7 +87,7 @@ def test_a_file_that_is_wrong_is_refused(text: str, why: str, tmp_path: Path) ->
 
 
 async def test_what_changes_in_the_file_is_taken_over_and_told(tmp_path: Path) -> None:
-    """Added, revoked, given other limits; a wrong file leaves all as it was, and so does none."""
+    """Keys are added, revoked, or get other limits; a wrong or missing file leaves all as it was."""
     path, keyring = tmp_path / "keys.json", Keyring([mint_key("lined")[1]], has_file=True)
     gone = add_key(path, "gone", admin=False, expires=None, limits=NONE)
     kept = add_key(path, "kept", admin=False, expires=None, limits=NONE)
@@ -113,7 +113,7 @@ async def test_what_changes_in_the_file_is_taken_over_and_told(tmp_path: Path) -
 
 
 async def test_keys_are_added_and_removed_at_once(tmp_path: Path) -> None:
-    """In the file and in memory; a name of the configuration is taken, and cannot be removed."""
+    """This is done in the file and in memory; a name of the configuration is taken, and cannot be removed."""
     path, keyring = tmp_path / "keys.json", Keyring([mint_key("lined")[1]], has_file=True)
     path.write_text('{"keys": []}')
     file = KeysFile(path, keyring)

@@ -1,4 +1,4 @@
-"""Keys in headers: found where clients put them, taken out before an engine sees them."""
+"""Keys in headers: found where clients put them, removed before an engine sees them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def found(**headers: str) -> str | None:
 def mended(outgoing: Outgoing, **headers: str) -> dict[str, str]:
     given = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
     outgoing.mend(given)
-    outgoing.mend(given)  # a second try of the same turn
+    outgoing.mend(given)  # a retry of the same turn
     return dict(given)
 
 
@@ -39,7 +39,7 @@ def test_a_key_is_random_and_its_line_does_not_tell_it() -> None:
 
 
 def test_a_key_is_found_where_clients_put_it() -> None:
-    """OpenAI's clients, Anthropic's, our own header, and the cookie of a browser."""
+    """OpenAI's clients, Anthropic's, our own header, and a browser's cookie have it in different places."""
     assert found(Authorization=f"Bearer {DATA_KEY}") == "app"
     assert found(Authorization=f"bearer  {ADMIN_KEY}") == "ops"
     assert found(x_api_key=DATA_KEY) == "app"
@@ -48,7 +48,7 @@ def test_a_key_is_found_where_clients_put_it() -> None:
 
 
 def test_what_is_no_key_finds_none() -> None:
-    """Rubbish is no error, and our own header is the only one that counts where it is."""
+    """Rubbish is no error, and if our own header is there, only it counts."""
     assert found() is None
     assert found(Authorization="Basic dTpw") is None
     assert found(Authorization="Bearer \udce9") is None
@@ -68,13 +68,13 @@ def test_a_line_that_is_none_is_refused_and_not_repeated(line: str) -> None:
 
 
 def test_a_name_comes_once() -> None:
-    """A log that names a key means one."""
+    """A key's name in a log is unambiguous."""
     with pytest.raises(ConfigurationError, match="same name"):
         Keyring([DATA_LINE], [mint_key("app")[1]])
 
 
 def test_no_key_of_ours_reaches_an_engine() -> None:
-    """Wherever it was; what else was there stays."""
+    """It is removed wherever it was; all else stays."""
     outgoing = Outgoing(KEYRING)
     assert mended(outgoing, Authorization=f"Bearer {DATA_KEY}", Accept="*/*") == {"Accept": "*/*"}
     assert mended(outgoing, X_API_Key=ADMIN_KEY) == {}
@@ -85,7 +85,7 @@ def test_no_key_of_ours_reaches_an_engine() -> None:
 
 
 def test_engines_get_the_key_that_is_configured_for_them() -> None:
-    """Unless the client shows us ours elsewhere, and brings the engine's itself."""
+    """If the client sends ours in another header, its own key for the engine stays."""
     theirs = {"Authorization": "Bearer sk-configured"}
     outgoing = Outgoing(KEYRING, "sk-configured")
     assert mended(outgoing, Authorization=f"Bearer {DATA_KEY}") == theirs
@@ -97,7 +97,7 @@ def test_engines_get_the_key_that_is_configured_for_them() -> None:
 
 @pytest.mark.parametrize(("name", "tenant"), [("lab", "lab"), ("lab/2026", "lab"), ("a@b.org", "a@b.org")])
 def test_a_key_names_its_tenant(name: str, tenant: str) -> None:
-    """By its name, or what stands before a slash there: several keys may be one tenant's."""
+    """The tenant is its name, or the part before a slash: several keys may belong to one tenant."""
     key, line = mint_key(name)
     found_key = Keyring([line]).find(key)
     assert found_key is not None
@@ -120,7 +120,7 @@ class Clock:
 
 
 def test_a_login_ends_with_its_time_and_is_not_the_key() -> None:
-    """A browser gives its cookies to every port of a host; what it has is worth little, and not for long."""
+    """A browser sends its cookies to every port of a host, so a login is worth little, and not for long."""
     clock, key = Clock(), KEYRING.find(ADMIN_KEY)
     assert key is not None
     logins = Logins(clock)
@@ -133,11 +133,11 @@ def test_a_login_ends_with_its_time_and_is_not_the_key() -> None:
     clock.now_s = LIFETIME_S
     assert logins.key_of(cookies) is None
     assert logins.begin(key) != token
-    assert len(logins) == 1  # the one that ended is forgotten
+    assert len(logins) == 1  # the expired one is forgotten
 
 
 def test_so_many_logins_are_remembered_and_no_more() -> None:
-    """The oldest goes first."""
+    """The oldest is forgotten first."""
     key = KEYRING.find(ADMIN_KEY)
     assert key is not None
     logins = Logins(Clock())

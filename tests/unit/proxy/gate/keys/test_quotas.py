@@ -1,4 +1,4 @@
-"""What a key may use: turns and tokens wait for their minute, a program too many is refused."""
+"""The quotas of a key: turns and tokens wait for their minute, a program too many is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thunderagent.proxy.gate.keys.quotas import Quotas
 
 
 class World:
-    """Quotas on a clock that a test moves, and the programs that live."""
+    """Quotas on a clock that a test moves, and the live programs."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -31,7 +31,7 @@ class World:
         return self.registry.get_sample_value("thunderagent_key_limited_total", {"limit": limit}) or 0.0
 
     async def begins(self, key: Key) -> bool:
-        """Begin a turn; say whether it may at once."""
+        """Begin a turn; return whether it may begin at once."""
         waiting = asyncio.create_task(self.quotas.wait(key))
         await asyncio.sleep(0)
         begun = waiting.done()
@@ -39,7 +39,7 @@ class World:
         return begun
 
     def opens(self, key: Key, program_id: str) -> None:
-        check_key(key, Keyring(), for_admin=False)  # as the guard does for the request
+        check_key(key, Keyring(), for_admin=False)  # the guard does this for the request
         self.quotas.open_program(program_id)
         self.live.add(program_id)
 
@@ -61,7 +61,7 @@ async def test_turns_of_a_minute_begin_at_once_and_then_one_after_the_other() ->
 
 
 async def test_waiting_turns_go_on_in_the_order_in_which_they_came() -> None:
-    """By a real clock: 1,200 a minute are one each 50 ms."""
+    """On a real clock 1,200 a minute are one each 50 ms."""
     quotas, order = Quotas(CollectorRegistry(), lambda _: False, lambda _: 100), []
     ours = key(turns_per_min=1200)
     for _ in range(1200):
@@ -76,7 +76,7 @@ async def test_waiting_turns_go_on_in_the_order_in_which_they_came() -> None:
 
 
 async def test_only_so_many_turns_of_a_key_wait() -> None:
-    """The limit of held turns is also the limit in line; a client that leaves makes room."""
+    """The limit of held turns also limits this line; a client that leaves makes room."""
     world, ours = World(), key(turns_per_min=1, held_turns_count=2)
     assert await world.begins(ours)
     waiting = [asyncio.create_task(world.quotas.wait(ours)) for _ in range(2)]
@@ -91,7 +91,7 @@ async def test_only_so_many_turns_of_a_key_wait() -> None:
 
 
 async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() -> None:
-    """The next turn waits until they have come in again; a turn that was abandoned took none."""
+    """The next turn waits until the debt is gone; an abandoned turn took none."""
     world, ours = World(), key(tokens_per_min=600)
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
@@ -102,7 +102,7 @@ async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() ->
     assert world.quotas._by_turn == {}
     assert not await world.begins(ours)
     assert world.limited("tokens") == 1
-    world.now_s += 30.0  # 300 tokens, which the bucket owed
+    world.now_s += 30.0  # 300 tokens, the debt of the bucket
     assert not await world.begins(ours)
     world.now_s += 0.2
     assert await world.begins(ours)
@@ -126,7 +126,7 @@ async def test_a_program_too_many_is_refused_until_another_has_ended() -> None:
 
 
 async def test_other_limits_hold_from_the_next_turn_on() -> None:
-    """As when the file of keys was changed; programs stay counted."""
+    """This is as after a change of the key file; programs stay counted."""
     world = World()
     world.opens(key(programs_count=1), "a")
     assert await world.begins(key(turns_per_min=6))
