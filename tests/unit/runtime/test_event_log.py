@@ -1,4 +1,4 @@
-"""The event log: what is written is what is replayed, and a broken line is named."""
+"""The event log: a replay reads what was written, and a broken line is named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def a_log(path: Path, driver: Driver) -> Path:
 
 
 def every_event() -> Driver:
-    """A driver that was sent one of each, with ids that JSON must escape."""
+    """A driver that handled each kind of event, with ids that JSON must escape."""
     driver = Driver(Cap(n=1), settings=SETTINGS)
     turn = driver.arrives('a "quoted" \u2028 日本', 100, branch="sub", parent_branch="agent")
     driver.starts(turn)
@@ -91,7 +91,7 @@ def every_event() -> Driver:
 
 
 def test_every_event_survives_the_way_through_the_file(tmp_path: Path) -> None:
-    """Every kind of event, with None and odd ids: the replay decides the same with the same settings."""
+    """It has every kind of event, with None and odd ids: the replay decides the same with the same settings."""
     driver = every_event()
     assert {type(event).__name__ for event, _ in driver.events} == set(EVENTS)
     with a_log(tmp_path / "log", driver).open("rb") as lines:
@@ -102,7 +102,7 @@ def test_every_event_survives_the_way_through_the_file(tmp_path: Path) -> None:
 
 
 def test_a_log_of_an_earlier_version_is_still_read() -> None:
-    """Without the fields and settings that came later, every recorded incident is decided as it was."""
+    """Without later fields and settings, every recorded incident is decided as it was."""
     later = {
         "deadline_s",
         "supersedes_id",
@@ -115,7 +115,7 @@ def test_a_log_of_an_earlier_version_is_still_read() -> None:
         "outcome",
         "parent_branch_id",
     }
-    for path in Path(__file__).parents[1].joinpath("replay").glob("[!h]*.jsonl"):  # histories have all that there is
+    for path in Path(__file__).parents[1].joinpath("replay").glob("[!h]*.jsonl"):  # histories have all later fields
         header, *lines = map(msgspec.json.decode, path.read_bytes().splitlines())
         for name in [name for name in header["settings"] if name.startswith(("patience", "judge"))]:
             del header["settings"][name]
@@ -123,7 +123,7 @@ def test_a_log_of_an_earlier_version_is_still_read() -> None:
             for name in later & set(fields):
                 del fields[name]
             for decided in (decision for kind, decision in decisions if kind == "Grant"):
-                if decided["engine_priority"] is None:  # policies with priorities came later, too
+                if decided["engine_priority"] is None:  # priorities of policies came later, too
                     del decided["engine_priority"]
         report = replay(msgspec.json.encode(line) + b"\n" for line in (header, *lines))
         assert report.difference is None
@@ -131,7 +131,7 @@ def test_a_log_of_an_earlier_version_is_still_read() -> None:
 
 
 def test_the_header_carries_the_settings_that_decisions_depend_on(tmp_path: Path) -> None:
-    """Cap 1 and an idle limit of 7.5 s are the log's, not the defaults of the day."""
+    """Cap 1 and an idle limit of 7.5 s are the log's, not today's defaults."""
     seen: list[Scheduler] = []
     with a_log(tmp_path / "log", every_event()).open("rb") as lines:
         replay(lines, after_event=seen.append)
@@ -140,7 +140,7 @@ def test_the_header_carries_the_settings_that_decisions_depend_on(tmp_path: Path
 
 
 def test_a_replay_stops_at_the_first_difference(tmp_path: Path) -> None:
-    """What comes after it follows from it, and explains nothing."""
+    """Later differences follow from it, and explain nothing."""
     driver = every_event()
     number = next(number for number, (_, decisions) in enumerate(driver.events) if decisions)
     driver.events[number] = (driver.events[number][0], [])
@@ -173,7 +173,7 @@ def test_a_replay_stops_at_the_first_difference(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(line: bytes) -> None:
-    """Cut off, of an unknown kind, with a field missing, wrong or too many: an error of ours with its number."""
+    """Cut off, of an unknown kind, with a missing, wrong or extra field: our own error has its number."""
     with pytest.raises(EventLogError, match="line 3: not an event"):
         replay([HEADER, b'["Tick",{"now_s":1.0},[]]\n', line + b"\n"])
 
@@ -193,25 +193,25 @@ def test_a_line_that_cannot_be_read_is_named(line: bytes) -> None:
     ],
 )
 def test_a_file_that_is_no_event_log_is_refused(header: bytes) -> None:
-    """At its first line."""
+    """Its first line shows that."""
     with pytest.raises(EventLogError, match="line 1: not the header"):
         replay([header])
 
 
 def test_a_log_of_a_policy_that_is_not_here_is_refused() -> None:
-    """As it would be at a start of the proxy."""
+    """A start of the proxy would refuse it, too."""
     with pytest.raises(ConfigurationError, match="no policy 'gone'"):
         replay([HEADER.replace(b'"cap"', b'"gone"')])
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    """Before anything was started, with the path."""
+    """The error comes before anything is started, with the path."""
     with pytest.raises(EventLogError, match=r"cannot write the event log .*/none/log: No such file or directory"):
         EventLogWriter(tmp_path / "none" / "log", policy="cap", policy_settings={}, settings=SETTINGS)
 
 
 def test_what_was_flushed_can_be_read_while_the_log_is_open(tmp_path: Path) -> None:
-    """An incident is looked at while the proxy runs."""
+    """Operators look at an incident while the proxy runs."""
     path = tmp_path / "log"
     log = EventLogWriter(path, policy="cap", policy_settings={"n": 1}, settings=SETTINGS)
     driver = every_event()
@@ -224,7 +224,7 @@ def test_what_was_flushed_can_be_read_while_the_log_is_open(tmp_path: Path) -> N
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    """A process that is killed leaves half a line; everything before it is replayed."""
+    """A killed process leaves half a line; everything before it is replayed."""
     path = a_log(tmp_path / "log", every_event())
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
@@ -235,7 +235,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_an_older_log_is_kept(tmp_path: Path) -> None:
-    """A restart does not overwrite the log of the run before."""
+    """A restart does not overwrite the log of the previous run."""
     first = a_log(tmp_path / "log", every_event()).read_bytes()
     second = a_log(tmp_path / "log", Driver(Cap(n=1), settings=SETTINGS)).read_bytes()
     assert (tmp_path / "log.1").read_bytes() == first
@@ -243,7 +243,7 @@ def test_an_older_log_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_events_of_a_log_can_be_read_without_its_policy(tmp_path: Path) -> None:
-    """All of them as they were, up to a line that was cut off; what is no log is named as by a replay."""
+    """They come as written, up to a cut-off line; other files are refused as by a replay."""
     driver = every_event()
     lines = a_log(tmp_path / "log", driver).read_bytes().replace(b'"cap"', b'"gone.module:Policy"').splitlines(True)
     assert list(read_events(lines)) == [event for event, _ in driver.events]

@@ -1,4 +1,4 @@
-"""The file of what was learned: whole or refused, in its place at once, and given to the pools that it is of."""
+"""The file of learned state: whole or refused, replaced atomically, and given to the right pools."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def learned_tool(name: str, *models: str) -> PoolRecord:
 
 
 def learned_lengths(*models: str) -> PoolRecord:
-    """Of an order that saw twenty programs of three turns."""
+    """Return what an order learned from twenty programs of three turns."""
     order = LeastArea()
     driver = Driver(Composed(Passthrough(), order=order), replicas={"r0": 10**7})
     for number in range(20):
@@ -85,7 +85,7 @@ async def take_turn(runtime: Runtime, model: str) -> None:
 
 
 def test_every_torn_file_is_refused() -> None:
-    """Wherever it ends."""
+    """It may be torn anywhere."""
     content = encode_state([learned_tool("bash", "m")])
     assert decode_state(content) == [learned_tool("bash", "m")]
     for length in [*range(200), *range(200, len(content), 97), len(content) - 1]:
@@ -112,7 +112,7 @@ def test_what_is_not_ours_or_was_changed_is_refused(change: object, why: str) ->
 
 
 def test_records_with_other_intervals_are_refused() -> None:
-    """Of a build whose learners count otherwise, and that forgot to call it another version."""
+    """Such a build counts otherwise, and forgot to change its version."""
     (record,) = json.loads(encode_state([learned_tool("bash", "m")]).partition(b"\n")[2])
     for where in ("all_tools", "growth", "prices"):
         part = dict(record["learned"][where])
@@ -155,7 +155,7 @@ def test_records_with_other_intervals_are_refused() -> None:
     ],
 )
 def test_records_with_values_that_cannot_be_are_refused(place: tuple[str, ...], value: object) -> None:
-    """A negative size or time, or one beyond all measure, would steer the scheduler for hours."""
+    """A negative size or time, or one beyond all measure, would mislead the scheduler for hours."""
     (record,) = json.loads(encode_state([learned_lengths("m")]).partition(b"\n")[2])
     part = record["learned"]
     for name in place[:-1]:
@@ -166,7 +166,7 @@ def test_records_with_values_that_cannot_be_are_refused(place: tuple[str, ...], 
 
 
 def test_of_more_names_than_are_remembered_the_last_heard_of_are_taken_in() -> None:
-    """As if they had been heard here."""
+    """They count as if they had been learned here."""
     many = [(f"name-{number}", 1.0, 1.0) for number in range(3000)]
     learned = replace(
         learned_tool("bash", "m").learned,
@@ -183,7 +183,7 @@ def test_of_more_names_than_are_remembered_the_last_heard_of_are_taken_in() -> N
 
 
 def test_a_file_is_replaced_at_once_and_its_owners_alone(tmp_path: Path) -> None:
-    """What a writer left that was killed does not matter."""
+    """The leftovers of a killed writer do not matter."""
     path = tmp_path / "state"
     (tmp_path / "state.new").write_bytes(b"half of some")
     for name in ("bash", "search"):
@@ -194,18 +194,18 @@ def test_a_file_is_replaced_at_once_and_its_owners_alone(tmp_path: Path) -> None
 
 
 async def test_no_file_is_no_error_and_a_folder_is_one(tmp_path: Path) -> None:
-    """It stays where it is."""
+    """A folder stays where it is."""
     assert read_state(tmp_path / "none") == []
     with pytest.raises(ConfigurationError, match="is a folder"):
         LearnedState(tmp_path, runtime_of())
     assert tmp_path.is_dir()
 
 
-# --- whose it is
+# --- its pools
 
 
 async def test_each_pool_gets_what_its_models_learned(tmp_path: Path) -> None:
-    """As soon as it is known which they are; of a model that is not there it is kept."""
+    """It does so once its models are known; the state of an absent model is kept."""
     path = tmp_path / "state"
     write_state(path, [learned_tool("of-a", "a", "lora"), learned_tool("of-b", "b"), learned_tool("of-c", "c")])
     runtime = runtime_of()
@@ -223,7 +223,7 @@ async def test_each_pool_gets_what_its_models_learned(tmp_path: Path) -> None:
 
 
 async def test_how_long_programs_are_is_kept_too(tmp_path: Path) -> None:
-    """By the default policy's own order; another one in its place leaves it out, and one in the file alone."""
+    """The default policy's own order learns it; another order omits it, and ignores it in the file."""
     path = tmp_path / "state"
     write_state(path, [learned_lengths("m")])
     runtime = runtime_of(pools=False)
@@ -252,7 +252,7 @@ async def test_engines_that_list_nothing_get_what_such_ones_learned(tmp_path: Pa
 
 
 async def test_who_has_learned_already_goes_on_with_that(tmp_path: Path) -> None:
-    """A replica that names its model late."""
+    """A replica that names its model late does that."""
     path = tmp_path / "state"
     write_state(path, [learned_tool("of-a", "a")])
     runtime = runtime_of(pools=False)
@@ -264,7 +264,7 @@ async def test_who_has_learned_already_goes_on_with_that(tmp_path: Path) -> None
 
 
 async def test_what_a_replica_may_give_is_as_it_was_learned(tmp_path: Path) -> None:
-    """Whether it is known by then or comes later."""
+    """The replica may be known by then, or come later."""
     runtime = runtime_of(pools=False)
     up(runtime, "r0", "m")
     up(runtime, "r1", "m")
@@ -282,7 +282,7 @@ async def test_what_a_replica_may_give_is_as_it_was_learned(tmp_path: Path) -> N
         assert after.pools.replicas[replica_id].account.limit_tokens == 50_000
 
 
-# --- when it is written
+# --- its writing
 
 
 async def test_it_is_written_again_and_again_while_turns_end(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ async def test_nothing_is_written_while_nothing_is_learned_or_after_a_crash(tmp_
 
 
 async def test_a_refused_file_is_said_and_moved_out_of_the_way(tmp_path: Path) -> None:
-    """And the proxy goes on without it."""
+    """The proxy continues without it."""
     path = tmp_path / "state"
     path.write_bytes(encode_state([learned_tool("bash", "m")])[:-1])
     runtime = runtime_of(pools=False)
@@ -346,7 +346,7 @@ async def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path: Path) -> No
 
 
 async def test_a_write_that_began_comes_to_its_end_though_its_writer_is_cancelled(tmp_path: Path) -> None:
-    """As at a shutdown: the last one waits for it, instead of writing beside it."""
+    """At a shutdown the last one waits for it, instead of writing beside it."""
     path = tmp_path / "state"
     runtime = runtime_of(pools=False)
     up(runtime, "r0", "m")
@@ -366,7 +366,7 @@ async def test_a_write_that_began_comes_to_its_end_though_its_writer_is_cancelle
         finally:
             goes_on.set()
         async with asyncio.timeout(10):
-            await asyncio.to_thread(bool)  # one thread: the next after that
+            await asyncio.to_thread(bool)  # there is one thread: this runs after that write
             assert read_state(path)
             path.unlink()
             await state.save()
@@ -374,7 +374,7 @@ async def test_a_write_that_began_comes_to_its_end_though_its_writer_is_cancelle
 
 
 async def test_a_disk_that_fails_is_said_once(tmp_path: Path) -> None:
-    """It is tried again each time."""
+    """Each later write tries again."""
     path = tmp_path / "folder" / "state"
     runtime = runtime_of(pools=False)
     up(runtime, "r0", "m")

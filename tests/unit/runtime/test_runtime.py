@@ -32,7 +32,7 @@ from thunderagent.runtime.event_log import EventLogWriter, read_events
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -45,7 +45,7 @@ class Clock:
 async def running(
     policy: Policy | None = None, *, grace_s: float = 0.0, replicas: tuple[str, ...] = ("r0",)
 ) -> AsyncIterator[tuple[Runtime, Clock]]:
-    """A runtime that lets one program in at a time; when it is left, nothing may be left in it."""
+    """A runtime that admits one program at a time; at its end nothing may be left in it."""
     clock = Clock()
     scheduler = Scheduler(policy or Cap(n=1), SchedulerSettings(no_replica_limit_s=10.0))
     runtime = Runtime(scheduler, RuntimeSettings(grace_s=grace_s), clock=clock)
@@ -71,11 +71,11 @@ async def held_lease(runtime: Runtime, program_id: str | None, **more: int) -> a
 
 
 async def test_a_turn_that_runs_already_is_counted_where_it_runs() -> None:
-    """Room or not; its end is as that of any other. Where nothing is granted it is not counted, only what it used."""
+    """It counts with or without room; its end is as any other. If nothing is granted there, only its usage counts."""
     async with running(replicas=("r0", "r1")) as (runtime, _):
         with await runtime.lease(asked(runtime, "a")) as lease:
             other_id = "r1" if lease.granted.replica_id == "r0" else "r0"
-            for program_id in ("b", "c"):  # one more than the policy lets in
+            for program_id in ("b", "c"):  # one more than the policy admits
                 ask = asked(runtime, program_id, prompt_bytes=4000)
                 assert runtime.adopt(ask, other_id)
                 assert not runtime.adopt(replace(ask, turn_id=runtime.new_turn_id()), "r9")
@@ -89,7 +89,7 @@ async def test_a_turn_that_runs_already_is_counted_where_it_runs() -> None:
 
 
 async def test_a_lease_that_fits_is_granted_without_a_single_await() -> None:
-    """The coroutine ends in its first step: it never gives the loop away."""
+    """The coroutine ends in its first step: it never yields to the loop."""
     async with running() as (runtime, _):
         with pytest.raises(StopIteration) as granted:
             runtime.lease(asked(runtime, "a")).send(None)
@@ -99,7 +99,7 @@ async def test_a_lease_that_fits_is_granted_without_a_single_await() -> None:
 
 
 async def test_the_scheduler_hears_what_a_caller_knows_of_a_turn(tmp_path: Path) -> None:
-    """Of its prompt and group when it arrives, of its tool when it ends."""
+    """It is told prompt and group at arrival, and the tool at the end."""
     writer = EventLogWriter(tmp_path / "log", policy="cap", policy_settings={"n": 1}, settings=SchedulerSettings())
     runtime = Runtime(Scheduler(Cap(n=1)), event_log=writer, clock=Clock())
     runtime.dispatch(ReplicaPolled(runtime.now_s(), "r0", 1000, 0.5, 10, 2))
@@ -115,7 +115,7 @@ async def test_the_scheduler_hears_what_a_caller_knows_of_a_turn(tmp_path: Path)
 
 
 async def test_a_held_lease_is_granted_by_the_event_that_makes_room() -> None:
-    """It says how long it was held."""
+    """The lease says how long it was held."""
     async with running() as (runtime, clock):
         first = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
@@ -130,7 +130,7 @@ async def test_a_held_lease_is_granted_by_the_event_that_makes_room() -> None:
 
 
 async def test_a_turn_that_is_let_in_when_its_own_hint_is_said_hears_of_it() -> None:
-    """That is right after it arrived: by then its client may be near giving up."""
+    """This is right after its arrival: by then its client may be about to give up."""
     async with running() as (runtime, clock):
         first = await runtime.lease(asked(runtime, "a"))
 
@@ -144,7 +144,7 @@ async def test_a_turn_that_is_let_in_when_its_own_hint_is_said_hears_of_it() -> 
 
 
 async def test_a_turn_that_waited_for_its_pool_has_so_much_less_patience() -> None:
-    """Until replicas say which models they serve."""
+    """It waited until replicas reported their models."""
     clock = Clock()
     runtime = Runtime(Scheduler(Cap(n=1)), clock=clock, make_scheduler=lambda: Scheduler(Cap(n=1)))
     runtime.replica_at("r0", "http://r0")
@@ -167,7 +167,7 @@ async def test_a_turn_that_waited_for_its_pool_has_so_much_less_patience() -> No
 
 
 async def test_a_lease_is_ended_exactly_once_by_the_first_word() -> None:
-    """Whatever is said afterwards, and the end of its block, changes nothing."""
+    """Later words, and the end of its block, change nothing."""
     async with running() as (runtime, _):
         with await runtime.lease(asked(runtime, "a")) as lease:
             assert repr(lease) == "<Lease of turn 1 on r0>"
@@ -183,7 +183,7 @@ async def test_a_lease_is_ended_exactly_once_by_the_first_word() -> None:
 
 
 async def test_a_lease_whose_block_ends_without_a_word_is_abandoned() -> None:
-    """A handler that raises gives its lease back, and its error goes on."""
+    """A handler that raises gives its lease back, and its error continues."""
     async with running() as (runtime, _):
         with pytest.raises(ZeroDivisionError), await runtime.lease(asked(runtime, "a")):
             raise ZeroDivisionError
@@ -192,7 +192,7 @@ async def test_a_lease_whose_block_ends_without_a_word_is_abandoned() -> None:
 
 @pytest.mark.parametrize(("ending", "outcome"), [("failed", "failed"), ("abandoned", "abandoned")])
 async def test_failed_and_abandoned_leases_teach_nothing(ending: str, outcome: str) -> None:
-    """Each ending is counted under its own name."""
+    """Each kind of end is counted under its own name."""
     async with running() as (runtime, _):
         lease = await runtime.lease(asked(runtime, "a", prompt_bytes=400))
         getattr(lease, ending)()
@@ -204,7 +204,7 @@ async def test_failed_and_abandoned_leases_teach_nothing(ending: str, outcome: s
 
 
 async def test_cancelling_a_wait_takes_the_turn_out_of_the_queue() -> None:
-    """The next in the queue gets the place that the first one left."""
+    """The next in the queue gets its place."""
     async with running() as (runtime, _):
         first = await runtime.lease(asked(runtime, "a"))
         leaving = await held_lease(runtime, "b")
@@ -240,7 +240,7 @@ async def test_a_wait_cancelled_at_the_very_moment_of_its_grant_gives_the_lease_
 
 
 async def test_a_handler_cancelled_while_it_holds_its_lease_gives_it_back() -> None:
-    """As when a client leaves in the middle of a stream."""
+    """This happens when a client leaves in the middle of a stream."""
 
     async def handler(runtime: Runtime) -> None:
         with await runtime.lease(asked(runtime, "a")):
@@ -260,7 +260,7 @@ async def test_a_handler_cancelled_while_it_holds_its_lease_gives_it_back() -> N
 
 
 async def test_a_turn_whose_program_is_released_while_it_is_held_is_refused() -> None:
-    """410, with the program's name; nothing was forwarded."""
+    """It gets 410, with the program's name; nothing was forwarded."""
     async with running() as (runtime, _):
         first = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
@@ -272,7 +272,7 @@ async def test_a_turn_whose_program_is_released_while_it_is_held_is_refused() ->
 
 
 async def test_a_turn_that_no_replica_can_serve_is_refused_after_the_limit() -> None:
-    """503 with Retry-After, for programs and for anonymous turns."""
+    """It gets 503 with Retry-After; this holds for programs and for anonymous turns."""
     async with running(replicas=()) as (runtime, clock):
         waiting = [await held_lease(runtime, "a"), await held_lease(runtime, None)]
         ticking = asyncio.ensure_future(runtime.run())
@@ -289,7 +289,7 @@ async def test_a_turn_that_no_replica_can_serve_is_refused_after_the_limit() -> 
 
 
 async def test_release_says_whether_there_was_such_a_program() -> None:
-    """Idempotent; another generation is another program."""
+    """It is idempotent; another generation is another program."""
     async with running() as (runtime, _):
         (await runtime.lease(asked(runtime, "a"))).finished()
         generation = runtime.scheduler.programs.get("a").generation
@@ -303,7 +303,7 @@ async def test_release_says_whether_there_was_such_a_program() -> None:
 
 
 async def test_a_shutdown_refuses_who_waits_and_who_comes_and_lets_turns_in_flight_end() -> None:
-    """The order: no new lease, no held one, then the end of the last turn ends the wait, not the grace period."""
+    """It gives no new lease and refuses held ones; then the last turn's end ends the wait, not the grace period."""
     async with running(grace_s=60.0) as (runtime, _):
         lease = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
@@ -321,7 +321,7 @@ async def test_a_shutdown_refuses_who_waits_and_who_comes_and_lets_turns_in_flig
 
 
 async def test_the_grace_period_bounds_a_shutdown() -> None:
-    """A turn that does not end is left to be cut off."""
+    """A turn that does not end is cut off afterwards."""
     async with running(grace_s=0.02) as (runtime, _):
         lease = await runtime.lease(asked(runtime, "a"))
         async with asyncio.timeout(1):
@@ -331,7 +331,7 @@ async def test_the_grace_period_bounds_a_shutdown() -> None:
 
 
 async def test_a_turn_that_was_granted_just_before_a_shutdown_is_waited_for() -> None:
-    """Its grant is on its way to it while the shutdown begins, in the same step of the loop: it counts as in flight."""
+    """Its grant is on its way when the shutdown begins in the same step of the loop: it counts as in flight."""
 
     async def turn(waiting: asyncio.Task[OpenLease]) -> None:
         with await waiting as lease:
@@ -360,7 +360,7 @@ async def test_a_shutdown_without_turns_takes_no_time() -> None:
 
 
 async def test_it_ticks_as_often_as_the_policy_needs() -> None:
-    """A policy that checks every 10 ms is asked that often, whatever the configured period."""
+    """A policy that checks every 10 ms is asked that often, whatever period is configured."""
     policy = ThunderAgent(reserve_tokens=0, delta_s=0.01, half_life_s=inf)
     async with running(policy) as (runtime, clock):
         ticking = asyncio.ensure_future(runtime.run())
@@ -392,7 +392,7 @@ async def test_decisions_are_counted_by_kind_and_reason() -> None:
 
 
 async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
-    """Whose route and where it leads; whose priority and which."""
+    """The log has the owner and target of a route, and the owner and value of a priority."""
     async with running(replicas=("r0", "r1")) as (runtime, _):
         ask = asked(runtime, "a", program_class="coder")
         with await runtime.lease(ask) as lease, structlog.testing.capture_logs() as lines:
@@ -420,7 +420,7 @@ async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
 
 
 async def test_it_says_what_it_is() -> None:
-    """`repr` is read in logs and failures."""
+    """Logs and failures show `repr`."""
     async with running() as (runtime, _):
         lease = await runtime.lease(asked(runtime, "a"))
         waiting = await held_lease(runtime, "b")
@@ -430,12 +430,12 @@ async def test_it_says_what_it_is() -> None:
         lease.finished()
 
 
-# --- What must not happen, and happens
+# --- Bugs and broken parts
 
 
 @dataclass(frozen=True)
 class Broken(ThunderAgent):
-    """A policy of an operator that has a bug."""
+    """An operator's policy with a bug."""
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Raise, in the middle of an event."""
@@ -443,7 +443,7 @@ class Broken(ThunderAgent):
 
 
 async def test_an_exception_in_a_policy_ends_the_process() -> None:
-    """The sums cannot be trusted any more, so the endless loop raises what was raised."""
+    """The sums cannot be trusted any more, so the endless loop raises the same error."""
     runtime = Runtime(Scheduler(Broken()))
     runtime.replica_up("r0")
     ticking = asyncio.ensure_future(runtime.run())
@@ -455,7 +455,7 @@ async def test_an_exception_in_a_policy_ends_the_process() -> None:
 
 
 async def test_a_full_disk_costs_the_event_log_and_nothing_else(tmp_path: Path) -> None:
-    """The grant that could not be written down is carried out all the same."""
+    """The grant that could not be written is still carried out."""
     writer = EventLogWriter(tmp_path / "log", policy="cap", policy_settings={}, settings=SchedulerSettings())
     writer.close()
     writer._file = FullDisk()  # type: ignore[assignment]
@@ -478,7 +478,7 @@ class FullDisk:
 
 
 async def test_a_held_turn_is_let_in_when_it_is_due_not_at_the_next_tick() -> None:
-    """Nobody ticks here; half of a patience of 0.1 s is left for the answer."""
+    """There are no ticks here; half of a patience of 0.1 s is left for the answer."""
     async with running() as (runtime, clock):
         with await runtime.lease(asked(runtime, "first")):
             begun_s = asyncio.get_running_loop().time()
@@ -492,7 +492,7 @@ async def test_a_held_turn_is_let_in_when_it_is_due_not_at_the_next_tick() -> No
 
 
 async def test_a_turn_that_is_due_is_no_tick() -> None:
-    """However many are: what a tick looks at costs as much as all replicas and limits, and is not asked for."""
+    """A tick costs as much as all replicas and limits, and is not needed, however many turns are due."""
     async with running() as (runtime, clock):
         events: list[str] = []
         runtime.observe(lambda event, _: events.append(type(event).__name__))
@@ -510,7 +510,7 @@ async def test_a_turn_that_is_due_is_no_tick() -> None:
 
 
 async def test_an_observer_hears_an_event_once_and_in_its_turn() -> None:
-    """Whether it is about the event, about what was decided on it, or about both; one that stopped hears nothing."""
+    """The event itself, its decisions, or both concern the observer; one that stopped gets nothing."""
     async with running() as (runtime, _):
         heard: list[str] = []
         runtime.observe(lambda event, _: heard.append("decision"), Grant)
@@ -574,7 +574,7 @@ async def test_a_held_turn_that_is_superseded_counts_as_that() -> None:
 
 
 async def test_a_lease_whose_turn_is_superseded_passes_on() -> None:
-    """Its holder may end it late, and in whatever way."""
+    """Its holder may end it late, and in any way."""
     async with running() as (runtime, _):
         earlier_id = runtime.new_turn_id()
         earlier = await runtime.lease(asked(runtime, "a", turn_id=earlier_id))
@@ -587,7 +587,7 @@ async def test_a_lease_whose_turn_is_superseded_passes_on() -> None:
 
 
 async def test_a_turn_that_ended_already_cannot_be_superseded() -> None:
-    """The next one is a turn like any other, and nothing of the first is kept."""
+    """The next one is an ordinary turn, and nothing of the first is kept."""
     async with running() as (runtime, _):
         (await runtime.lease(asked(runtime, "a", turn_id=77_000))).finished()
         with await runtime.lease(asked(runtime, "a", supersedes_id=77_000)) as lease:

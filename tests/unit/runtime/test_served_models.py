@@ -1,4 +1,4 @@
-"""Which models are served where, without a proxy: when replicas are asked anew, and how long a turn waits for that."""
+"""The models of replicas, without a proxy: when replicas are asked again, and how long a turn waits for that."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_model_that_is_listed_and_none_need_no_look() -> None:
 
 
 async def test_an_unknown_model_waits_for_one_answer_of_each_replica() -> None:
-    """All that come meanwhile wait for the same; what was asked before they came is no answer."""
+    """Turns that come meanwhile wait for the same answer; an answer to an earlier question does not count."""
     world = World()
     finding = [world.finding("b") for _ in range(3)]
     await asyncio.sleep(0)
@@ -78,7 +78,7 @@ async def test_an_unknown_model_waits_for_one_answer_of_each_replica() -> None:
 
 
 async def test_what_was_loaded_just_after_all_were_asked_is_found() -> None:
-    """A turn that comes too soon to ask again waits until that may be."""
+    """A turn that comes too early for another question waits until it is allowed."""
     world = World()
     before = world.finding("b")
     await asyncio.sleep(0)
@@ -99,7 +99,7 @@ async def test_what_was_loaded_just_after_all_were_asked_is_found() -> None:
 
 
 async def test_a_client_without_patience_waits_for_no_answer() -> None:
-    """With one that never came up, too, which others wait for."""
+    """This holds even for a replica that never came up, for which others wait."""
     world = World()
     world.served.listed("q", ("c",))
     world.served.replica_known("s")
@@ -126,14 +126,14 @@ async def test_where_nobody_asks_it_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize(("refuses_others", "pools"), [(False, True), (True, False)])
 async def test_an_engine_that_takes_any_name_is_asked_nothing(*, refuses_others: bool, pools: bool) -> None:
-    """By its kind; or because an operator says so of one that loads adapters when they are named."""
+    """Its kind shows that, or an operator says so of an engine that loads adapters by name."""
     world = World(refuses_others=refuses_others, pools=pools)
     await world.find("b")
     assert world.asked == []
 
 
 async def test_a_replica_that_never_came_up_may_serve_it() -> None:
-    """With one pool its engines judge as long as one has said nothing."""
+    """With one pool its engines decide, as long as one of them has not reported."""
     world = World()
     world.served.replica_known("q")
     await world.find("b")

@@ -17,7 +17,7 @@ from thunderagent.scale.gateway.remote import RemoteRuntime
 
 
 async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
-    """The gateway carries on, and dials again."""
+    """The gateway continues, and dials again."""
     links_count, again = 0, asyncio.Event()
 
     async def lead(request: web.Request) -> web.WebSocketResponse:
@@ -54,7 +54,7 @@ async def test_a_scheduler_that_takes_no_link_is_named_once_with_the_reason() ->
 
 
 async def _dials(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], until: asyncio.Event) -> None:
-    """Have a gateway dial a scheduler that answers so, until something was seen."""
+    """Let a gateway dial a scheduler that answers this way, until something was seen."""
 
     def take(_frame: messages.Frame) -> None:
         raise KeyError("a turn that is not there")

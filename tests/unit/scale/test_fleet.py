@@ -1,4 +1,4 @@
-"""The replicas of a gateway: its reports of them, and where turns run without leave."""
+"""The replicas of a gateway: its reports of them, and the targets of turns without a lease."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_happens_to_replicas_is_told_as_the_events_that_the_core_hears() ->
 
 
 def test_without_leave_a_turn_runs_where_its_program_was_else_where_its_name_leads() -> None:
-    """The same name leads to the same replica, and names are spread."""
+    """The same name gives the same replica, and names are spread."""
     fleet = fleet_of(*map(replica, "abc"))
     ask = TurnAsk(turn_id=1, program_id="p")
     assert fleet.where(ask, "b", lambda _: True) == "b"
@@ -64,7 +64,7 @@ def test_without_leave_a_turn_runs_where_its_program_was_else_where_its_name_lea
 
 
 def test_without_leave_a_turn_avoids_what_it_must() -> None:
-    """What just failed it, what is tripped, what is down, and what does not serve its model."""
+    """It avoids a replica that just failed it, is tripped, is down, or does not serve its model."""
     fleet = fleet_of(
         replica("a", models=("m",)), replica("b", models=("n",)), replica("c", up=False, models=("m",)), has_pools=True
     )
@@ -80,7 +80,7 @@ def test_without_leave_a_turn_avoids_what_it_must() -> None:
 
 
 def test_a_replica_that_went_down_or_is_gone_is_tripped_no_more() -> None:
-    """What comes back in its place did not fail yet, and a scheduler is not told that it did."""
+    """A replacement has not failed yet, and no scheduler is told that it did."""
     fleet = fleet_of(*map(replica, "abc"))
     fleet.tripped_ids.update("abc")
     fleet.take(Replicas((replica("a", up=False), replica("b")), ("c",)))

@@ -1,4 +1,4 @@
-"""What both sides of a link keep of each other, and how it heals when links, gateways and schedulers come and go."""
+"""The state that both sides of a link keep, and its repair when links, gateways and schedulers come and go."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from thunderagent.scale.scheduler.tried_again import LOOKS_COUNT
 
 
 class Heard:
-    """Grants nothing, and remembers what it hears of replicas."""
+    """Grants nothing, and remembers its events of replicas."""
 
     def __init__(self) -> None:
         self.ids = count(1)
@@ -70,7 +70,7 @@ class Heard:
 
 
 class Cell:
-    """A scheduler, and gateways that say what they are told to say."""
+    """A scheduler, and gateways whose messages a test sets."""
 
     def __init__(self) -> None:
         self.heard = Heard()
@@ -94,7 +94,7 @@ class Cell:
 
 
 def test_a_replica_is_tripped_once_two_gateways_say_so_or_the_only_one() -> None:
-    """Until none does any more; what else was seen is passed on."""
+    """It recovers when no gateway reports it any more; other observations are passed on."""
     cell = Cell()
     cell.links("a", 1)
     cell.says("a", Digest("r", "tripped"), Digest("r", "failed"))
@@ -111,7 +111,7 @@ def test_a_replica_is_tripped_once_two_gateways_say_so_or_the_only_one() -> None
 
 
 def test_a_probe_that_succeeded_without_a_link_is_heard_of_with_the_next() -> None:
-    """Each link begins with all replicas that fail a gateway; those that it does not name may be tried."""
+    """Each link begins with all replicas that fail a gateway; unnamed ones may be tried."""
     cell = Cell()
     cell.links("a", 1, "r", "s")
     assert cell.tripped_ids == {"r", "s"}
@@ -122,7 +122,7 @@ def test_a_probe_that_succeeded_without_a_link_is_heard_of_with_the_next() -> No
 
 
 def test_a_gateway_that_is_no_more_has_nothing_to_say_of_replicas() -> None:
-    """One that began anew, one that is lost without a turn, and one that is forgotten."""
+    """Cases are a gateway that restarted, one that is lost without a turn, and one that is forgotten."""
     cell = Cell()
     cell.links("a", 1, "r")
     cell.gateways.linked(Hello("a", 2, 1))
@@ -138,7 +138,7 @@ def test_a_gateway_that_is_no_more_has_nothing_to_say_of_replicas() -> None:
 
 
 def test_fewer_gateways_need_fewer_words() -> None:
-    """The one that is left is the only one."""
+    """The remaining one is then the only one."""
     cell = Cell()
     cell.links("a", 1)
     cell.links("b", 1, "r")
@@ -170,7 +170,7 @@ LEASE = Lease(0, "p", 1, "r", "", None, "fits", 0.0)
 
 
 def test_no_gateway_brings_a_leader_to_an_epoch_below_its_own_or_to_the_last_one() -> None:
-    """What was said late is no news, and what cannot be is refused: no epoch comes after the last one."""
+    """A late message changes nothing, and an impossible one is refused: no epoch follows the last one."""
     gateways, heard = Cell().gateways, list[int]()
     gateways.on_higher = heard.append
     gateways.leads_in(50)
@@ -205,7 +205,7 @@ def frames_of_a_link(turns: CarriedTurns) -> list[Frame]:
 
 
 def test_what_a_long_outage_left_goes_out_in_frames_that_are_small() -> None:
-    """By their number and by their bytes; of turns that ended nothing is told that only a turn to come needs."""
+    """Number and bytes are limited; of ended turns only what a later turn does not need is omitted."""
     turns, long = CarriedTurns("g", 1), tuple((n, n) for n in range(2**40, 2**40 + 4000))
     for turn_id in range(1500):
         turns.asked(TurnAsk(turn_id=turn_id, program_id=f"p{turn_id}", prefix=long, media=(("image", 3),)), 0.0)
@@ -229,7 +229,7 @@ def test_what_a_long_outage_left_goes_out_in_frames_that_are_small() -> None:
 
 
 def test_ends_of_programs_are_kept_for_a_scheduler_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last ones."""
+    """The last ones are kept."""
     monkeypatch.setattr(carried, "UNHEARD_COUNT", 10)
     turns = CarriedTurns("g", 1)
     for number in range(12):
@@ -243,7 +243,7 @@ def attempt(turn_id: int, key: str = "k") -> TurnAsk:
 
 
 def test_an_attempt_waits_for_the_end_of_the_one_before_at_another_gateway() -> None:
-    """Which that gateway is told to end; a third one waits for the first, too."""
+    """That gateway is told to end it; a third attempt waits for the first, too."""
     cell = Cell()
     for gateway_id in ("a", "b", "c"):
         cell.links(gateway_id, 1)
@@ -262,7 +262,7 @@ def test_an_attempt_waits_for_the_end_of_the_one_before_at_another_gateway() -> 
 
 
 def test_a_gateway_that_does_not_end_an_attempt_is_not_waited_for_long() -> None:
-    """It may be of a version that does not know what it was told."""
+    """It may have a version that does not know that message."""
     cell = Cell()
     cell.links("a", 1)
     cell.links("b", 1)

@@ -1,4 +1,4 @@
-"""What a scheduler leaves for the next one: written once, read as often as it comes, by another version too."""
+"""A scheduler's state for the next one: written once, read whenever it arrives, even by another version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def programs(kept: Kept, now_s: float = 0.0) -> dict[str, ProgramRecord]:
     return {record.program_id: record for _, record in kept.programs(now_s)}
 
 
-# --- what entries add up to
+# --- the sum of entries
 
 
 def test_the_last_word_on_a_program_counts_and_an_entry_may_come_twice() -> None:
@@ -89,7 +89,7 @@ def test_counted_turns_are_of_a_run_of_a_gateway_and_the_last_ones_are_kept(monk
 
 
 def test_fields_and_kinds_of_a_later_version_are_not_read() -> None:
-    """And what an earlier one did not write is the default."""
+    """A field that an earlier version did not write has its default."""
     later = [*PROGRAM[:8], [["", 70, 1, None, "", 0, "new"]], *PROGRAM[9:], "new", 4]
     data = msgspec.msgpack.encode([1, 5.0, [["at", "", later, "new"], ["unheard-of", 1], ["ended", "", "q", 8]], 1])
     kept = read()
@@ -150,7 +150,7 @@ class Source:
         return self.journal.counted("g", turn_id)
 
     def write(self) -> list[tuple[str, int]]:
-        """Write one entry; return which turns are acknowledged for it."""
+        """Write one entry; return the turns that are acknowledged for it."""
         entry = self.journal.entry(0.0)
         assert entry is not None
         self.kept.take(decode(entry), 0.0)
@@ -244,7 +244,7 @@ def test_what_changes_while_all_is_told_in_large_records_has_a_place() -> None:
 
 
 def test_too_many_turns_that_wait_are_acknowledged_unwritten() -> None:
-    """A store that is away for long makes gateways keep no more than that."""
+    """A store that is away for long does not make gateways keep more than that."""
     source = Source(0)
     acknowledged = [turn for turn_id in range(WAITING_COUNT + 1) for turn in source.count(turn_id)]
     assert len(acknowledged) == WAITING_COUNT + 1
@@ -266,7 +266,7 @@ def test_a_lock_is_taken_when_it_is_free_given_up_or_its_owner_is_dead() -> None
 
 
 def test_after_the_store_was_away_the_old_owner_comes_first() -> None:
-    """For as long as a lock lasts: it believes that it leads, and takes it again."""
+    """This lasts as long as a lock: it believes that it leads, and takes the lock again."""
     candidacy = Candidacy(3.0)
     assert candidacy.may_take("other", 1, 100.0) is None
     assert candidacy.may_take(None, 1, 103.0) == GIVEN_UP, "it ended under our eyes"
@@ -277,7 +277,7 @@ def test_after_the_store_was_away_the_old_owner_comes_first() -> None:
 
 
 def test_a_store_that_lost_its_data_is_not_new() -> None:
-    """Its leader may live, though nothing tells of it any more: he is let come first."""
+    """Its leader may live, though nothing shows it any more: that leader gets precedence."""
     for seen in (("other", 7), (None, 7), ("other", 0)):
         candidacy = Candidacy(3.0)
         candidacy.failed()
@@ -293,14 +293,14 @@ def test_a_store_that_lost_its_data_is_not_new() -> None:
 
 
 def test_a_store_that_first_was_away_is_not_new_at_once() -> None:
-    """It may have been another one's meanwhile."""
+    """Another scheduler may have had it meanwhile."""
     candidacy = Candidacy(3.0)
     candidacy.failed()
     assert candidacy.may_take(None, 0, 100.0) is None
     assert candidacy.may_take(None, 0, 103.0) == GIVEN_UP
 
 
-# --- what a store holds
+# --- the contents of a store
 
 
 def test_what_a_store_holds_is_read() -> None:

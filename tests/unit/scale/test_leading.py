@@ -1,4 +1,4 @@
-"""A scheduler with a store that fails: what it writes again, and that it leaves no lock behind."""
+"""A scheduler with a failing store: it writes everything again, and leaves no lock behind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from thunderagent.scale.leader.store import Seen, Store
 from thunderagent.scale.scheduler.links import Links
 
 LOCK_S = 0.03
-"""Renewed so often that a test waits for nothing."""
+"""The period of renewals, short so that tests do not wait."""
 
 
 class MemoryStore:
-    """A store that does as told, or fails where a test says so. Its lock does not end by itself."""
+    """A store that does as told, or fails where a test says so. Its lock does not expire."""
 
     def __init__(self) -> None:
         self.owner: str | None = None
@@ -34,12 +34,12 @@ class MemoryStore:
         self.log: list[bytes] = []
         self.is_away = self.loses_the_answer_of_take = self.fails_for_standby = False
         self.renews_as = 0
-        """What the next renewal answers, if it is not 0."""
+        """The answer to the next renewal, if it is not 0."""
         self.on_take = asyncio.Event()
         self.may_take = asyncio.Event()
         self.may_take.set()
         self.loses_entries = False
-        """The next append finds the log to be of another time."""
+        """Whether the next append finds a log of another time."""
         self.on_append = asyncio.Event()
         self.may_append = asyncio.Event()
         self.may_append.set()
@@ -139,7 +139,7 @@ class Member:
             await asyncio.sleep(0)
 
     async def until_renewed(self) -> None:
-        """Wait until the lock was renewed twice, so once as a whole."""
+        """Wait until the lock was renewed twice, so at least once after now."""
         wanted_count = self.store.renewals_count + 2
         while self.store.renewals_count < wanted_count:
             await asyncio.sleep(0)
@@ -162,7 +162,7 @@ async def until_leading(member: Member) -> None:
 
 
 async def test_a_store_that_was_away_is_told_all_again() -> None:
-    """It may have come back with older data, and says nothing of that."""
+    """It may have returned with older data, without reporting that."""
     store = MemoryStore()
     async with running(store) as member:
         member.opens("p")
@@ -188,7 +188,7 @@ async def test_a_store_that_lost_its_epoch_is_told_all_again_if_it_does_not_say_
 
 
 async def test_an_epoch_that_was_lost_is_made_up_for_and_all_is_told_again() -> None:
-    """A gateway is the first that knows of it."""
+    """A gateway is the first to know about it."""
     store = MemoryStore()
     async with running(store) as member:
         await until_leading(member)
@@ -298,7 +298,7 @@ async def test_who_leaves_gives_the_lock_up_though_it_cannot_write_the_last() ->
 
 
 async def test_who_leaves_writes_what_there_is_and_does_not_wait_for_calm() -> None:
-    """Gateways are still served: with each entry something changes."""
+    """Gateways are still served: something changes with each entry."""
     store = MemoryStore()
     async with running(store) as member:
         await until_leading(member)

@@ -1,4 +1,4 @@
-"""How links give way to others."""
+"""How links yield to others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thunderagent.scale.scheduler.link import GIVE_WAY_S, GivesWay
 
 
 async def test_no_turn_of_the_loop_takes_in_all_that_comes_at_once() -> None:
-    """Of a dozen that each take as long as is allowed, one is done in each; of those that take nothing, all."""
+    """Of a dozen that each take the allowed time, one is done in each turn; of those that take none, all are."""
     gives_way, turns_count, in_turns = GivesWay(), 0, list[int]()
 
     async def one(takes_s: float) -> None:

@@ -36,7 +36,7 @@ LEASE = Lease(1, "p", 1, "r0", "", None, "fits", 0.0)
 
 
 class Unwatched:
-    """Looks at no replica."""
+    """Watches no replica."""
 
     def suspect(self, replica_id: str) -> None: ...
 
@@ -78,7 +78,7 @@ class Peer:
         await self.socket.send_bytes(messages.encode(Frame(self._number, 0, 0, said)))
 
     async def hears(self, kind: type[Message]) -> None:
-        """Listen until something of a kind comes."""
+        """Read messages until one of a kind comes."""
         while not any(isinstance(each, kind) for each in self.heard):
             frame, _ = messages.decode(await self.socket.receive_bytes(timeout=5))
             self.heard.extend(frame.messages)
@@ -94,7 +94,7 @@ async def served(cell: Cell) -> AsyncIterator[tuple[TestServer, aiohttp.ClientSe
 
 
 async def test_a_new_scheduler_first_hears_what_runs_though_the_first_gateway_never_ran_anything() -> None:
-    """Others may come that did; a turn is held until they had the time to, and have told it."""
+    """Another one may have: a turn is held until others had the time to link and report."""
     cell = Cell()
     cell.up()
     async with served(cell) as (server, http):
@@ -117,7 +117,7 @@ async def test_a_new_scheduler_first_hears_what_runs_though_the_first_gateway_ne
 
 
 async def test_one_process_at_a_time_goes_by_a_gateways_name() -> None:
-    """The earlier process is told that its link is over, and takes another: else it would wait for ever."""
+    """The earlier process is told that its link is over, and takes another name: otherwise it would wait for ever."""
     cell = Cell()
     cell.up()
     async with served(cell) as (server, http):
@@ -168,7 +168,7 @@ async def test_a_scheduler_that_can_say_nothing_by_a_link_ends_it() -> None:
 
 
 async def test_a_leader_hears_of_higher_epochs_only_from_gateways_that_follow_another() -> None:
-    """One that read an older frame of this leader does not bring it back there."""
+    """A gateway with an older frame of this very leader does not raise its epoch."""
     cell, heard = Cell(), list[int]()
     cell.links.gateways.on_higher = heard.append
     cell.links.lead(50, ())
@@ -182,7 +182,7 @@ async def test_a_leader_hears_of_higher_epochs_only_from_gateways_that_follow_an
 
 
 async def test_a_gateway_that_can_say_nothing_by_a_link_ends_it() -> None:
-    """And dials again."""
+    """It dials again."""
     runtime = RemoteRuntime(CarriedTurns("g", 1), RemoteSettings())
     linked, ended = asyncio.Event(), asyncio.Event()
 
@@ -211,7 +211,7 @@ async def test_a_gateway_that_can_say_nothing_by_a_link_ends_it() -> None:
 
 
 async def test_the_first_turns_are_granted_before_the_last_one_that_waited_is_looked_at() -> None:
-    """Thousands wait for a scheduler that takes over: what the first ones get goes out at once."""
+    """Thousands wait for a scheduler that takes over: the grants of the first ones go out at once."""
     cell, held_counts = Cell(), list[int]()
     cell.up()
     granting, loop = cell.links.granting, asyncio.get_running_loop()

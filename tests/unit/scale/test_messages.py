@@ -32,11 +32,11 @@ FIRST_FIELDS = {
     "gone": "program_id",
     "replicas": "changed removed_ids names_models has_pools is_whole",
 }
-"""Of each kind, what the first version had. It stays so: fields are only added, behind these."""
+"""The fields of the first version, by kind. They never change: new fields are only added behind these."""
 
 
 def test_fields_are_only_added() -> None:
-    """A field that is moved, renamed or taken away would be read as another by a side of another version."""
+    """A moved, renamed or removed field would be read as another by a side of another version."""
     kinds: dict[str, type[Any]] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
     assert set(FIRST_FIELDS) <= set(kinds)
     for kind, fields in FIRST_FIELDS.items():
@@ -64,13 +64,13 @@ def test_a_frame_comes_back_as_it_was() -> None:
 
 
 def test_what_an_older_side_does_not_say_is_the_default() -> None:
-    """One that knows the first fields of a message, and no others."""
+    """The older side knows the first fields of a message, and no others."""
     got, _ = decode(frame(["hello", "g", 1, 2], ["acquire", 9], ["end", 9, "a", 1, "finished"]))
     assert got.messages == [Hello("g", 1, 2), TurnAsk(turn_id=9), TurnEnd(9, "a", 1, "finished")]
 
 
 def test_what_a_newer_side_says_beyond_is_not_read() -> None:
-    """More fields in messages, and in the frame."""
+    """It may have more fields in messages, and in the frame."""
     end = ["end", 9, "a", 1, "finished", 10, 20, 5, "ls", {"new": True}, [1]]
     got, dropped_count = decode(frame(end, ["ok", [1, 2], "more"], more=("more",)))
     assert got.messages == [TurnEnd(9, "a", 1, "finished", 10, 20, 5, "ls"), Ok((1, 2))]
@@ -78,7 +78,7 @@ def test_what_a_newer_side_says_beyond_is_not_read() -> None:
 
 
 def test_kinds_that_nobody_knows_are_counted_and_dropped() -> None:
-    """All others in their frame are handled, in order."""
+    """All other messages in their frame are handled, in order."""
     got, dropped_count = decode(frame(["reject", 1, "x", "y"], ["poem", "roses"], ["replica", "r", "failed"], ["x"]))
     assert got.messages == [Refusal(1, "x", "y"), Digest("r", "failed")]
     assert dropped_count == 2
@@ -104,18 +104,18 @@ def test_kinds_that_nobody_knows_are_counted_and_dropped() -> None:
     ],
 )
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
-    """A known kind that cannot be read is no message of another version; nor is an epoch that fits in no generation."""
+    """An unreadable message of a known kind is no later version; nor is an epoch that fits in no generation."""
     with pytest.raises(BadFrameError):
         decode(data)
 
 
 @pytest.mark.parametrize("age_s", [-1.0, float("nan")])
 def test_a_poll_of_the_future_is_refused(age_s: float) -> None:
-    """Taken in, it would have every later poll passed over."""
+    """Otherwise every later poll would be ignored."""
     with pytest.raises(BadFrameError):
         decode(encode(Frame(1, 0, 0, [Polled(1, Found(age_s))])))
 
 
 def test_a_list_of_models_that_is_nested_too_deep_names_none() -> None:
-    """Each gateway reads what engines answer: none ends for it."""
+    """Each gateway reads engines' answers: none ends because of one."""
     assert models_in("[" * 100_000) == ()

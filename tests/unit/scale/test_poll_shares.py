@@ -1,4 +1,4 @@
-"""Gateways poll in place of a scheduler: the core hears the same, and no gateway takes a replica down by itself."""
+"""Gateways poll for a scheduler: the core gets the same events, and no single gateway takes a replica down."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Core:
 
 
 class Cell:
-    """A scheduler's polls and its gateways', each word sent as it would be."""
+    """A scheduler's polls and its gateways', with each message encoded as on the wire."""
 
     def __init__(self, core: Core, group: asyncio.TaskGroup) -> None:
         self.core = core
@@ -123,7 +123,7 @@ class Cell:
         self.numbers: dict[str, int] = {}
         self.mute: set[str] = set()
         self.cut_off: set[str] = set()
-        """Gateways that reach no engine."""
+        """The gateways that reach no engine."""
         self._links_count = 0
 
     def comes(self, gateway_id: str) -> None:
@@ -198,7 +198,7 @@ def replica(url: str, replica_id: str = "r", kind: str = "auto") -> ReplicaEndpo
 
 
 async def story(engine: Engine, core: Core) -> None:
-    """Put an engine through its states, each for long enough to be polled."""
+    """Lead an engine through its states, each for long enough to be polled."""
     await polled(core)
     engine.says(0.5, 1000)
     await polled(core)
@@ -208,7 +208,7 @@ async def story(engine: Engine, core: Core) -> None:
         await polled(core)
     engine.health_status = 503
     await until(lambda: core.heard[-1][0] == "ReplicaDown")
-    engine.says(0.0, 10, capacity_tokens=8000)  # another one runs there now
+    engine.says(0.0, 10, capacity_tokens=8000)  # another engine runs there now
     engine.health_status = 200
     await until(lambda: any(each[0] == "ReplicaUp" and each[2] == 8000 for each in core.heard))
     engine.says(0.25, 500, capacity_tokens=8000)
@@ -216,7 +216,7 @@ async def story(engine: Engine, core: Core) -> None:
 
 
 async def test_the_core_hears_the_same_whoever_polls() -> None:
-    """Capacities, what happened since the last poll, models, coming up and going down; and the kind is found out."""
+    """Capacities, changes since the last poll, models, coming up, going down, and the detected kind are the same."""
     heard: list[list[tuple[object, ...]]] = []
     served: list[object] = []
     for gateways_count in (0, 1, 2):
@@ -234,7 +234,7 @@ async def test_the_core_hears_the_same_whoever_polls() -> None:
 
 
 async def test_ranks_are_found_and_each_has_its_own_reading() -> None:
-    """Each poller counts them, and reads each one that is a replica."""
+    """Each poller counts them, and reads each rank that is a replica."""
     core, engine = Core(), Engine()
     engine.says(0.5, 0, ranks_count=2)
     async with running(engine) as url, cell_of(core) as cell:
@@ -248,7 +248,7 @@ async def test_ranks_are_found_and_each_has_its_own_reading() -> None:
 
 
 async def test_a_scheduler_polls_nothing_while_gateways_do_and_all_when_they_are_gone() -> None:
-    """Nothing is asked twice; and a gateway that says nothing is no reason to know nothing."""
+    """Nothing is asked twice; a silent gateway does not leave its share unknown."""
     core, engine = Core(), Engine()
     async with running(engine) as url, cell_of(core) as cell:
         cell.comes("g0")
@@ -264,7 +264,7 @@ async def test_a_scheduler_polls_nothing_while_gateways_do_and_all_when_they_are
 
 
 async def test_a_silent_gateway_is_made_up_for() -> None:
-    """It has a link, and its share, and says nothing."""
+    """It has a link and its share, and sends nothing."""
     core, engine = Core(), Engine()
     core.poller.settings = PollerSettings(interval_s=INTERVAL_S, deadline_s=0.05)
     async with running(engine) as url, cell_of(core) as cell:
@@ -278,7 +278,7 @@ async def test_a_silent_gateway_is_made_up_for() -> None:
 
 
 async def test_one_gateway_that_reaches_no_engine_takes_none_down() -> None:
-    """The next one is asked, and what it finds counts; two that fail, or the only one, are believed."""
+    """The next one is asked, and its result counts; two that fail, or the only one, are believed."""
     core, engine = Core(), Engine()
     async with running(engine) as url, cell_of(core) as cell:
         core.add(replica(url))
@@ -299,7 +299,7 @@ async def test_one_gateway_that_reaches_no_engine_takes_none_down() -> None:
 
 
 async def test_who_was_not_asked_takes_no_engine_down() -> None:
-    """As a gateway whose share is another's by now."""
+    """It may be a gateway whose share went to another one."""
     core, engine = Core(), Engine()
     async with running(engine) as url, cell_of(core) as cell:
         core.add(replica(url))
@@ -355,7 +355,7 @@ async def test_a_gateway_that_comes_or_goes_moves_its_own_share_only() -> None:
 
 @pytest.mark.parametrize("kind", ["of a later version", "vllm"])
 async def test_what_a_gateway_cannot_poll_is_left_to_its_scheduler(kind: str) -> None:
-    """A kind that it does not know, or what is no URL to it: it goes on with the rest."""
+    """It does not know the kind, or cannot read the URL: it continues with the rest."""
     said: list[Polled] = []
     async with asyncio.TaskGroup() as group:
         polls = SharedPolls(said.append, group)
@@ -369,7 +369,7 @@ async def test_what_a_gateway_cannot_poll_is_left_to_its_scheduler(kind: str) ->
 
 
 def test_what_a_later_version_reads_beyond_is_left_out() -> None:
-    """Figures come in the order of a reading, more of them in time."""
+    """Figures come in the order of a reading; later versions add more."""
     known = RankReading(None, (16_000, 0.5))
     later = json.loads(json.dumps([*known.figures, *[None] * 8, 99]))
     assert known.reading == ReplicaReading(capacity_tokens=16_000, kv_used_ratio=0.5)

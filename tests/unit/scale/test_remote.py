@@ -1,4 +1,4 @@
-"""A gateway's leases: what it makes of what its scheduler says, in the order in which that comes."""
+"""A gateway's leases: its reactions to its scheduler's messages, in the order of arrival."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 30.0
 
 
 class Link:
-    """A gateway's runtime, and what a scheduler says to it."""
+    """A gateway's runtime, and a scheduler's messages to it."""
 
     def __init__(self, *, turns_count: int = 64) -> None:
         self.now_s = 0.0

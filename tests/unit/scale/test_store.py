@@ -1,4 +1,4 @@
-"""What all stores have in common: a cancellation that a client forgot is heeded."""
+"""A common property of stores: a cancellation that a client lost still counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_task_ends_though_a_client_forgot_that_it_was_cancelled() -> Non
 
 
 async def test_an_earlier_cancellation_or_a_limit_within_ends_nothing() -> None:
-    """Clean-up after a cancellation may ask a store; a client may limit its waits."""
+    """Clean-up after a cancellation may use a store; a client may limit its waits."""
     has_cleaned = asyncio.Event()
 
     async def cleans_up() -> None:

@@ -1,4 +1,4 @@
-"""Two versions side by side: what version 1 said is heard today, and what is said today version 1 could hear."""
+"""Two versions side by side: today's code reads version 1, and version 1 could read today's messages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from thunderagent.scale.messages import FromGateway, FromScheduler, decode, encode
 
 FRAMES: dict[str, str] = json.loads(Path(__file__).with_name("frames-1.json").read_text())
-"""A frame with one message of each kind of version 1, all its fields given, in hexadecimal. Never changed."""
+"""A frame with one message of each kind of version 1, with all fields, in hexadecimal. Never changed."""
 
 SINCE_1 = {"deposed", "look", "polled", "polls", "revoke"}
-"""Kinds that came later: a version that does not know them drops them."""
+"""Later kinds: a version that does not know them drops them."""
 
 
 def fields_of(data: bytes) -> Any:
@@ -23,7 +23,7 @@ def fields_of(data: bytes) -> Any:
 
 
 def is_begin_of(older: Any, newer: Any) -> bool:
-    """Say whether an older message is what a newer one begins with, and so are its parts."""
+    """Return whether an older message is the beginning of a newer one, in all its parts."""
     if isinstance(older, list) and isinstance(newer, list):
         return len(older) <= len(newer) and all(map(is_begin_of, older, newer))
     return bool(older == newer)
@@ -31,7 +31,7 @@ def is_begin_of(older: Any, newer: Any) -> bool:
 
 @pytest.mark.parametrize("kind", FRAMES)
 def test_fields_are_only_added(kind: str) -> None:
-    """Today's reader takes all of an older message, and writes it again with the same fields first."""
+    """Today's reader takes a whole older message, and writes it with the same fields first."""
     data = bytes.fromhex(FRAMES[kind])
     frame, dropped_count = decode(data)
     assert (dropped_count, len(frame.messages)) == (0, 1)
@@ -39,14 +39,14 @@ def test_fields_are_only_added(kind: str) -> None:
 
 
 def test_no_kind_went_and_those_that_came_are_known_to_be_new() -> None:
-    """A message of a kind that went would be dropped in silence."""
+    """A message of a removed kind would be dropped silently."""
     kinds = {kind.__struct_config__.tag for kind in get_args(FromGateway | FromScheduler)}
     assert kinds == set(FRAMES) | SINCE_1
 
 
 @pytest.mark.parametrize("kind", FRAMES)
 def test_fields_of_a_later_version_are_not_read(kind: str) -> None:
-    """As they would not be by version 1."""
+    """Version 1 would not read them either."""
     number, heard, epoch, messages = msgspec.msgpack.decode(encode(decode(bytes.fromhex(FRAMES[kind]))[0]))
     later = msgspec.msgpack.encode([number, heard, epoch, [[*messages[0], "more"], ["unheard-of", 1]], "more"])
     frame, dropped_count = decode(later)

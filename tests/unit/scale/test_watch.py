@@ -35,7 +35,7 @@ async def test_a_leader_is_dead_once_its_port_is_closed() -> None:
 
 
 async def test_one_that_closes_each_connection_at_once_is_not_asked_without_a_rest() -> None:
-    """A proxy without a server behind it does so."""
+    """A proxy without a server behind it does that."""
     loop, accepted_s, enough = asyncio.get_running_loop(), list[float](), asyncio.Event()
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,14 +56,14 @@ async def test_one_that_closes_each_connection_at_once_is_not_asked_without_a_re
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:port", "http://h:99999", "http://h", "", "no URL at all"])
 async def test_a_leader_without_a_url_is_not_watched(url: str) -> None:
-    """Its name in the store is anybody's; its lock ends by itself."""
+    """Anybody may write its name into the store; its lock ends by itself."""
     watched = watch([])
     watched.follow(f"a {url}")
     assert watched._task is None
 
 
 async def test_what_cannot_be_a_host_is_one_that_cannot_be_reached() -> None:
-    """Resolving it raises what no other failure does."""
+    """Resolving it raises an error of its own."""
     watched = watch([])
     with structlog.testing.capture_logs() as logs:
         watched.follow(f"a http://{'a' * 70}.:1")
@@ -76,13 +76,13 @@ async def test_what_cannot_be_a_host_is_one_that_cannot_be_reached() -> None:
 
 
 async def test_a_leader_whose_port_closes_after_its_connections_is_dead_without_a_rest() -> None:
-    """A killed process does so: a connection in between is accepted once more, and cut off."""
+    """A killed process does that: a connection in between is accepted once more, and cut off."""
     came, was_cut_off, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not came.is_set():
             came.set()
-            await asyncio.sleep(2 * RETRY_S)  # longer than what counts as a short one
+            await asyncio.sleep(2 * RETRY_S)  # longer than a short connection
         else:
             was_cut_off.set()
             server.close()

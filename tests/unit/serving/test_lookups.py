@@ -1,4 +1,4 @@
-"""Looking names up: a name server that is silent stalls neither other names nor the end of the process."""
+"""Name lookups: a silent name server stalls neither other names nor the end of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOUND = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 80))]
 
 
 class Server:
-    """A name server that answers when it is let."""
+    """A name server that answers when a test lets it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -58,12 +58,12 @@ async def test_a_name_is_looked_up_once_at_a_time_whoever_leaves() -> None:
     assert await waiting == FOUND
     assert server.asked == ["dead"]
     await lookups.find(key)
-    assert server.asked == ["dead", "dead"]  # what was found is not kept
+    assert server.asked == ["dead", "dead"]  # results are not kept
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "not known"), UnicodeError("no name")])
 async def test_who_asks_gets_the_error(error: Exception) -> None:
-    """As from the system itself."""
+    """It equals the system's own."""
     server = Server()
     server.error = error
     with pytest.raises(type(error)):
@@ -71,7 +71,7 @@ async def test_who_asks_gets_the_error(error: Exception) -> None:
 
 
 def test_a_loop_ends_while_a_lookup_hangs() -> None:
-    """What cannot be broken off is left behind, and its late answer meets a closed loop in silence."""
+    """What cannot be cancelled is left behind, and its late answer is silently dropped."""
     server = Server()
 
     async def ask() -> None:

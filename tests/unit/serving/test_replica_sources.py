@@ -1,4 +1,4 @@
-"""From the configuration to the sources, and to whose KV events are followed where."""
+"""From the configuration to the sources, and to the replicas whose KV events are followed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_kv_events_are_off_unless_they_are_configured() -> None:
 
 
 def test_kv_events_of_a_list_are_followed_by_url() -> None:
-    """A replica from elsewhere has none; one that is removed is followed no longer."""
+    """A replica from elsewhere has none; a removed one is no longer followed."""
     follower = follower_of(
         backends="http://a:1,http://b:2",
         kv_events="tcp://a:5557,tcp://b:6000",
@@ -64,7 +64,7 @@ def test_kv_events_of_a_list_are_followed_by_url() -> None:
 
 
 def test_kv_events_of_all_are_followed_by_host() -> None:
-    """Wherever they come from; a rank adds its number to the port."""
+    """This holds for all sources; a rank adds its number to the port."""
     follower = follower_of(kv_events="tcp://{host}:5557", kv_events_replay="tcp://{host}:5657")
     follower.add(endpoint("a", "http://10.0.0.1:8000", 2))
     follower.add(endpoint("b", "http://[::1]:8000"))

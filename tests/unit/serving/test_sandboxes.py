@@ -1,4 +1,4 @@
-"""What the sandbox manager asks and tells the scheduler of programs."""
+"""The sandbox manager's questions and reports to the scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def programs_of(driver: Driver) -> RuntimePrograms:
     ],
 )
 def test_a_command_begins_and_ends_a_tool(called: str, command: str, tool: str) -> None:
-    """Its time is learned without what lies around it, by the name of what the answer called, or else the command's."""
+    """Its own time is learned, under the name of the tool that the answer called, or else the command's."""
     driver = Driver()
     programs = programs_of(driver)
     driver.takes_turn("p", 100, tool=called)
@@ -42,7 +42,7 @@ def test_a_command_begins_and_ends_a_tool(called: str, command: str, tool: str) 
 
 
 def test_each_command_is_learned_under_its_own_name() -> None:
-    """Also a later one of the same tool phase; a name that the client says itself stays."""
+    """This includes later ones of the same tool phase; a name from the client stays."""
     driver = Driver()
     programs = programs_of(driver)
     driver.takes_turn("p", 100)
@@ -81,7 +81,7 @@ def test_a_command_beside_a_turn_or_of_nobody_changes_nothing() -> None:
 
 
 def test_a_program_that_a_sandbox_opens_is_of_its_callers_tenant() -> None:
-    """Else its own key could not touch it."""
+    """Otherwise the caller's key could not touch it."""
     driver = Driver()
     programs_of(driver).open("p", "red")
     assert driver.program("p").tenant == "red"
