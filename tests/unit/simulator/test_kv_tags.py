@@ -18,7 +18,7 @@ def test_a_close_gives_back_what_no_other_name_has_in_the_order_of_the_context()
 
 
 def test_closing_twice_or_what_never_was_gives_nothing_back() -> None:
-    """As SGLang, which answers 200 to both."""
+    """SGLang answers 200 to both."""
     tags = KvTags()
     tags.add("a", tags.open("a"), [1])
     assert tags.close("a") == [1]
@@ -27,7 +27,7 @@ def test_closing_twice_or_what_never_was_gives_nothing_back() -> None:
 
 
 def test_what_still_ran_when_its_name_was_closed_is_not_tagged() -> None:
-    """The name that comes back is another incarnation."""
+    """A reused name is another incarnation."""
     tags = KvTags()
     before = tags.open("a")
     tags.close("a")

@@ -1,4 +1,4 @@
-"""`thunderagent compare`: what it prints, writes, and refuses."""
+"""`thunderagent compare`: its output, its files, and its refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Interrupted(Passthrough):
 def exit_status(*argv: str) -> int:
     try:
         return main(argv)
-    except SystemExit as exited:  # argparse's way of saying no, and of ending --help
+    except SystemExit as exited:  # argparse refuses this way, and ends --help
         return int(exited.code or 0)
 
 
@@ -79,7 +79,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path: Path, capsys:
 
 
 def test_the_command_in_the_report_makes_the_same_figures_again(tmp_path: Path) -> None:
-    """Whatever the folder and the number of processes; under `made` alone JSON may differ."""
+    """This holds for any folder and number of processes; only `made` may differ in JSON."""
     options = (
         "--minutes",
         "1",
@@ -148,7 +148,7 @@ def test_every_number_is_read_as_the_very_same() -> None:
 def test_a_second_interrupt_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C while the report is written is too late, whether or not there was one before."""
+    """Ctrl-C while the report is written is too late, with or without an earlier one."""
     (tmp_path / "pressed_often.py").write_text(PRESSED_OFTEN)
     monkeypatch.syspath_prepend(tmp_path)
     options = ("--policies", "passthrough,pressed_often:Pressed", "--out", str(tmp_path / "report"))
@@ -161,7 +161,7 @@ def test_a_second_interrupt_loses_nothing(
 
 
 def test_a_report_that_cannot_be_written_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table is printed all the same."""
+    """The table is still printed."""
     (tmp_path / "comparison.json").mkdir()
     assert exit_status(*QUICK, "--seeds", "1", "--out", str(tmp_path)) == 1
     said = capsys.readouterr()
@@ -171,7 +171,7 @@ def test_a_report_that_cannot_be_written_is_no_traceback(tmp_path: Path, capsys:
 
 
 def test_a_folder_in_which_nothing_can_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything runs."""
+    """The refusal comes before anything runs."""
     assert exit_status(*QUICK, "--out", "/proc") == 2
     assert "cannot write in the folder /proc" in capsys.readouterr().err
 
@@ -259,7 +259,7 @@ def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_without_matplotlib_nothing_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But the other commands do: only this one needs it."""
+    """The other commands run: only this one needs it."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plots", "page"):
         monkeypatch.delitem(sys.modules, f"thunderagent.simulator.report.{name}", raising=False)
@@ -269,7 +269,7 @@ def test_without_matplotlib_nothing_runs(
 
 
 def test_simulate_runs_whom_compare_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Presets, and the oracle, which knows how long tools will run."""
+    """It runs presets, and the oracle, which knows how long tools will run."""
     for policy, setting in (("oracle", "hold_below_s=2.5"), ("thunderagent-ports", "delta_s=1")):
         options = ("--policy", policy, "--policy-arg", setting, "--minutes", "0.5", "--programs", "4")
         assert exit_status("simulate", *options) == 0

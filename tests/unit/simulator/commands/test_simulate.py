@@ -1,4 +1,4 @@
-"""`thunderagent simulate`: what it prints, writes, and refuses."""
+"""`thunderagent simulate`: its output, its files, and its refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUICK = ("simulate", "--minutes", "2", "--programs", "8")
 def exit_status(*argv: str) -> int:
     try:
         return main(argv)
-    except SystemExit as exited:  # argparse's way of saying no, and of ending --help
+    except SystemExit as exited:  # argparse refuses this way, and ends --help
         return int(exited.code or 0)
 
 

@@ -1,4 +1,4 @@
-"""A comparison runs what it says, pairs what belongs together, and keeps what is done when it is ended early."""
+"""A comparison makes the named runs, pairs them correctly, and keeps finished ones when it is ended early."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stop_after(count: int) -> Callable[[ComparisonProgress], None]:
 
 
 def test_everyone_runs_at_each_load_with_each_seed(result: ComparisonResult) -> None:
-    """In the plan's order, whatever the order that they ran in."""
+    """They are in the plan's order, whatever the order of running."""
     assert keys(result) == [
         (contestant, programs_count, seed)
         for contestant in ("passthrough", "cap:n=3")
@@ -114,7 +114,7 @@ def test_rows_are_means_over_seeds_and_ratios_are_paired(result: ComparisonResul
 
 
 def test_costs_are_parts_of_the_memory_that_there_was(result: ComparisonResult) -> None:
-    """All five together are all of it, if turns always wait and none waits inside the engine."""
+    """If turns always wait, and none inside the engine, all five together are all of it."""
     run = result.runs_of("cap:n=3", 8)[0].result
     assert sum(cost_parts(run).values()) == pytest.approx(1.0, abs=0.03)
     assert cost_parts(run)["unused"] > 0.2
@@ -258,7 +258,7 @@ def test_an_interrupt_keeps_what_is_done() -> None:
 
 
 def test_the_run_that_an_interrupt_ended_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run takes Ctrl-C for its end, and returns what it has."""
+    """Ctrl-C ends a run, which then returns partial results."""
     (tmp_path / "interrupted_run.py").write_text(INTERRUPTED)
     monkeypatch.syspath_prepend(tmp_path)
     plan = replace(PLAN, contestants=("passthrough", "interrupted_run:Interrupted"), programs_counts=(2,))
@@ -288,7 +288,7 @@ class RunsDry:
 
 @pytest.mark.parametrize("process_count", [1, 2])
 def test_an_error_of_a_run_keeps_what_is_done(process_count: int) -> None:
-    """One program at a time does not come to the impossible one; two do."""
+    """One program at a time does not reach the impossible one; two do."""
     plan = replace(PLAN, workload=RunsDry(), contestants=("cap:n=1", "passthrough"), programs_counts=(2,), baseline="")
     result = compare(replace(plan, process_count=process_count, seeds=(5,)))
     assert re.search(r"^\S+ with 2 programs and seed 5 failed: .*program 10 .*has no turns", result.stopped_by)
@@ -298,7 +298,7 @@ def test_an_error_of_a_run_keeps_what_is_done(process_count: int) -> None:
 
 
 def test_of_other_seeds_only_what_is_shown_is_kept() -> None:
-    """All of the first, of the others what a plot of imbalance needs, and of sweeps nothing."""
+    """The first seed keeps all, the others what a plot of imbalance needs, and sweeps nothing."""
     scenario = replace(SCENARIO, replica_count=2, sample_interval_s=0.2)
     plan = replace(PLAN, scenario=scenario, contestants=("passthrough", "cap-best"), programs_counts=(2,))
     whole = compare(plan)
@@ -316,7 +316,7 @@ def test_of_other_seeds_only_what_is_shown_is_kept() -> None:
 
 
 def test_processes_change_no_figure(result: ComparisonResult) -> None:
-    """Nor the order."""
+    """Order does not change, either."""
     seen: list[tuple[int, int]] = []
 
     def on_progress(progress: ComparisonProgress) -> None:

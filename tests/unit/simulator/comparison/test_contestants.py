@@ -26,7 +26,7 @@ STANDARD = workload("standard")
     ["passthrough", "cap:n=6", "thunderagent:delta_s=1:half_life_s=inf", "thunderagent-ports", "oracle", "ttl:ttl_s=2"],
 )
 def test_a_text_is_read_and_written_back(text: str) -> None:
-    """And a policy comes of it."""
+    """It also gives a policy."""
     contestant = Contestant.parse(text)
     assert str(contestant) == text
     policy, foresight = contestant.prepare(SCENARIO, STANDARD)
@@ -35,13 +35,13 @@ def test_a_text_is_read_and_written_back(text: str) -> None:
 
 
 def test_a_class_of_ones_own_is_named_with_a_colon() -> None:
-    """`package.module:Class`, and then its settings."""
+    """Its form is `package.module:Class`, followed by its settings."""
     contestant = Contestant.parse("thunderagent.programs.policies.baselines.cap:Cap:n=3")
     assert contestant.prepare(SCENARIO, STANDARD)[0] == Cap(n=3)
 
 
 def test_a_part_of_ones_own_is_named_with_a_colon_too() -> None:
-    """What follows it are settings again."""
+    """Its settings follow it."""
     text = "passthrough:admission=tests.builders:Breathing:priority=age"
     contestant = Contestant.parse(text)
     assert str(contestant) == text
@@ -49,7 +49,7 @@ def test_a_part_of_ones_own_is_named_with_a_colon_too() -> None:
 
 
 def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
-    """The public ports' defaults, with another time between checks."""
+    """They are the public ports' defaults, with another time between checks."""
     policy, _ = Contestant.parse("thunderagent-ports:delta_s=1").prepare(SCENARIO, STANDARD)
     assert isinstance(policy, ThunderAgent)
     assert (policy.delta_s, policy.thrash_ratio, policy.lambda_max, policy.restore_ratio) == (1, 0.95, 0.8, 0.85)
@@ -69,7 +69,7 @@ def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
     ],
 )
 def test_what_is_wrong_is_named(text: str, named: str) -> None:
-    """Before any run."""
+    """The error comes before any run."""
     with pytest.raises(ConfigurationError, match=named):
         Contestant.parse(text)
 
@@ -111,7 +111,7 @@ def test_bounds_end_where_engines_refuse() -> None:
 
 
 def test_a_workload_of_which_nothing_fits_has_no_bounds() -> None:
-    """It is said which."""
+    """The error names the workload."""
     tiny = replace(SCENARIO, engine=EngineConfig(kv_tokens=1600, timing=profile("demo")))
     with pytest.raises(ConfigurationError, match="workload growing has no bounds here: bounds need at least one turn"):
         bounds_of(tiny, _Growing())

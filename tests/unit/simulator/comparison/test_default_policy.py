@@ -1,6 +1,6 @@
-"""The default policy against passing through, on five loads that take the simulator seconds: it helps, or does no harm.
+"""The default policy beside passing through, on five loads that take seconds: it helps, or does no harm.
 
-Runs are the same every time, so a bar is a little under what was seen: a change of the policy that loses more shows.
+Runs are the same every time, so a bar is a little under the seen value: a policy change that loses more shows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DEFAULT = ServeConfig().policy
 @pytest.mark.parametrize(
     ("programs", "on", "programs_count", "at_least"),
     [
-        ("standard", "demo", 4, 0.99),  # memory is not short: nothing to win, nothing to lose
+        ("standard", "demo", 4, 0.99),  # memory is not short: nothing to gain or lose
         ("coding-assistant", "glm-4.6-h100x8", 3, 0.99),
-        ("standard", "demo", 16, 1.8),  # here it is
+        ("standard", "demo", 16, 1.8),  # here memory is short
         ("mini-swe-agent", "qwen3-8b-rtx5090", 24, 1.25),
         ("openhands", "glm-4.6-h100x8", 48, 1.35),
     ],

@@ -1,4 +1,4 @@
-"""Tasks on processes: what is done counts, whatever ends the work, and no process is left behind."""
+"""Tasks on processes: finished ones count, whatever ends the work, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -185,12 +185,12 @@ def test_ctrl_c_is_ignored_but_while_tasks_are_done(tasks: ModuleType) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-# --- what a terminal and a system do --------------------------------------------------------------------------------
+# --- Signals of a terminal and of the system ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def main(tmp_path: Path) -> subprocess.Popen[str]:
-    """Somebody at work, in a process group of its own as from a terminal, with three tasks done."""
+    """Run in a separate process group, as from a terminal, with three tasks done."""
     path = tmp_path / "main.py"
     path.write_text(MAIN)
     process = subprocess.Popen(
@@ -202,7 +202,7 @@ def main(tmp_path: Path) -> subprocess.Popen[str]:
 
 
 def children_of(process: subprocess.Popen[str]) -> list[Path]:
-    """Return the processes that it started, besides what `multiprocessing` has for itself."""
+    """Return the processes that it started, without `multiprocessing`'s own."""
     pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     paths = [Path(f"/proc/{pid}") for pid in pids]
     return [path for path in paths if b"spawn_main" in (path / "cmdline").read_bytes()]
@@ -240,7 +240,7 @@ def test_ctrl_c_keeps_what_is_done_and_no_process_complains(main: subprocess.Pop
 
 
 def test_processes_end_with_their_parent(main: subprocess.Popen[str]) -> None:
-    """Whatever it dies of."""
+    """This holds however it dies."""
     children = children_of(main)
     main.kill()
     assert len(children) == 2

@@ -1,4 +1,4 @@
-"""Which rank a request runs on, and how the metrics of several look."""
+"""The rank of a request, and the metrics of several ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rank_that_is_not_there_is_refused(header: str) -> None:
 
 
 def test_each_metric_is_there_once_with_a_sample_for_each_rank() -> None:
-    """As a strict reader wants it, and as the poller tells ranks apart."""
+    """A strict reader requires this, and the poller tells ranks apart by it."""
     ranks = engines(2)
     give_work(ranks[1], 4)
     registry = CollectorRegistry()

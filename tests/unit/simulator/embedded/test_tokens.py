@@ -1,4 +1,4 @@
-"""Words become tokens and tokens become answers, the same ones every time."""
+"""Words become tokens, and tokens become answers, in the same way every time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_answer_follows_from_prompt_and_seed() -> None:
 
 
 def test_an_answer_in_a_history_is_the_tokens_that_were_generated() -> None:
-    """The next turn's prompt begins with this turn's prompt and answer: what makes it hit the prefix cache."""
+    """The next turn's prompt begins with this turn's prompt and answer, so it hits the prefix cache."""
     tokenizer = WordTokenizer()
     prompt = tokenizer.encode_chat([("user", "make it so")], tools="ls cat")
     answer = compose_answer(prompt, seed=0, limit_tokens=100, min_tokens=0, ignore_eos=False)

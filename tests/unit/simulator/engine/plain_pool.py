@@ -40,7 +40,7 @@ class PlainPool:
         return found
 
     def allocate(self, count: int) -> list[int]:
-        """Take a number of free blocks, the longest freed first; their contents are lost."""
+        """Take a number of free blocks, those that were freed first; their contents are lost."""
         assert count <= self.free_count, self
         blocks: list[int] = []
         for _ in range(count):
@@ -79,7 +79,7 @@ class PlainPool:
             free.move_to_end(block, last=False)
 
     def expire(self, keys: Iterable[int]) -> None:
-        """Make the free blocks with these keys be taken first, the last of them before all others."""
+        """Make the free blocks with these keys the next to be taken, the last of them first."""
         for key in keys:
             block = self._block_by_hash.get(key)
             if block is not None and block in self._free:

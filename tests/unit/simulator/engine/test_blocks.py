@@ -18,12 +18,12 @@ def fill(pool: BlockPool, *keys: int) -> Holding:
 
 
 def found(pool: BlockPool, *keys: int) -> list[int]:
-    """Return how much of a context can be found."""
+    """Return the part of a context that can be found."""
     return [key for run in pool.find(keys, len(keys)) for key in run.keys]
 
 
 def test_free_blocks_are_taken_in_the_order_in_which_they_were_freed() -> None:
-    """Of one request the tail goes before the head."""
+    """Of one request the tail precedes the head."""
     pool = BlockPool(4)
     first, second = fill(pool, 1, 2), fill(pool, 3, 4)
     pool.release(second)
@@ -34,7 +34,7 @@ def test_free_blocks_are_taken_in_the_order_in_which_they_were_freed() -> None:
 
 
 def test_blocks_that_hold_nothing_are_taken_before_all_others() -> None:
-    """Nobody can find them again."""
+    """They can never be found again."""
     pool = BlockPool(6)
     kept, first, second = fill(pool, 1, 2), pool.allocate(2), pool.allocate(2)
     pool.release(kept)
@@ -47,7 +47,7 @@ def test_blocks_that_hold_nothing_are_taken_before_all_others() -> None:
 
 
 def test_expired_blocks_are_taken_first_unless_somebody_uses_them() -> None:
-    """The last of them goes before all others; unknown keys are ignored."""
+    """The last of them precedes all others; unknown keys are ignored."""
     pool = BlockPool(5)
     freed, used, other = fill(pool, 1, 2, 3), fill(pool, 4), fill(pool, 5)
     pool.release(other)
@@ -85,14 +85,14 @@ CONTEXTS = [
 
 
 class SameAsPlain(RuleBasedStateMachine):
-    """Whatever requests do, a pool of runs says what a pool of single blocks says."""
+    """Whatever requests do, a pool of runs equals a pool of single blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool, self.plain = BlockPool(20), PlainPool(20)
         self.held: list[
             tuple[list[int], Holding, list[int], list[int]]
-        ] = []  # context, both, and how much is published
+        ] = []  # context, both kinds of blocks, and the published part
 
     @rule(number=st.sampled_from(range(len(CONTEXTS))), wanted_count=st.integers(0, 12))
     def begin(self, number: int, wanted_count: int) -> None:

@@ -1,4 +1,4 @@
-"""Constants come back from times that were made with them, noise or not, and nothing is guessed."""
+"""Constants are recovered from times that were made with them, with or without noise, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEMO = replace(profile("demo"), request_overhead_s=0.004)
 
 
 def observations(timing: TimingProfile, *, noise_ratio: float = 0.0, repetitions: int = 1) -> list[Observation]:
-    """Return what a calibration would measure on such an engine; noise is never below, and one in ten is far off."""
+    """Return the measurements of such an engine; noise is never below zero, and one in ten is far off."""
     rng = Random(7)
     asked = [
         *(
@@ -83,7 +83,7 @@ def test_exact_times_give_the_constants_back(name: str) -> None:
 
 
 def test_noise_and_outliers_move_predictions_little() -> None:
-    """What matters of constants is what they predict: iterations as they occur."""
+    """The predictions of constants count, for iterations as they occur."""
     found = fit(observations(DEMO, noise_ratio=0.05, repetitions=3))
     for work in (
         IterationWork(decode_count=1, decode_context_tokens=500),
@@ -105,7 +105,7 @@ def test_noise_and_outliers_move_predictions_little() -> None:
 
 
 def test_times_of_another_law_are_called_a_poor_fit() -> None:
-    """An engine whose prefill takes time with the cube of its length is none of ours."""
+    """An engine whose prefill grows with the cube of its length has another law."""
     bent = [
         replace(each, measured_s=each.measured_s + (each.work.prefill_tokens / 500) ** 3) for each in observations(DEMO)
     ]
@@ -153,11 +153,11 @@ def test_an_observation_describes_the_iterations_that_the_engine_runs() -> None:
         assert predict_s(engine.config.timing, observation) == pytest.approx(observation.measured_s)
 
 
-# --- how many tokens an iteration takes at most
+# --- The token limit of an iteration
 
 
 def in_chunks_of(tokens: int, timing: TimingProfile, *, noise_ratio: float = 0.0) -> list[Observation]:
-    """Return what a calibration would measure on an engine with such chunks, repeated if it is noisy."""
+    """Return the measurements of an engine with such chunks, repeated if it is noisy."""
     rng = Random(tokens)
     exact = in_chunks(observations(timing), tokens)
     return [
@@ -178,13 +178,13 @@ def test_exact_times_tell_a_size_of_chunks_that_prompts_exceed(tokens: int) -> N
 
 
 def test_a_wrong_size_of_chunks_spoils_the_constants() -> None:
-    """Why it is worth telling: an engine that needs an iteration for 8192 tokens seems to have cheaper ones."""
+    """This is why the size matters: an engine with one iteration for 8192 tokens seems to have cheaper ones."""
     found = fit(in_chunks(in_chunks_of(8192, ON_GPUS), 512)).timing
     assert found.base_s < 0.9 * ON_GPUS.base_s
 
 
 def test_sizes_of_chunks_that_no_prompt_exceeds_are_not_told() -> None:
-    """The longest prompt has 8192 tokens: of larger chunks nothing is seen, but that they are no smaller."""
+    """The longest prompt has 8192 tokens: larger chunks only show that they are no smaller."""
     for tokens in (8192, 16_384):
         assert tell_chunk_size(in_chunks_of(tokens, ON_GPUS)) == ChunkSize(8192, is_told=False)
     short = [each for each in observations(ON_GPUS) if each.work.prefill_tokens <= 512]
@@ -232,7 +232,7 @@ _SMALL = st.integers(-20, 20).map(float)
     )
 )
 def test_the_solution_meets_the_conditions_of_an_optimum(equations: list[tuple[list[float], float]]) -> None:
-    """Karush-Kuhn-Tucker: nothing negative, no gradient where a part is used, none that leads inward elsewhere."""
+    """By Karush-Kuhn-Tucker nothing is negative, the gradient of used parts is zero, and no other leads inward."""
     rows, targets = [row for row, _ in equations], [target for _, target in equations]
     x = non_negative_least_squares(rows, targets)
     errors = [
@@ -250,7 +250,7 @@ def test_the_solution_meets_the_conditions_of_an_optimum(equations: list[tuple[l
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
-    """All of it, to four digits, under the file's name."""
+    """All values are there to four digits, under the file's name."""
     timing = replace(DEMO, name="mine", block_size=32, max_num_batched_tokens=8192, source='a "b" \\ ü\n')
     path = tmp_path / "mine.toml"
     path.write_text(profile_text(timing), encoding="utf-8")

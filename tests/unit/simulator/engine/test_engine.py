@@ -58,7 +58,7 @@ def test_the_tail_of_a_context_is_evicted_before_its_head() -> None:
 
 
 def test_the_dead_outlive_the_living() -> None:
-    """A context that will never come back stays, and that of a program in its tool goes: LRU knows no better."""
+    """A context that will never return stays, and that of a program in its tool goes: LRU knows no better."""
     engine = make_engine(blocks=12)
     serve(engine, "living", tokens(0, 16), [900])
     serve(engine, "dead", tokens(100, 16), [901])
@@ -77,13 +77,13 @@ def test_a_hit_protects_its_blocks_from_eviction() -> None:
 
 def test_the_next_turn_hits_prompt_and_answer() -> None:
     engine = make_engine()
-    serve(engine, "turn 1", tokens(0, 10), tokens(50, 7))  # 16 of 17 tokens computed: 4 blocks
+    serve(engine, "turn 1", tokens(0, 10), tokens(50, 7))  # 16 of 17 tokens were computed: 4 blocks
     assert serve(engine, "turn 2", tokens(0, 10) + tokens(50, 7) + tokens(80, 5), [900]) == 16
 
 
 def test_the_last_generated_token_is_not_computed() -> None:
     engine = make_engine()
-    serve(engine, "turn 1", tokens(0, 10), tokens(50, 6))  # the sixteenth token never ran
+    serve(engine, "turn 1", tokens(0, 10), tokens(50, 6))  # the sixteenth token was never computed
     assert serve(engine, "turn 2", tokens(0, 10) + tokens(50, 6) + tokens(80, 5), [900]) == 12
 
 
@@ -108,7 +108,7 @@ def test_two_requests_of_one_iteration_share_their_prefix() -> None:
     engine.submit(EngineRequest("b", tokens(0, 18), tokens(60, 4)), 0.0)
     result = engine.step(0.0)
     assert [admission.cached_tokens for admission in result.admitted] == [0, 16]
-    assert engine.stats.used_block_count == 6  # 4 shared, and a tail each
+    assert engine.stats.used_block_count == 6  # 4 shared, and one tail for each
     engine.check_invariants()
 
 
@@ -357,7 +357,7 @@ def test_an_impossible_request_is_refused() -> None:
 
 
 class AnyUse(RuleBasedStateMachine):
-    """Whatever is submitted, stepped and aborted: every block is free xor referenced, and counted right."""
+    """Whatever is submitted, stepped and aborted: every block is either free or referenced, and counted correctly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +509,7 @@ def test_the_demo_engine_thrashes_as_the_real_one_did() -> None:
 
 
 def test_a_turn_on_a_long_context_computes_what_is_new() -> None:
-    """With the keys that a context has: no token of it is looked at."""
+    """A context has keys: none of its tokens is looked at."""
     engine = make_engine(blocks=7000, block_size=16)
     context = TokenSpace(16).open()
     context.append(100_000)
@@ -524,7 +524,7 @@ def test_a_turn_on_a_long_context_computes_what_is_new() -> None:
 
 
 def test_remembering_a_refusal_changes_nothing() -> None:
-    """The head of a queue that does not fit is looked up again only when it could: the run is the same."""
+    """The head of a queue that does not fit is looked up again only when it may fit: the run is the same."""
 
     def run(*, forgetful: bool) -> list[StepResult]:
         engine = make_engine(blocks=40, max_num_batched_tokens=24, max_num_seqs=6)

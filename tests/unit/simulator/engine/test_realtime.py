@@ -21,7 +21,7 @@ def make_realtime(*, timing: TimingProfile = SECOND, speed: float = 1.0) -> Real
 
 @contextmanager
 def request(realtime: RealtimeEngine, *, whole: bool = False) -> Iterator[tuple[Generation, list[int]]]:
-    """Run a request of three output tokens; yield it with the counts that it gave news of."""
+    """Run a request of three output tokens; yield it with the counts in its messages."""
     news: list[int] = []
     engine_request = EngineRequest("a", [1, 2], [3, 4, 5])
     with realtime.generation(
@@ -31,7 +31,7 @@ def request(realtime: RealtimeEngine, *, whole: bool = False) -> Iterator[tuple[
 
 
 def iterate(realtime: RealtimeEngine, now_s: float) -> float:
-    """Run one iteration and return how long it was to be waited for."""
+    """Run one iteration and return its wait."""
     result = realtime.begin_iteration()
     left_s = realtime.time_left_s(result, now_s)
     realtime.deliver(result)

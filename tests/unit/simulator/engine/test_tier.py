@@ -1,4 +1,4 @@
-"""A tier behind the pool keeps what the pool evicts, and gives it back at its price."""
+"""A tier behind the pool keeps what the pool evicts, and returns it at its price."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def serve(engine: Engine, request_id: str, start: int, count: int) -> FinishedRe
 
 
 def test_what_was_evicted_is_restored_and_costs_what_restoring_costs() -> None:
-    """Of 24 tokens 20 may be found (in the last block is the token that is always computed), 8 of them in the tier."""
+    """Of 24 tokens 20 may be found (the last block has the token that is always computed), 8 of them in the tier."""
     engine = make_engine(blocks=10, tier_blocks=10)
     serve(engine, "old", 0, 24)
     serve(engine, "new", 100, 28)  # takes 3 of the 6 blocks of the old one
@@ -65,7 +65,7 @@ def test_without_a_tier_it_is_computed_again() -> None:
 
 def test_of_a_context_in_the_tier_the_tail_goes_first() -> None:
     tier = Tier(3)
-    for key in (3, 2, 1):  # as a pool evicts it
+    for key in (3, 2, 1):  # a pool evicts in this order
         tier.store(key)
     tier.store(9)
     assert [tier.find([1, 2, 3], 0, count) for count in (1, 2, 3)] == [1, 2, 2]
@@ -89,7 +89,7 @@ def test_a_gap_ends_what_is_found() -> None:
 
 
 def test_a_tier_that_holds_all_leaves_nothing_to_compute_twice() -> None:
-    """Whatever came between: with a tier that is large enough a context is found as a whole; blocks are kept right."""
+    """This holds whatever came between: in a large tier a whole context is found; blocks are consistent."""
     engine, choose = make_engine(blocks=12, tier_blocks=1000), random.Random(7)
     longest_tokens: dict[int, int] = {}
     for number in range(200):
@@ -101,7 +101,7 @@ def test_a_tier_that_holds_all_leaves_nothing_to_compute_twice() -> None:
 
 
 def test_a_served_engine_tells_of_its_tier_as_vllm_does() -> None:
-    """What the proxy reads of it; without a tier nothing."""
+    """The proxy reads these metrics; without a tier there are none."""
     for tier_blocks, told in ((10, (64.0, 8.0)), (0, (None, None))):
         config = make_engine(blocks=10, tier_blocks=tier_blocks).config
         realtime = RealtimeEngine(config, speed=1.0, now_s=0.0)

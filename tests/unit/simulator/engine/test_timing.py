@@ -1,4 +1,4 @@
-"""How long an iteration takes is a formula with constants that name their source."""
+"""The time of an iteration is a formula with constants that name their source."""
 
 from __future__ import annotations
 

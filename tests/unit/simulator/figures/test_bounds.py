@@ -1,4 +1,4 @@
-"""Bounds, by hand where that can be done, and in the right order everywhere."""
+"""Bounds, computed by hand where possible, and in the right order everywhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_turns_of_a_plan_by_hand() -> None:
 
 
 def test_the_cost_of_a_turn_by_hand() -> None:
-    """100 tokens of which 30 are computed, in chunks of 20; 3 tokens out, 2 of them decoded, at 101 and 102 tokens."""
+    """100 tokens, 30 of them computed, in chunks of 20; 3 tokens out, 2 of them decoded, at 101 and 102 tokens."""
     cost = Engines(TIMING, 1000, max_num_batched_tokens=20).turn_cost(
         prompt_tokens=100, computed_tokens=30, output_tokens=3, shared_tokens=0
     )
@@ -60,7 +60,7 @@ def test_the_cost_of_a_turn_by_hand() -> None:
 
 
 def test_what_is_shared_takes_no_room_but_is_attended_to() -> None:
-    """Of 100 tokens 60 are in memory for all."""
+    """Of 100 tokens 60 are in memory for all programs."""
     engines = Engines(TIMING, 1000)
     alone, shared = (
         engines.turn_cost(prompt_tokens=100, computed_tokens=40, output_tokens=2, shared_tokens=tokens)
@@ -95,7 +95,7 @@ def test_l1_holds_what_memory_is_there_for(gap_s: float, held_part: float) -> No
 
 
 def test_l1_drops_the_longer_of_two_gaps_first() -> None:
-    """Short gaps are held, and of what memory is left, a part of the long ones."""
+    """Short gaps are held, and a part of the long ones in the rest of the memory."""
     short, long = plan((100, 1, 1.0), (1, 1, 0.0)), plan((100, 1, 1e6), (1, 1, 0.0))
     found = bounds(shapes(short, long), Engines(PREFILL_ONLY, 1000))
     assert found.hold_or_drop_per_s == pytest.approx(4 / (0.01 * (101 + 202)), rel=1e-3)
@@ -120,7 +120,7 @@ def test_l2_is_the_time_alone() -> None:
 
 
 def test_l2_is_what_programs_leave_each_other() -> None:
-    """7 iterations in two turns with 0.63 s of work, and 7 s of tools: six are not six times as fast as one."""
+    """Two turns take 7 iterations with 0.63 s of work, and 7 s of tools: six are not six times as fast as one."""
     engines = Engines(TimingProfile("t", 1.0, 0.1, 0.01), 1000, max_num_batched_tokens=2)
     x = bounds(shapes(plan((5, 4, 7.0), (1, 1, 50.0))), engines, programs_count=6).closed_loop_per_s
     assert x * (3.5 / (1 - x * 0.315) + 3.5) == pytest.approx(6)
@@ -130,7 +130,7 @@ def test_l2_is_what_programs_leave_each_other() -> None:
 
 
 def test_programs_that_only_generate_reach_what_they_leave_each_other() -> None:
-    """Memory for all and no tools: passing through makes 97 % of L2 or more, and never over 100."""
+    """With memory for all and no tools, passing through reaches 97 % of L2 or more, and never over 100."""
     engine = EngineConfig(kv_tokens=1_000_000, timing=profile("demo"))
     for programs_count in (1, 4, 16):
         scenario = Scenario(engine=engine, programs_count=programs_count, horizon_s=600, warmup_s=100)
@@ -154,7 +154,7 @@ def test_the_limit_is_the_least_and_says_its_name() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    """No turns, a turn that is larger than every replica, engines of nothing."""
+    """Cases are no turns, a turn that is larger than every replica, and empty engines."""
     with pytest.raises(ValueError, match="at least one turn"):
         bounds([], Engines(TIMING, 1000))
     with pytest.raises(ValueError, match="a turn of 1001 tokens fits on no replica of 1000"):
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_an_engine_that_takes_no_time_bounds_nothing() -> None:
-    """Only what is held costs anything, and then nothing need be held."""
+    """Only held memory costs anything, and then nothing need be held."""
     instant = TimingProfile("instant", 0.0, 0.0, 0.0)
     assert bounds(shapes(plan((5, 4, 3.0), (1, 1, 0.0))), Engines(instant, 1000)).limit_per_s == math.inf
 
@@ -245,7 +245,7 @@ def test_a_batch_is_bounded_by_its_turns_its_tools_and_its_longest_program() -> 
 @pytest.mark.parametrize("programs_count", [2, 16])
 @pytest.mark.parametrize("name", ["standard", "shared-prefix-90"])
 def test_no_run_passes_the_bounds(name: str, programs_count: int, policy: Policy) -> None:
-    """Simulated turns a second are under the limit (3 % for the luck of the window), two tools at a time or many."""
+    """Simulated turns a second are below the limit (3 % for the window's luck), with two tools at a time or many."""
     pool_tokens = {"standard": 16_000, "shared-prefix-90": 40_000}[name]
     engine = EngineConfig(kv_tokens=pool_tokens, timing=profile("demo"))
     engines = Engines(engine.timing, pool_tokens, max_num_batched_tokens=engine.max_num_batched_tokens)
@@ -261,5 +261,5 @@ def test_no_run_passes_the_bounds(name: str, programs_count: int, policy: Policy
         result = simulate(scenario, workload(name), policy)
         limit = bounds(shapes(*plans), engines, programs_count=programs_count, tool_processors_count=cpu_count)
         assert 0.3 < result.turns_per_min_count / 60 / limit.limit_per_s < 1.03, (cpu_count, limit)
-        # Of the very turns that were finished the bounds are those of other turns, but not far away.
+        # The bounds of the finished turns differ from those of all turns, but not by much.
         assert 0.3 < result.limit_ratio < 1.03, (cpu_count, result.bounds)

@@ -1,4 +1,4 @@
-"""Figures are made right from what was noted."""
+"""Figures follow correctly from the records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_one_value_is_every_percentile_and_none_is_zero() -> None:
 
 
 def test_goodput_is_what_was_in_time() -> None:
-    """By parts and by rates; what was added up in another order is not late for that."""
+    """Parts and rates count; sums in another order do not make a program late."""
     turns_s = [(1.0, 1.0), (2.0, 1.0), (3.0 + 1e-12, 1.0), (3.1, 1.0)]
     goodputs = [Goodput.of(alpha_ratio, turns_s, [(10.0, 4.0)], 120.0) for alpha_ratio in (1, 2, 3)]
     assert [each.turn_ratio for each in goodputs] == [0.25, 0.5, 0.75]

@@ -1,4 +1,4 @@
-"""Intervals against published tables, by hand, and by trying how often they are right."""
+"""Intervals against published tables, by hand, and by how often they are right."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_interval_is_written_as_its_mean_and_how_far_it_reaches() -> None:
 
 
 def test_ratios_are_taken_pair_by_pair() -> None:
-    """Seeds that differ a hundredfold cancel: each is exactly twice its own baseline."""
+    """Seeds that differ a hundredfold cancel out: each is exactly twice its own baseline."""
     assert Interval.of_ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == Interval(3, 2.0, 0.0)
     assert Interval.of_ratios([2.0, 3.0], [1.0, 1.0]) == Interval.of([2.0, 3.0])
 

@@ -1,4 +1,4 @@
-"""Restores that moved, and whether they had to, on accounts that are set by hand."""
+"""Restores that moved, and whether they had to, on accounts that tests set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def restore(program_id: str, replica_id: str) -> Restore:
 
 
 def counted(scheduler: Scheduler, *decisions: Pause | Restore, home_id: str) -> RestoreFigures:
-    """Note the first of the decisions."""
+    """Count the first of the decisions."""
     counter = RestoreCounter(scheduler)
     counter.note(decisions[0], decisions, home_id)
     return counter.figures
@@ -38,7 +38,7 @@ def counted(scheduler: Scheduler, *decisions: Pause | Restore, home_id: str) -> 
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """`big` claims 900 tokens of one replica, `small` 200 of the other."""
+    """Program `big` claims 900 tokens of one replica, `small` 200 of the other."""
     scheduler = scheduler_with(("big", 900), ("small", 200))
     assert {program.program_id: program.replica_id for program in scheduler.programs.values()} == {
         "big": "r0",
@@ -69,7 +69,7 @@ def test_a_move_from_a_home_with_room_counts_as_that() -> None:
 
 
 def test_a_home_that_is_kept_for_the_first_in_the_queue_is_none_with_room() -> None:
-    """It has waited for over half of the median residence: until then the same move is one from a home with room."""
+    """It has waited for over half of the median residence: until then such a move leaves a home with room."""
     scheduler = Scheduler(BreakEven(foresight_ratio=0.0, reserve_tokens=0, growth_quantile=0.0))
     for replica_id in ("r0", "r1"):
         scheduler.handle(ReplicaPolled(0.0, replica_id, 1000))

@@ -1,4 +1,4 @@
-"""How size and wait go together, by hand."""
+"""The correlation of size and wait, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report has every figure in three forms, the page stands alone, and nothing in it changes from time to time."""
+"""A report has every figure in three forms, its page stands alone, and its bytes never vary."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def refuse(constant: str) -> None:
 
 
 def test_json_has_every_run_but_few_samples(result: ComparisonResult) -> None:
-    """What is infinite, as a bound that bounds nothing, is null."""
+    """Infinite values, such as a bound that does not bind, are null."""
     written = json.loads(json_text(result, MAKING), parse_constant=refuse)
     assert (written["command"], written["made"]) == (MAKING.command, dict(MAKING.made))
     assert written["plan"]["scenario"]["engine"]["kv_tokens"] == 16_000
@@ -137,7 +137,7 @@ def test_samples_are_thinned_evenly(result: ComparisonResult) -> None:
 
 
 def test_the_same_comparison_writes_the_same_bytes(result: ComparisonResult) -> None:
-    """But for what JSON has under `made`, a line of its own."""
+    """Only `made` in JSON differs, which has its own line."""
     again = compare(PLAN)
     assert rows_csv(again) == rows_csv(result)
     assert runs_csv(again) == runs_csv(result)
@@ -150,10 +150,10 @@ def test_the_same_comparison_writes_the_same_bytes(result: ComparisonResult) -> 
 
 
 def test_a_report_that_cannot_be_written_leaves_the_earlier_one(result: ComparisonResult, tmp_path: Path) -> None:
-    """And nothing half done beside it."""
+    """No partial file is left beside it."""
     path = tmp_path / "comparison.html"
     path.write_text("earlier")
-    with pytest.raises(UnicodeEncodeError):  # without runs, of which there would be much to draw
+    with pytest.raises(UnicodeEncodeError):  # there are no runs, which would take long to draw
         write_report(tmp_path, replace(result, runs=()), replace(MAKING, command="no text: \ud800"))
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == "earlier"
@@ -168,7 +168,7 @@ VOID = {"meta", "br", "path", "use", "rect"}
 
 
 class Page(HTMLParser):
-    """Check that what is opened is closed, and keep attributes and words."""
+    """Checks that all opened tags are closed, and keeps attributes and words."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_stands_alone(page: str) -> None:
-    """It runs nothing and loads nothing; all that it refers to is in it."""
+    """It runs and loads nothing; all that it refers to is in it."""
     parsed = Page(page)
     assert not {tag for tag, _, _ in parsed.attributes} & {"script", "link", "img", "iframe", "object"}
     references = {value for _, name, value in parsed.attributes if name in {"href", "xlink:href", "src"}}
@@ -232,7 +232,7 @@ def test_the_page_says_everything_of_the_comparison(page: str, result: Compariso
 
 
 def test_colours_of_words_and_lines_are_the_page_s(page: str) -> None:
-    """So that they are light on a dark page; a drawing alone has plain colours."""
+    """Then they are light on a dark page; a drawing alone has plain colours."""
     drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not set(re.findall(r"#[0-9a-f]{6}\b", drawings)) & {plots.INK, plots.SOFT_INK, plots.GRID}
     assert "var(--ink)" in drawings
@@ -298,7 +298,7 @@ def test_every_panel_names_its_axes_and_the_policies_are_named_once(drawing: str
 
 
 def heights(svg: str, colour: str) -> list[tuple[float, ...]]:
-    """Return the heights of the points of each line with that colour and a width of its own; up is more."""
+    """Return the heights of the points of each line with that colour and its own width; up is more."""
     found = []
     for each in ET.fromstring(svg).iter():
         style = each.get("style", "")
@@ -309,7 +309,7 @@ def heights(svg: str, colour: str) -> list[tuple[float, ...]]:
 
 
 def test_lines_are_where_the_figures_are(result: ComparisonResult, drawing: str) -> None:
-    """Of the contestants' lines over the two loads, those rise whose figures rise, and as much."""
+    """Over the two loads the contestants' lines rise where their figures rise, by as much."""
     rows = result.rows()
     base, best = (
         [row.turns_per_min.mean for row in rows if row.contestant == contestant]
@@ -324,7 +324,7 @@ def test_lines_are_where_the_figures_are(result: ComparisonResult, drawing: str)
 
 
 def test_goodput_is_drawn_by_how_many_times_the_ideal_time(result: ComparisonResult, drawing: str) -> None:
-    """Turns at the left, programs at the right; both panels have the same scale."""
+    """Turns are at the left, programs at the right; both panels have the same scale."""
     baseline = next(row for row in result.rows() if (row.contestant, row.programs_count) == ("passthrough", 12))
     turns, programs = [line for line in heights(drawing, plots.BASELINE_COLOUR) if len(line) == 3][:2]
     scale = (turns[2] - turns[0]) / (baseline.turn_goodputs[2].mean - baseline.turn_goodputs[0].mean)
@@ -363,7 +363,7 @@ def test_memory_is_drawn_of_a_seed_that_has_it(result: ComparisonResult) -> None
 
 
 def test_one_replica_on_which_nothing_ends_can_be_drawn() -> None:
-    """No imbalance, no percentile, no ratio, no limit."""
+    """It has no imbalance, no percentile, no ratio and no limit."""
     short = replace(SCENARIO, replica_count=1, horizon_s=0.2, warmup_s=0.1)
     nothing = compare(replace(PLAN, scenario=short, contestants=("passthrough", "sticky")))
     assert {run.result.turn_count for run in nothing.runs} == {0}

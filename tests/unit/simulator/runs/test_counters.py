@@ -1,4 +1,4 @@
-"""Engines that do not say what was cached of each turn, simulated: their counters are read late, seldom, or not."""
+"""Simulated engines that do not report cached tokens for each turn: their counters are read late, seldom, or never."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCENARIO = Scenario(
 
 @cache
 def run(policy: str, **changes: Any) -> tuple[float, list[float]]:
-    """Turns a minute, and in each second the part of the capacity that may be claimed."""
+    """Return turns a minute, and the claimable part of the capacity in each second."""
     ratios: list[float] = []
 
     def look(_: object) -> None:
@@ -45,7 +45,7 @@ def run(policy: str, **changes: Any) -> tuple[float, list[float]]:
 def test_where_the_capacity_is_right_counters_take_nothing_of_it(
     poll_s: float, delay_s: float, missing_ratio: float
 ) -> None:
-    """However late and seldom they are read; and no policy that believes the capacity is faster."""
+    """However late and seldom they are read, this holds; and no policy that believes the capacity is faster."""
     turns_per_min, ratios = run(
         "breakeven", poll_interval_s=poll_s, poll_delay_s=delay_s, poll_missing_ratio=missing_ratio
     )
@@ -57,7 +57,7 @@ def test_where_the_capacity_is_right_counters_take_nothing_of_it(
 @pytest.mark.parametrize("tells_cached", [False, True])
 @pytest.mark.parametrize("speed_ratio", [0.3, 3.0])
 def test_a_slow_engine_and_a_fast_one_lose_nothing(speed_ratio: float, tells_cached: bool) -> None:
-    """A turn lasts for many polls, or for less than one; with the usage of each turn and without."""
+    """A turn lasts for many polls, or for less than one; this holds with and without the usage of each turn."""
     timing = SCENARIO.engine.timing
     costs_s = {name: getattr(timing, name) / speed_ratio for name in COSTS_US.values()}
     engine = replace(SCENARIO.engine, timing=replace(timing, **costs_s))
@@ -67,7 +67,7 @@ def test_a_slow_engine_and_a_fast_one_lose_nothing(speed_ratio: float, tells_cac
 
 
 def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:
-    """More than a policy has that believes it, and five sixths of what is reached where it is right."""
+    """It beats a policy that believes the capacity, and reaches five sixths of the result with the right capacity."""
     turns_per_min, ratios = run("breakeven", told_capacity_ratio=2.0)
     assert 0.5 <= ratios[-1] <= 0.75
     assert turns_per_min >= 5 / 6 * run("breakeven")[0]
@@ -75,7 +75,7 @@ def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:
 
 
 def test_where_the_capacity_is_told_half_as_large_counters_show_it() -> None:
-    """The speed of prefill is learned all the same, and so for how long it pays to hold."""
+    """The speed of prefill is still learned, and with it how long holding pays."""
     turns_per_min, ratios = run("breakeven", told_capacity_ratio=0.5)
     assert ratios[-1] >= 1.5
     assert turns_per_min >= 5 / 6 * run("breakeven")[0]

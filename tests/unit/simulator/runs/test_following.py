@@ -1,4 +1,4 @@
-"""A trainer that follows the signal of how many programs are of use loses nothing against the best fixed number."""
+"""A trainer that follows the signal of useful programs loses nothing against the best fixed number."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from thunderagent.simulator.workloads.distributions import workload
 ENGINE = EngineConfig(kv_tokens=16_000, timing=profile("demo"), max_num_batched_tokens=2048)
 SCENARIO = Scenario(engine=ENGINE, horizon_s=900, warmup_s=225)
 FIXED_COUNTS = (6, 12)
-"""More than these add nothing: 24 have a thousandth more throughput. 4 have a seventh less."""
+"""More programs add nothing: 24 have a thousandth more throughput. 4 have a seventh less."""
 
 SEEDS = (0, 1)
 
 
 class Follower:
-    """Keeps as many programs as the signal says, and what it said."""
+    """Keeps as many programs as the signal says, and records the signal."""
 
     def __init__(self) -> None:
         self.steady = SteadyCount()
@@ -44,7 +44,7 @@ def run(seed: int, count: int, follower: Follower | None = None) -> RunResult:
 
 
 def test_who_follows_loses_nothing_and_waits_less() -> None:
-    """Memory carries some 7: the throughput of the best fixed number, whose programs take half as long again."""
+    """Memory holds about 7: it has the throughput of the best fixed number, whose programs take half as long again."""
     fixed = {count: [run(seed, count) for seed in SEEDS] for count in FIXED_COUNTS}
     turns_per_min = {count: fmean(each.turns_per_min_count for each in runs) for count, runs in fixed.items()}
     best_count = max(turns_per_min, key=lambda count: turns_per_min[count])

@@ -1,4 +1,4 @@
-"""Nobody waits for a guess: where what is claimed and what is known to come fits, every turn goes at once.
+"""No turn waits for a guess: if the claims and the known future fit, every turn goes at once.
 
 `CODING` is derived from the agentic coding traces of callanjfox/kv-cache-tester (captured at WEKA with
 claude-code-proxy), Apache-2.0; modified: reduced to six sessions, and of each turn to its input and output tokens and
@@ -60,7 +60,7 @@ CODING: dict[str, tuple[tuple[int, int, float], ...]] = {
     ),
 }
 # fmt: on
-"""Input, output, and the time until the next turn; persons are away for 300 s at most."""
+"""Input, output, and the time until the next turn; persons are away for at most 300 s."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def holds_count(result: RunResult) -> int:
 
 @pytest.mark.parametrize("policy", ["breakeven", "thunderagent"])
 def test_three_recorded_programs_in_a_pool_that_holds_four_never_wait(policy: str) -> None:
-    """Six sessions that become 80,000 to 128,000 tokens large, three at a time, on a pool of 540,000."""
+    """Six sessions that grow to 80,000 to 128,000 tokens, three at a time, on a pool of 540,000."""
     scenario = Scenario(engine=LARGE, programs_count=3, horizon_s=4 * 3600.0)
     result = run(scenario, Recorded(), policy)
     assert result.turn_count == sum(map(len, CODING.values()))
@@ -96,7 +96,7 @@ def test_three_recorded_programs_in_a_pool_that_holds_four_never_wait(policy: st
 
 
 def test_four_programs_where_seven_fit_hardly_ever_wait_from_a_cold_start() -> None:
-    """80 s of each of ten seeds: under one turn in a hundred is held, and none of it for longer than a second."""
+    """In 80 s of each of ten seeds fewer than one turn in a hundred is held, and none for longer than a second."""
     held_count = turn_count = 0
     for seed in range(10):
         scenario = Scenario(engine=SMALL, programs_count=4, horizon_s=80.0, seed=seed)
@@ -108,7 +108,7 @@ def test_four_programs_where_seven_fit_hardly_ever_wait_from_a_cold_start() -> N
 
 
 def test_where_memory_is_short_growth_is_still_foreseen() -> None:
-    """Sixteen programs at once, from a cold start: twice what passing through makes, and more than the paper's."""
+    """Sixteen programs from a cold start: twice the throughput of passing through, and more than the paper's."""
     scenario = Scenario(engine=SMALL, programs_count=16, horizon_s=300.0, warmup_s=20.0)
     rates = {
         policy: sum(

@@ -1,4 +1,4 @@
-"""A run drives the scheduler as the server does, comes out the same every time, and thrashes as a real engine does."""
+"""A run drives the scheduler as the server does, is the same every time, and thrashes as a real engine does."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StandardLoad:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A workload of these plans, and no more."""
+    """A workload of exactly these plans."""
 
     plans: Sequence[ProgramPlan]
     name: str = "recorded"
@@ -108,7 +108,7 @@ def test_a_program_is_told_to_the_scheduler_as_by_the_server() -> None:
 
 
 def test_arrivals_say_what_programs_share_and_who_finishes_together() -> None:
-    """The digest is that of the prefix: programs with another prefix, or more of the same one, have another."""
+    """Its digest is the prefix's: programs with another prefix, or more of the same one, have another digest."""
     turns = (TurnPlan(10, 2, 0.0),)
     plans = [
         ProgramPlan("a", turns, "system", 40, group_id="g1"),
@@ -128,7 +128,7 @@ def test_arrivals_say_what_programs_share_and_who_finishes_together() -> None:
 
 
 def test_polls_say_what_was_looked_up_and_preempted_since_the_poll_before() -> None:
-    """Two programs of 180 tokens at the end do not fit beside each other in 200: one is preempted."""
+    """Two programs of 180 tokens at their end do not fit together in 200: one is preempted."""
     engine = EngineConfig(200, block_size=4, timing=UNIT)
     scenario = small(engine=engine, programs_count=2, keep_events=True, poll_interval_s=10.0)
     plans = [plan((80, 100, 0.0), name=f"p{number}") for number in range(2)]
@@ -147,7 +147,7 @@ def test_an_engine_may_not_say_what_was_cached() -> None:
 
 
 def test_programs_may_end_without_a_word() -> None:
-    """Half of them, the same in every run; the closed loop goes on at once."""
+    """Half of them do, the same ones in every run; the closed loop continues at once."""
     plans = Recorded([plan((10, 4, 0.0), name=f"p{number}") for number in range(60)])
     runs = [
         simulate(
@@ -176,7 +176,7 @@ def test_the_scheduler_hears_every_second_how_far_a_turn_is() -> None:
 
 @pytest.mark.parametrize("policy", [Passthrough(), Sticky(), Cap(5), ThunderAgent()], ids=lambda policy: policy.name)
 def test_the_events_replayed_give_the_same_decisions(policy: Policy) -> None:
-    """With the invariants checked after every event; two replicas, one of which goes away and comes back."""
+    """The invariants are checked after every event; of two replicas one goes away and returns."""
     outage = Outage("r1", 20.0, 30.0)
     result = standard(policy, 14, replica_count=2, horizon_s=60.0, keep_events=True, outages=(outage,))
     scheduler = Scheduler(policy)
@@ -253,7 +253,7 @@ def test_held_turns_wait_and_unused_memory_is_charged() -> None:
 
 
 def test_waits_of_programs_by_hand() -> None:
-    """One at a time: the second waits 4 s for the first, the third 8 s, and larger ones come later."""
+    """One runs at a time: the second waits 4 s for the first, the third 8 s, and larger ones come later."""
     programs = Recorded([plan((10 * size, 4, 0.0), name=f"p{size}") for size in (1, 2, 3)])
     result = simulate(small(programs_count=3), programs, Cap(1))
     assert [(each.first_prompt_tokens, each.held_s) for each in result.waits.programs] == [(10, 0), (20, 4), (30, 8)]
@@ -289,7 +289,7 @@ def test_no_batch_is_faster_than_its_bound(policy: Policy) -> None:
 
 
 def test_pauses_and_restores_are_counted() -> None:
-    """All pauses, and of the restores those of programs that ran before."""
+    """All pauses count, and the restores of programs that ran before."""
     result = standard(ThunderAgent(), 14, replica_count=2)
     counted = result.decision_counts
     restores = result.restores
@@ -419,7 +419,7 @@ def test_a_run_that_would_not_fit_in_memory_is_refused_before_it_starts() -> Non
 
 
 def test_an_hour_of_two_large_replicas_takes_less_than_a_minute() -> None:
-    """A tenth of the hour, in the time of a quarter of it: it takes some 2 s, and must not get to be far more."""
+    """A tenth of the hour gets a quarter of the time: it takes about 2 s, and must not take far more."""
     engine = EngineConfig(540_000, max_num_batched_tokens=8192, timing=profile("glm-4.6-h100x8"))
     scenario = Scenario(engine, replica_count=2, programs_count=144, horizon_s=360.0)
     began_s = process_time()
@@ -438,7 +438,7 @@ class _SometimesTooLarge:
 
 
 def test_programs_that_engines_refuse_end_and_time_goes_on() -> None:
-    """Without a pause before the next one, a place that gets refused ones only would never see time pass."""
+    """Without a pause before the next one, a place with refused programs only would never see time pass."""
     small = EngineConfig(kv_tokens=1600, timing=profile("demo"))
     scenario = Scenario(engine=small, programs_count=3, horizon_s=30)
     result = simulate(scenario, _SometimesTooLarge(), Passthrough())
@@ -448,7 +448,7 @@ def test_programs_that_engines_refuse_end_and_time_goes_on() -> None:
 
 
 def test_no_part_of_a_turn_before_the_warm_up_counts_for_the_limit() -> None:
-    """In a window that is shorter than a turn with its tool, hardly anything was done that could have been done."""
+    """In a window shorter than a turn with its tool, hardly anything counts as possible work."""
     scenario = Scenario(
         engine=EngineConfig(kv_tokens=540_000, timing=profile("glm-4.6-h100x8")),
         programs_count=4,

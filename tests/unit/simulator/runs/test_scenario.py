@@ -1,4 +1,4 @@
-"""Impossible scenarios are refused, and those that would not fit in memory."""
+"""Impossible scenarios are refused, and so are those that would not fit in memory."""
 
 from __future__ import annotations
 

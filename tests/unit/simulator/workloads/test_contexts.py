@@ -1,4 +1,4 @@
-"""A context without tokens, with keys that are no hashes: it behaves as the tokens and their hashes would."""
+"""Contexts without tokens and with keys that are no hashes behave as tokens and their hashes would."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_context_grows_by_the_tokens_that_follow(shared_tokens: int, growth: l
 
 @given(st.lists(st.tuples(st.sampled_from(("system", "other", "")), st.integers(0, 40), GROWTH), max_size=5))
 def test_keys_are_the_same_exactly_where_hashes_would_be(opened: list[tuple[str, int, list[int]]]) -> None:
-    """Of any two contexts, also of one that is read with another's answer."""
+    """This holds for any two contexts, also for one that is read with another's answer."""
     space = TokenSpace(4)
     contexts: list[Context] = []
     for prefix_id, shared_tokens, growth in opened:

@@ -1,4 +1,4 @@
-"""What is generated has the medians and percentiles that the sources state."""
+"""Generated programs have the medians and percentiles that the sources state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def turns_of(programs: list[ProgramPlan]) -> list[TurnPlan]:
 
 
 def prompts_of(programs: list[ProgramPlan]) -> list[int]:
-    """Tokens of every turn's whole prompt."""
+    """Return the tokens of each turn's whole prompt."""
     prompts = []
     for program in programs:
         context_tokens = program.shared_prefix_tokens
@@ -41,12 +41,12 @@ def prompts_of(programs: list[ProgramPlan]) -> list[int]:
 
 
 def percentile(values: list[float] | list[int], percent: float) -> float:
-    """Nearest rank."""
+    """Return the nearest-rank percentile."""
     return sorted(values)[math.ceil(percent / 100 * len(values)) - 1]
 
 
 def test_the_standard_load_stays_in_its_ranges() -> None:
-    """Uniform ranges with both ends, an exponential tool of one second in the mean (within 5 %)."""
+    """It has uniform ranges with both ends, and an exponential tool with a mean of one second (within 5 %)."""
     programs = programs_of("standard")
     later = [turn.new_tokens for program in programs for turn in program.turns[1:]]
     assert {len(program.turns) for program in programs} == set(range(6, 13))
@@ -71,7 +71,7 @@ def test_mini_swe_agent_is_as_published() -> None:
 
 
 def test_openhands_cuts_its_commands_off_and_prepares_a_sandbox() -> None:
-    """Commands of at most 10 s, one in ten of them (8-12 %); 30-120 s for a sandbox; growth as measured on agents."""
+    """Commands take at most 10 s, one in ten reaches that (8-12 %); a sandbox takes 30-120 s; growth is as measured."""
     programs = programs_of("openhands")
     tools_s = [turn.tool_s for turn in turns_of(programs)]
     assert max(tools_s) == 10
@@ -85,21 +85,21 @@ def test_openhands_cuts_its_commands_off_and_prepares_a_sandbox() -> None:
 
 
 def test_toolorchestra_waits_for_remote_tools() -> None:
-    """Log-normal with p50 3 s (within 10 %) and a p99 over 100 s."""
+    """Times are log-normal with p50 3 s (within 10 %) and a p99 over 100 s."""
     tools_s = [turn.tool_s for turn in turns_of(programs_of("toolorchestra-hle", 2000))]
     assert percentile(tools_s, 50) == pytest.approx(3, rel=0.1)
     assert 100 < percentile(tools_s, 99) < 150
 
 
 def test_scienceagentbench_ends_at_its_iteration_limit() -> None:
-    """30 iterations, and no program that runs longer than judging one takes."""
+    """The limit is 30 iterations, and no program runs longer than its judging takes."""
     programs = programs_of("scienceagentbench")
     assert max(len(program.turns) for program in programs) == 30
     assert max(turn.tool_s for turn in turns_of(programs)) <= 140
 
 
 def test_gaia_tasks_arrive_as_a_poisson_process_and_the_wrong_are_long() -> None:
-    """One every 2 s (within 10 %), gaps as varied as their mean; short and long tasks around 10 and 45 turns."""
+    """One comes every 2 s (within 10 %), gaps vary as their mean; short and long tasks have around 10 and 45 turns."""
     programs = programs_of("gaia-magentic-one", 1000)
     arrivals_s = [program.arrival_s or 0.0 for program in programs]
     gaps_s = [after - before for before, after in zip([0.0, *arrivals_s], arrivals_s, strict=False)]
@@ -107,13 +107,13 @@ def test_gaia_tasks_arrive_as_a_poisson_process_and_the_wrong_are_long() -> None
     assert fmean(gaps_s) == pytest.approx(2.0, rel=0.1)
     assert fmean(gap_s**2 for gap_s in gaps_s) == pytest.approx(2 * 2.0**2, rel=0.2)
     turns = [len(program.turns) for program in programs]
-    assert percentile(turns, 20) == pytest.approx(10, rel=0.15)  # the median of the right ones, 4 in 10
+    assert percentile(turns, 20) == pytest.approx(10, rel=0.15)  # the median of the right ones, which are 4 in 10
     assert percentile(turns, 70) == pytest.approx(45, rel=0.15)  # the median of the wrong ones
     assert workload("gaia-magentic-one").programs_count == 212
 
 
 def test_gaia_tasks_say_what_they_come_to_and_whose_turn_it_is() -> None:
-    """4 in 10 are right, and short; each turn is one role's, and generates what that does."""
+    """4 in 10 are right, and short; each turn has one role, and an output of that role's length."""
     programs = programs_of("gaia-magentic-one", 1000)
     turns = {
         outcome: [len(program.turns) for program in programs if program.outcome == outcome]
@@ -163,7 +163,7 @@ def test_a_group_has_one_first_prompt_and_eight_members() -> None:
 
 
 def test_bursts_come_at_once() -> None:
-    """32 programs together, then none for two minutes."""
+    """32 programs come together, then none for two minutes."""
     arrivals_s = [program.arrival_s for program in programs_of("bursts", 65)]
     assert arrivals_s == [0.0] * 32 + [120.0] * 32 + [240.0]
 
@@ -200,7 +200,7 @@ def test_the_tools_name_explains_half_of_its_time() -> None:
 
 @pytest.mark.parametrize("name", [name.replace("-N", "-90") for name in workload_names()])
 def test_a_program_depends_on_nothing_but_its_name_seed_and_index(name: str) -> None:
-    """Asked for again, in another order, from a fresh workload: the same plan. Another seed: another one."""
+    """A fresh workload gives the same plan, in any order. Another seed gives another one."""
     asked = [workload(name).program(index, 1) for index in (7, 0, 7)]
     fresh = AgentWorkload(
         **{
@@ -215,14 +215,14 @@ def test_a_program_depends_on_nothing_but_its_name_seed_and_index(name: str) -> 
 
 
 def test_every_number_has_a_source() -> None:
-    """No parameter of any workload is left without saying where it comes from."""
+    """Each parameter of each workload states its source."""
     for known in load_workloads().values():
         assert {"turns", "first_prompt_tokens", "new_tokens", "output_tokens", "tool_s"} <= known.sources.keys()
         assert all(known.sources.values())
 
 
 def test_an_unknown_workload_names_those_that_exist() -> None:
-    """So does a prefix of which all is shared: nothing would be left to ask."""
+    """So does a prefix that is shared completely: nothing would be left to ask."""
     for name in ("mini", "shared-prefix", "shared-prefix-100", "shared-prefix-x"):
         with pytest.raises(ValueError, match=r"there are: .*grpo.*shared-prefix-N"):
             workload(name)

@@ -23,7 +23,7 @@ from thunderagent.simulator.workloads.record import record
 
 
 class Log:
-    """Write events of turns, each with its begin and end."""
+    """Writes events of turns, each with its begin and end."""
 
     def __init__(self) -> None:
         self.events: list[Event] = [ReplicaUp(0.0, "r0"), Tick(1.0)]
@@ -67,7 +67,7 @@ def test_turns_become_rows_of_a_program() -> None:
 
 
 def test_a_prompt_that_shrank_hits_what_the_engine_found() -> None:
-    """Nothing says what it has in common with the one before; it may begin a new context."""
+    """The part that it shares with the one before is unknown; it may begin a new context."""
     log = Log()
     log.turn("a", 0.0, 1.0, 1000, 10)
     log.turn("a", 2.0, 3.0, 300, 10, cached_tokens=100)
@@ -75,7 +75,7 @@ def test_a_prompt_that_shrank_hits_what_the_engine_found() -> None:
 
 
 def test_what_most_first_prompts_found_cached_is_shared() -> None:
-    """Four agents with one system prompt of 640 tokens: the first found nothing, the others did."""
+    """Four agents have one system prompt of 640 tokens: the first found nothing, the others did."""
     log = Log()
     for number, cached_tokens in enumerate((0, 640, 640, 640)):
         log.turn(f"p{number}", number, number + 0.5, 1000, 10, cached_tokens)
@@ -84,7 +84,7 @@ def test_what_most_first_prompts_found_cached_is_shared() -> None:
 
 
 def test_branches_and_ids_used_again_are_programs_of_their_own() -> None:
-    """A released id may come back: `#2`. A branch has a context of its own."""
+    """A released id may return as `#2`. A branch has its own context."""
     log = Log()
     log.turn("a", 0.0, 1.0, 100, 10)
     log.turn("a", 0.5, 1.5, 50, 10, branch_id="sub")
@@ -96,7 +96,7 @@ def test_branches_and_ids_used_again_are_programs_of_their_own() -> None:
 
 
 def test_what_cannot_be_recorded_is_counted() -> None:
-    """Turns without a program, without usage, failed, abandoned, and still running at the end."""
+    """Cases are turns without a program, without usage, failed, abandoned, and still running at the end."""
     log = Log()
     log.turn(None, 0.0, 1.0, 100, 10)
     log.turn("a", 0.0, 1.0, None, None, None)
@@ -111,7 +111,7 @@ def test_what_cannot_be_recorded_is_counted() -> None:
 
 
 def test_a_recording_can_be_loaded(tmp_path: Path) -> None:
-    """What the loader makes of it is what the programs did."""
+    """The loaded programs do what the recorded ones did."""
     log = Log()
     log.turn("a", 10.0, 14.0, 1000, 100)
     log.turn("a", 16.5, 20.0, 1300, 50)

@@ -1,4 +1,4 @@
-"""Recordings of three kinds become plans, and what does not parse or fit is said."""
+"""Recordings of three kinds become plans; errors name what does not parse or fit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def jsonl(path: Path, *rows: object) -> Path:
     return path
 
 
-# When, input, output and hit tokens, seconds of the answer and after it, why it stopped.
+# Time, input, output and hit tokens, seconds of the answer and after it, and why it stopped.
 FIRST = [0, 1000, 100, 0, 5.0, 2.0, "tool_use"]
 SECOND = [7, 1300, 50, 960, 4.0, 600.0, "end_turn"]
 THIRD = [611, 1400, 0, 1280, None, None, "unknown"]
 
 
 def test_our_own_format_becomes_what_is_appended(tmp_path: Path) -> None:
-    """New tokens are what the prompt has more than the context; the gap is the tool's time, `stop` its name."""
+    """New tokens are those of the prompt beyond the context; the gap is the tool's time, `stop` its name."""
     path = jsonl(tmp_path / "day.jsonl", {"id": "a", "turns": [FIRST, SECOND, THIRD]})
     turns = (TurnPlan(1000, 100, 2.0, "tool"), TurnPlan(200, 50, 600.0, "person"), TurnPlan(50, 1, 0.0, "unknown"))
     assert load_recorded(path).programs == (ProgramPlan("a", turns),)
@@ -34,14 +34,14 @@ def test_our_own_format_becomes_what_is_appended(tmp_path: Path) -> None:
 
 
 def test_a_compressed_file_is_read_too(tmp_path: Path) -> None:
-    """`.gz` says so; blank lines mean nothing."""
+    """Its name ends in `.gz`; blank lines are ignored."""
     path = tmp_path / "day.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps({"id": "a", "turns": [FIRST]}).encode() + b"\n\n"))
     assert len(load_recorded(path).programs) == 1
 
 
 def test_programs_of_a_group_share_their_first_tokens(tmp_path: Path) -> None:
-    """The shared tokens are no new ones; a first prompt that is shorter than them shares something else."""
+    """Shared tokens are not new; a first prompt that is shorter than them shares something else."""
     rows = [
         {"id": name, "prefix_group": 7, "shared_prefix_tokens": 640, "turns": [[0, tokens, 10, 0, 1.0, None, "x"]]}
         for name, tokens in (("a", 1000), ("b", 700), ("c", 640))
@@ -84,7 +84,7 @@ def test_contexts_over_the_limit_are_dropped_and_counted(tmp_path: Path) -> None
 @pytest.mark.parametrize("loader", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"id": 1, "turns": []}', '{"input_length": -1}', "\udcff"])
 def test_a_line_that_does_not_parse_is_named(loader: object, line: str, tmp_path: Path) -> None:
-    """File and line stand in the error, for cut-off lines, wrong fields and bytes that are not text."""
+    """The error has file and line, for cut-off lines, wrong fields and bytes that are not text."""
     path = tmp_path / "day.jsonl"
     path.write_bytes(b"\n" + line.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(TraceError, match=r"day\.jsonl: line 2: "):
@@ -92,14 +92,14 @@ def test_a_line_that_does_not_parse_is_named(loader: object, line: str, tmp_path
 
 
 def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
-    """Which turn and which of its fields."""
+    """The error has the turn and the field."""
     path = jsonl(tmp_path / "day.jsonl", {"id": "a", "turns": [FIRST, [7, -5, 50, 0, 4.0, 1.0, "x"]]})
     with pytest.raises(TraceError, match=r"line 1: .*turns\[1\]\[1\]"):
         load_recorded(path)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """One that is not there, and one that is not compressed although it says so."""
+    """Cases are a missing file, and one with a compressed name that is not compressed."""
     with pytest.raises(TraceError, match=r"none\.jsonl: line 1: cannot be read"):
         load_recorded(tmp_path / "none.jsonl")
     with pytest.raises(TraceError, match=r"day\.gz: line 1: cannot be read"):
@@ -123,7 +123,7 @@ def test_mooncake_requests_are_joined_by_their_blocks(tmp_path: Path) -> None:
 
 
 def test_aiperf_rows_of_one_session_append(tmp_path: Path) -> None:
-    """Named programs go by their rows: `delay` passes before a row, or what its timestamp says."""
+    """Named programs go by their rows: a row waits for its `delay`, or for its timestamp."""
     path = jsonl(
         tmp_path / "aiperf.jsonl",
         {"session_id": "s", "timestamp": 1000, "input_length": 100, "output_length": 40},
@@ -137,7 +137,7 @@ def test_aiperf_rows_of_one_session_append(tmp_path: Path) -> None:
 
 
 def test_weka_conversations_become_programs(tmp_path: Path) -> None:
-    """Think time, or the time between less the answer's; a request sent again counts once; a sub-agent is a program."""
+    """Think time is given, or is the gap less the answer; a repeated request counts once; a sub-agent is a program."""
     call = {"model": "m", "input_types": ["text"]}
     blocks = list(range(16))
     path = jsonl(
@@ -170,7 +170,7 @@ def test_weka_conversations_become_programs(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_replayed_whole_before_again() -> None:
-    """Each program once a round, in an order that the seed gives, under an id of its own."""
+    """Each program comes once a round, in an order that the seed gives, under its own id."""
     trace = Trace(tuple(ProgramPlan(name, (TurnPlan(1, 1, 0.0),)) for name in "abcdef"))
     workload = TraceWorkload("day", trace)
     rounds = [[workload.program(index + start, 3).program_id for index in range(6)] for start in (0, 6)]
@@ -190,7 +190,7 @@ def test_recorded_arrivals_keep_their_order_and_go_on_in_the_next_round() -> Non
 
 
 def test_where_arrivals_do_not_matter_every_seed_has_its_own_order() -> None:
-    """A closed loop starts programs by itself: seeds that were all the same would have intervals of 0."""
+    """A closed loop starts programs by itself: equal seeds would have intervals of 0."""
     trace = Trace(tuple(ProgramPlan(name, (TurnPlan(1, 1, 0.0),), arrival_s=float(ord(name))) for name in "abcdef"))
     workload = TraceWorkload("day", trace, in_order_of_arrival=False)
     orders = [[workload.program(index, seed).program_id for index in range(6)] for seed in (3, 4)]
@@ -199,12 +199,12 @@ def test_where_arrivals_do_not_matter_every_seed_has_its_own_order() -> None:
 
 
 def test_a_round_takes_time_even_if_all_arrive_at_once() -> None:
-    """An open loop that asks for programs until its horizon would else never get there."""
+    """Otherwise an open loop that asks for programs until its horizon would never get there."""
     workload = TraceWorkload("day", Trace((ProgramPlan("a", (TurnPlan(1, 1, 0.0),), arrival_s=0.0),)))
     assert [workload.program(index, 0).arrival_s for index in range(3)] == [0.0, 1.0, 2.0]
 
 
 def test_nothing_to_replay_is_refused() -> None:
-    """With what was dropped, so that the limit can be found too low."""
+    """The error lists what was dropped, so that a too low limit is noticed."""
     with pytest.raises(TraceError, match=r"day: no program is left to replay .* 3 programs"):
         TraceWorkload("day", Trace((), dropped_programs_count=3, dropped_turns_count=5))
