@@ -1,6 +1,6 @@
-"""The structure of the package, checked on its source: imports, what the core may touch, words and units.
+"""The structure of the package, checked on its source: imports, what the core may use, words and units.
 
-Each rule is a function from a parsed module to what is wrong with it, tested first on a module that breaks it.
+Each rule is a function from a parsed module to its errors, tested first on a module that breaks it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The part of the package it belongs to; "" is the package's own `__init__`."""
+        """The part of the package that it belongs to; "" is the package's own `__init__`."""
         return room_of(self.name)
 
     def is_in(self, *prefixes: str) -> bool:
-        """Say whether it is one of these modules, or lies in one of them."""
+        """Return whether it is one of these modules, or inside one of them."""
         return any(self.name == prefix or self.name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
@@ -76,7 +76,7 @@ def is_under(dotted: str, prefix: str) -> bool:
     return dotted == prefix or dotted.startswith(f"{prefix}.")
 
 
-# --- Which way imports go -------------------------------------------------------------------------------------
+# --- Directions of imports ------------------------------------------------------------------------------------
 
 EVERY_ROOM = frozenset(
     {
@@ -85,13 +85,13 @@ EVERY_ROOM = frozenset(
     }
 )
 
-# Room: the rooms it may import from, beside itself. Imports for types count too: an arrow is an arrow.
+# Room: the other rooms from which it may import. Imports for types count too.
 ARROWS: dict[str, frozenset[str]] = {
     "": frozenset(),
     "errors": frozenset(),
     "programs": frozenset({"errors"}),
     "policy_loader": frozenset({"errors", "programs"}),
-    # Small parts that both backends and tools need, which do not know each other.
+    # Small parts that both backends and tools need; these two do not know each other.
     "faults": frozenset(),
     "cluster": frozenset(),
     "backends": frozenset({"errors", "programs", "faults", "cluster"}),
@@ -100,14 +100,14 @@ ARROWS: dict[str, frozenset[str]] = {
     "leases": frozenset({"programs"}),
     "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
-    # The link between gateways and a scheduler: both of its ends, and the proxy that a gateway is.
-    # Its own rooms: `FORBIDDEN`. `backends` knows how a cluster is asked for a Lease.
+    # The link between gateways and a scheduler: both of its ends, and the proxy, which a gateway is. Its own rooms are
+    # in `FORBIDDEN`. `backends` knows how to ask a cluster for a Lease.
     "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation"}),
     "client": frozenset(),
-    # Which of its own files are compiled: setup.py loads it alone.
+    # A list of its own files that are compiled: setup.py loads it alone.
     "compilation": frozenset(),
     "log_lines": frozenset(),
-    # A client of an engine, which it knows by its answers alone.
+    # A client of an engine, which it knows only by its answers.
     "calibrate": frozenset({"errors", "simulator"}),
     # Built once by the command line and passed down in slices: no other module may import it.
     "config": frozenset({"errors", "faults", "backends", "tools"}),
@@ -116,17 +116,17 @@ ARROWS: dict[str, frozenset[str]] = {
     "nova": frozenset({"errors"}),
     # Above the proxy, which it knows by HTTP alone: no other module imports it.
     "workflows": frozenset({"errors", "client"}),
-    # Wires everything up; the command line starts it.
+    # Composes everything; the command line starts it.
     "serving": EVERY_ROOM - {"simulator"} | {"config"},
-    # The same for what several processes share.
+    # The same for the parts that several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
-    # Both by one command.
+    # Both in one command.
     "one_machine": EVERY_ROOM | {"config", "serving", "scaling"},
     # Starts gateways and schedulers, which are commands, with Ray: no other module imports it.
     "ray": frozenset({"errors", "config", "proxy", "serving"}),
-    # Has an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
+    # Lets an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
     "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
-    # A client of engines and of a proxy, which it can start for itself.
+    # A client of engines and of a proxy, which it can start itself.
     "doctor": frozenset({"errors", "backends", "config", "serving"}),
     "cli": EVERY_ROOM
     | {
@@ -148,15 +148,15 @@ ARROWS: dict[str, frozenset[str]] = {
 
 SCALE = "thunderagent.scale"
 
-# Modules: what else they must never know; and who among them may, all the same.
+# Modules: other modules that they must never import; and the exceptions.
 FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ("thunderagent.backends", frozenset({"thunderagent.programs.policies"}), frozenset()),
-    # Clients of the admin API: they know the proxy by its answers alone.
+    # Clients of the admin API: they know the proxy only by its answers.
     ("thunderagent.cli.status", frozenset({"thunderagent.proxy", "thunderagent.runtime"}), frozenset()),
     ("thunderagent.cli.handover", frozenset({"thunderagent.proxy", "thunderagent.scale"}), frozenset()),
     ("thunderagent.proxy", frozenset({"thunderagent.programs.policies"}), frozenset()),
     ("thunderagent.runtime", frozenset({"aiohttp", "httpx2", "http"}), frozenset()),
-    # Only a log that is replayed says which policy is wanted.
+    # Only a replayed log names the wanted policy.
     ("thunderagent.runtime", frozenset({"thunderagent.policy_loader"}), frozenset({"thunderagent.runtime.event_log"})),
     (
         "thunderagent.scale.gateway",
@@ -176,7 +176,7 @@ FORBIDDEN: list[tuple[str, frozenset[str], frozenset[str]]] = [
     ),
 ]
 
-# The rooms of the proxy, each with those it may import from, beside itself. What all may: see `ARROWS["proxy"]`.
+# The rooms of the proxy, each with the others from which it may import. `ARROWS["proxy"]` has what all may import.
 PROXY_ARROWS: dict[str, frozenset[str]] = {
     "reading": frozenset(),
     "wire": frozenset({"reading"}),
@@ -187,12 +187,12 @@ PROXY_ARROWS: dict[str, frozenset[str]] = {
     "turns": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch"}),
     "control": frozenset({"reading", "wire", "gate", "fleet"}),
     "admin": frozenset({"reading", "gate", "fleet", "control", "watch"}),
-    # Composition: it uses all, and none may know it; first the paths of requests, then the whole.
+    # Composition: it uses all, and none may import it; first the paths of requests, then the whole.
     "routing": frozenset({"reading", "wire", "gate", "fleet", "turns", "control", "watch"}),
     "app": frozenset({"reading", "wire", "gate", "fleet", "judge", "watch", "turns", "control", "admin", "routing"}),
 }
 
-# What a room of the proxy must never know besides.
+# Further modules that a room of the proxy must never import.
 UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
     "reading": frozenset({"aiohttp", "socket", "thunderagent.runtime", "thunderagent.backends"}),
     "wire": frozenset({"thunderagent.runtime", "thunderagent.programs"}),
@@ -202,7 +202,7 @@ UNKNOWN_TO_ROOMS: dict[str, frozenset[str]] = {
 
 CARRY_BYTES = tuple(f"thunderagent.proxy.{room}" for room in ("reading", "wire", "gate", "fleet", "turns"))
 TABLES = frozenset({"scheduler", "pools", "ledger", "programs"})
-"""Names of what the scheduler knows."""
+"""Names of the scheduler's knowledge."""
 
 
 def tables_read(module: Module) -> Iterator[str]:
@@ -217,7 +217,7 @@ def tables_read(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is a table of the scheduler's"
 
 
-# The rooms of the simulator, from the engine up to the commands: each with those it may import from, beside itself.
+# The rooms of the simulator, from the engine up to the commands, each with the others from which it may import.
 SIMULATOR_ARROWS: dict[str, frozenset[str]] = {
     "engine": frozenset(),
     "embedded": frozenset({"engine"}),
@@ -238,7 +238,7 @@ RUNTIME_ARROWS: dict[str, frozenset[str]] = {
     "learned_state": frozenset({"runtime"}),
 }
 
-# The slices of the configuration, and what puts them together.
+# The slices of the configuration, and the module that combines them.
 SLICES = frozenset({"access", "engines", "processes", "sandboxes", "scheduling", "turns"})
 CONFIG_ARROWS: dict[str, frozenset[str]] = {
     "slices": frozenset(),
@@ -246,7 +246,7 @@ CONFIG_ARROWS: dict[str, frozenset[str]] = {
     "config": SLICES | {"slices"},
 }
 
-# What starts the proxy: each file from the configuration to one part of it; and what puts them together.
+# The start of the proxy: each file leads from the configuration to one part; and the module that combines them.
 PARTS = frozenset({"embedded", "lookups", "process", "provisioning", "replica_sources", "sandboxes", "security"})
 SERVING_ARROWS: dict[str, frozenset[str]] = {
     **dict.fromkeys(PARTS, frozenset()),
@@ -256,7 +256,7 @@ SERVING_ARROWS: dict[str, frozenset[str]] = {
     "serving": PARTS - {"lookups"} | {"building", "listening", "reloading"},
 }
 
-# The commands, and what reads the line.
+# The commands, and the reader of the line.
 CLI_ARROWS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("key", "log_output", "logs", "status"), frozenset()),
     "handover": frozenset({"status"}),
@@ -274,11 +274,11 @@ HOUSES = {
 }
 
 ROOM_MODULE_COUNT = 12
-"""A room has a dozen modules at most, beside its `__init__`."""
+"""A room has at most a dozen modules, without its `__init__`."""
 
 
 def wrong_arrows(module: Module) -> Iterator[str]:
-    """Find what a module of a house with rooms imports from rooms that its own must not know."""
+    """Find imports of a module from rooms that its own room must not know."""
     for house, arrows in HOUSES.items():
         if module.is_in(house) and module.name != house:
             yield from _wrong_in_house(module, house, arrows)
@@ -298,7 +298,7 @@ def _wrong_in_house(module: Module, house: str, arrows: dict[str, frozenset[str]
 
 
 def wrong_imports(module: Module) -> Iterator[str]:
-    """Find imports against the arrows, and of what the module must never know."""
+    """Find imports against the arrows, and imports that the module must never have."""
     if module.room not in ARROWS:
         yield f"{module.name}: the room {module.room!r} has no arrows"
         return
@@ -315,7 +315,7 @@ def wrong_imports(module: Module) -> Iterator[str]:
                         yield f"{module.name}:{line}: must never know {prefix}"
 
 
-# Room of the core, or module beside the rooms: what else of the core it may import.
+# Room of the core, or module beside the rooms: the other parts of the core from which it may import.
 VERBS = frozenset({"model", "book", "learned", "rules", "verbs"})
 CORE_ARROWS: dict[str, frozenset[str]] = {
     "model": frozenset(),
@@ -323,7 +323,7 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "learned": frozenset({"model"}),
     "rules": frozenset({"model", "book"}),
     "policies": frozenset({"model"}),
-    "verbs": frozenset({"model", "book", "learned", "rules"}),  # and the core, which they are parts of, for its type
+    "verbs": frozenset({"model", "book", "learned", "rules"}),  # and the core, whose parts they are, for its type
     "core": VERBS,
     "operations": VERBS | {"core"},
     "view": VERBS,  # and the core and its operations, for their types
@@ -345,7 +345,7 @@ def core_room_of(dotted: str) -> str:
 
 
 def wrong_core_imports(module: Module) -> Iterator[str]:
-    """Find imports of the core against its arrows; what only a type checker sees closes no circle."""
+    """Find imports of the core against its arrows; imports for a type checker make no circle."""
     room = core_room_of(module.name)
     for line, dotted in imports_of(without_typing_blocks(module)):
         target = core_room_of(dotted)
@@ -354,7 +354,7 @@ def wrong_core_imports(module: Module) -> Iterator[str]:
 
 
 def without_typing_blocks(module: Module) -> Module:
-    """Leave out what stands under `if TYPE_CHECKING:` at the top of a module."""
+    """Omit what is under `if TYPE_CHECKING:` at the top of a module."""
     body = [
         node
         for node in module.tree.body
@@ -376,13 +376,13 @@ def changed_events(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno}: {ast.unparse(node)} is changed"
 
 
-# --- One writer of where programs stand ---------------------------------------------------------------------------
+# --- One writer of programs' places -------------------------------------------------------------------------------
 
 SIZES = frozenset({"claim_tokens", "growth_tokens", "reserve_tokens"})
 SUMS = frozenset({"demand_tokens", "active_count", "shared_tokens"})
 WRITERS = {
-    "place": frozenset({"book.book.Book.move", "book.book.Book.pause_until"}),  # which moves many in one batch
-    "size": frozenset({"learned.knowledge.Knowledge.measure_claim"}),  # which is called by the next
+    "place": frozenset({"book.book.Book.move", "book.book.Book.pause_until"}),  # it moves many in one batch
+    "size": frozenset({"learned.knowledge.Knowledge.measure_claim"}),  # the next one calls it
     "measure": frozenset({"book.book.Book.move", "book.book.Book.resize"}),
     "size of a place": frozenset({"book.book.Book.resize"}),
     "who is in a place": frozenset({f"book.book.Book.{name}" for name in ("open", "move", "enter_anew", "act_anew")}),
@@ -417,7 +417,7 @@ def wrong_writers(module: Module) -> Iterator[str]:
 
 
 def _within(node: ast.AST, where: str) -> Iterator[tuple[str, ast.AST]]:
-    """Give every node below one, each with the names of what it is in."""
+    """Yield all nodes below one, each with the names of its enclosing definitions."""
     for inner in ast.iter_child_nodes(node):
         is_named = isinstance(inner, ast.ClassDef | ast.FunctionDef)
         place = f"{where}.{inner.name}" if is_named else where  # type: ignore[attr-defined]
@@ -442,12 +442,12 @@ PURE_IMPORTS = {
     ),
     *("json", "math", "operator", "re", "types", "typing", "zlib"),
 }
-# `hash` of text and `id` differ from run to run, so a replay could decide otherwise.
+# `hash` of text and `id` differ between runs, so a replay could decide otherwise.
 IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "compile", "__import__", "hash", "id"})
 
 
 def impurities(module: Module) -> Iterator[str]:
-    """Find what lets the core touch a clock, randomness, a loop, a log, the network or other people's code."""
+    """Find ways for the core to use a clock, randomness, a loop, a log, the network or third-party code."""
     for line, dotted in imports_of(module):
         own_rooms = ("errors", "programs", "workflows.core", "workflows.errors")
         is_ours = any(is_under(dotted, f"thunderagent.{room}") for room in own_rooms)
@@ -462,13 +462,13 @@ def impurities(module: Module) -> Iterator[str]:
 
 # --- What a compiled core may not do ----------------------------------------------------------------------------
 
-# What only an interpreted class has, and mypyc compiles without a word.
+# Only an interpreted class has these, and mypyc compiles them silently.
 INTERPRETED_ATTRIBUTES = frozenset({"__slots__", "__dict__", "__annotations__", "__weakref__", "__getattribute__"})
 INTERPRETED_CALLS = frozenset({"vars", "get_type_hints", "globals", "locals", "weakref"})
 
 
 def not_compilable(module: Module) -> Iterator[str]:
-    """Find what does something else once it is compiled, or leaks there. What mypyc refuses itself is not repeated."""
+    """Find code that acts differently when compiled, or leaks there. What mypyc itself refuses is not repeated."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and node.attr in INTERPRETED_ATTRIBUTES:
             yield f"{module.name}:{node.lineno}: a compiled class has no {node.attr}"
@@ -483,7 +483,7 @@ def not_compilable(module: Module) -> Iterator[str]:
 
 
 def compiled_bases(module: Module, compiled: dict[str, set[str]]) -> Iterator[str]:
-    """Find interpreted classes that are made from compiled ones, which refuse that; `compiled` has their names."""
+    """Find interpreted classes with compiled bases, which refuse that; `compiled` has their names."""
     imported = {
         alias.asname or alias.name: node.module
         for node in ast.walk(module.tree)
@@ -504,7 +504,7 @@ def compiled_bases(module: Module, compiled: dict[str, set[str]]) -> Iterator[st
 
 @dataclass(frozen=True)
 class Banned:
-    """A synonym not to be used in names of ours; where it is the right word all the same, and why."""
+    """A synonym that our names must not use; and where it is still right, with the reason."""
 
     word: str
     instead: str
@@ -574,7 +574,7 @@ BANNED = (
 
 
 def defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Give (line, name) of what a module names itself; names it only uses were named elsewhere."""
+    """Yield (line, name) of the names that a module defines; names that it only uses are defined elsewhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
@@ -596,7 +596,7 @@ def words_of(name: str) -> list[str]:
 
 
 def forms_of(word: str) -> frozenset[str]:
-    """Give a word's inflections, as far as they are regular: evict, evicts, evicted, evicting, eviction, evictor."""
+    """Return a word's regular inflections: evict, evicts, evicted, evicting, eviction, evictor."""
     stem = word.removesuffix("e")
     plural = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
     doubled = (f"{word}{word[-1]}ed", f"{word}{word[-1]}ing")
@@ -604,7 +604,7 @@ def forms_of(word: str) -> frozenset[str]:
 
 
 def synonyms(module: Module) -> Iterator[str]:
-    """Find names made of a word that the vocabulary gives to nothing, or to something else."""
+    """Find names with a word that the vocabulary gives no meaning, or another one."""
     for line, name in sorted(set(defined_names(module.tree))):
         if name.startswith("__") and name.endswith("__"):
             continue  # Python's own names, such as __slots__
@@ -624,7 +624,7 @@ DOCUMENTED = tuple(f"thunderagent.{room}" for room in ("programs", "tools", "bac
 
 
 def missing_docstrings(module: Module) -> Iterator[str]:
-    """Find a module without a docstring, and in the rooms others build on, public names without one."""
+    """Find modules without a docstring, and public names without one in the rooms that others use."""
     if not says_something(module.tree):
         yield f"{module.name}:1: the module has no docstring"
     if module.is_in(*DOCUMENTED):
@@ -651,7 +651,7 @@ def says_something(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.Async
 
 UNIT = re.compile(r"(^|_)(tokens|bytes|ratio|count|id|total)$|_s$")
 NUMBER = re.compile(r"\b(int|float)\b")
-# Numbers that have no unit, and why.
+# Numbers without a unit, with the reason.
 UNITLESS = {
     "engine_priority": "an order, as engines have it: lower goes first",
     "priority": "an order: lower goes first",
@@ -687,23 +687,23 @@ def _numbers(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
             every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             fields = [(each.lineno, each.arg, each.annotation) for each in every]
         for line, name, annotation in fields:
-            # Only a number itself, or a number or None: what a container holds is named by the container.
+            # Only a number, or a number or None: the name of a container covers its content.
             text = ast.unparse(annotation).strip("'\"") if annotation is not None else ""
             alternatives = {each.strip() for each in text.removeprefix("Optional[").rstrip("]").split("|")}
             if alternatives - {"None"} and alternatives <= {"int", "float", "None"}:
                 yield line, name, text
 
 
-# --- One reading of what is asked for -------------------------------------------------------------------------
+# --- One reading of a target ----------------------------------------------------------------------------------
 
 READS_TARGETS = ("thunderagent.proxy.reading.target", "thunderagent.proxy.wire.aiohttp_request")
-# What aiohttp has of a request's target: each is another reading of it. `match_info` and `query` are of the URL that
-# the target was routed by.
+# aiohttp's parts of a request's target: each is another reading of it. `match_info` and `query` are of the URL that the
+# target was routed by.
 OTHER_READINGS = frozenset({"raw_path", "rel_url", "path_qs", "query_string", "path_safe", "raw_parts"})
 
 
 def other_readings(module: Module) -> Iterator[str]:
-    """Find code that reads or splits a request's path outside of the one place for it."""
+    """Find code that reads or splits a request's path outside the one place for it."""
     if not module.is_in("thunderagent.proxy", "thunderagent.backends") or module.is_in(*READS_TARGETS):
         return
     for node in ast.walk(module.tree):
@@ -718,7 +718,7 @@ def other_readings(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno}: it cuts a path, which only {READS_TARGETS[0]} may"
 
 
-# --- The package obeys ----------------------------------------------------------------------------------------
+# --- The package follows the rules ----------------------------------------------------------------------------
 
 
 @cache
@@ -743,13 +743,13 @@ def complaints(rule: Callable[[Module], Iterator[str]], modules: list[Module]) -
 
 
 def test_the_package_is_found() -> None:
-    """The rules below look at real modules: an empty list would pass them all."""
+    """The rules below need real modules: an empty list would pass them all."""
     assert {"thunderagent", "thunderagent.errors", "thunderagent.programs"} <= {module.name for module in all_modules()}
     assert core()
 
 
 def test_imports_follow_the_arrows() -> None:
-    """Nobody imports against the layers, nor what the room must never know."""
+    """No module imports against the layers, or what its room must never import."""
     assert complaints(wrong_imports, all_modules()) == []
 
 
@@ -759,14 +759,14 @@ def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
 
 
 def test_who_carries_bytes_reads_no_table_of_the_scheduler() -> None:
-    """What it must know comes with the lease, as a pushed map, or as a message."""
+    """What it needs comes with the lease, as a pushed map, or as a message."""
     assert complaints(tables_read, all_modules()) == []
     for source in ("from thunderagent.programs.pools import Pools", "self._leases.scheduler.queue"):
         assert list(tables_read(module_of(source, "thunderagent.proxy.turns.flow"))), source
 
 
 def test_a_room_is_no_attic() -> None:
-    """A room of a house, and a folder in one, has a dozen modules at most."""
+    """A room with rooms, and a folder in one, has at most a dozen modules."""
     folders = [module.name for module in all_modules() if module.is_package and module.is_in(*HOUSES)]
     for folder in folders:
         inside = [each.name for each in all_modules() if each.name.rpartition(".")[0] == folder and not each.is_package]
@@ -774,7 +774,7 @@ def test_a_room_is_no_attic() -> None:
 
 
 def test_imports_of_the_core_follow_its_arrows() -> None:
-    """One way, from the scheduler down to the model, and every room of it has arrows."""
+    """They lead one way, from the scheduler down to the model, and every room has arrows."""
     assert complaints(wrong_core_imports, core()) == []
     rooms = {core_room_of(module.name) for module in core()} - {""}
     assert rooms == set(CORE_ARROWS)
@@ -784,13 +784,13 @@ def test_imports_of_the_core_follow_its_arrows() -> None:
 
 
 def test_a_module_of_the_core_is_read_in_two_screens() -> None:
-    """A file that outgrows that holds two ideas."""
+    """A larger file holds two ideas."""
     lines = {str(path): len(path.read_text().splitlines()) for path in (PACKAGE / "programs").rglob("*.py")}
     assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_a_folder_of_the_core_holds_a_dozen_files() -> None:
-    """A reader chooses among so few; what is more is two rooms."""
+    """A reader can choose among so few; more are two rooms."""
     folders = [PACKAGE / "programs", *(path for path in (PACKAGE / "programs").rglob("*") if path.is_dir())]
     counts = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
@@ -805,7 +805,7 @@ def test_nobody_changes_what_was_told() -> None:
 
 
 def test_where_a_program_stands_has_one_writer() -> None:
-    """A move, or another size: sums, orders, story and decision follow in the same call."""
+    """A move or another size updates sums, orders, story and decision in the same call."""
     assert complaints(wrong_writers, core()) == []
     for source in (
         "program.place = to",
@@ -821,7 +821,7 @@ def test_where_a_program_stands_has_one_writer() -> None:
 
 
 def test_a_wrong_import_in_the_core_is_found() -> None:
-    """Each kind of arrow against the layers, and none that only a type checker sees."""
+    """The rule finds each kind of arrow against the layers, and none that only a type checker sees."""
     wrong = "from thunderagent.programs.book.book import Book"
     assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.model.program")))
     assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.policies.baselines.cap")))
@@ -843,7 +843,7 @@ def test_the_core_is_pure() -> None:
 
 
 def test_the_core_means_the_same_when_it_is_compiled() -> None:
-    """What mypyc would not refuse, and would not do either."""
+    """mypyc would compile such code without a refusal, and it would act differently."""
     assert complaints(not_compilable, compiled()) == []
     classes = {
         module.name: {node.name for node in module.tree.body if isinstance(node, ast.ClassDef)} for module in compiled()
@@ -853,24 +853,24 @@ def test_the_core_means_the_same_when_it_is_compiled() -> None:
 
 
 def test_no_word_is_used_for_two_things() -> None:
-    """Names use the vocabulary, and none of the synonyms it rules out."""
+    """Names use the vocabulary, and none of its excluded synonyms."""
     assert complaints(synonyms, all_modules()) == []
 
 
 def test_public_names_are_documented() -> None:
-    """Every module says what it is, and every public name in the rooms others build on."""
+    """Every module says what it is, and so does every public name in the rooms that others use."""
     assert complaints(missing_docstrings, all_modules()) == []
 
 
 def test_serve_imports_nothing_of_the_simulator() -> None:
-    """Its simulated engines are processes of their own."""
+    """Its simulated engines are separate processes."""
     says = "import sys, thunderagent.serving.serving; print([name for name in sys.modules if 'simulator' in name])"
     done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_numbers_in_the_core_have_units() -> None:
-    """A reader of the core sees the unit of every number in its name."""
+    """The name of every number shows its unit."""
     assert complaints(unitless_numbers, core()) == []
 
 
@@ -890,7 +890,7 @@ def test_a_target_is_read_in_one_place() -> None:
 
 
 def test_no_exception_from_the_units_is_left_over() -> None:
-    """A number that is gone, or got its unit, is no exception any more."""
+    """A number that is gone, or got its unit, is no longer an exception."""
     assert set(UNITLESS) <= {name for module in core() for _, name, _ in _numbers(module.tree)}
 
 
@@ -931,7 +931,7 @@ def module_of(source: str, name: str = "thunderagent.programs.sample", *, is_pac
     ],
 )
 def test_a_wrong_import_is_found(name: str, source: str) -> None:
-    """Each way of importing against the arrows is seen."""
+    """Each way to import against the arrows is found."""
     assert list(wrong_imports(module_of(source, name)))
 
 
@@ -957,7 +957,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
     ],
 )
 def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
-    """Each room's own limits are seen, in every way of importing, and a module in no room."""
+    """Each room's own limits are checked in every way of importing, and so is a module in no room."""
     assert list(wrong_arrows(module_of(source, name)))
 
 
@@ -983,12 +983,12 @@ def test_a_wrong_arrow_between_rooms_is_found(name: str, source: str) -> None:
     ],
 )
 def test_a_right_import_is_let_through(name: str, source: str) -> None:
-    """What the layers allow is no complaint."""
+    """Allowed imports give no error."""
     assert list(wrong_imports(module_of(source, name))) == []
 
 
 def test_relative_imports_are_resolved_from_modules_and_packages() -> None:
-    """One dot is the folder the file lies in, for a module and for an `__init__`."""
+    """One dot is the folder of the file, for a module and for an `__init__`."""
     source = "from . import a\nfrom .b import c\nfrom ..errors import E"
     expected = ["thunderagent.programs.a", "thunderagent.programs.b.c", "thunderagent.errors.E"]
     for module in (
@@ -1017,12 +1017,12 @@ def test_relative_imports_are_resolved_from_modules_and_packages() -> None:
     ],
 )
 def test_an_impurity_is_found(source: str) -> None:
-    """Each way out of the pure core is seen."""
+    """Each way out of the pure core is found."""
     assert list(impurities(module_of(source)))
 
 
 def test_pure_code_is_let_through() -> None:
-    """Arithmetic, data structures and our own errors are no complaint."""
+    """Arithmetic, data structures and our own errors give no error."""
     source = (
         "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.book.accounts import Ledger"
     )
@@ -1044,13 +1044,13 @@ def test_what_a_compiled_module_may_not_do_is_found(source: str) -> None:
 
 
 def test_what_a_compiled_module_may_do_is_let_through() -> None:
-    """Slots that are declared, dataclasses, and fields by their names."""
+    """Declared slots, dataclasses, and fields by name are allowed."""
     source = "@dataclass(slots=True)\nclass A:\n    n_count: int\n\nclass B:\n    __slots__ = ('a',)\n\ngetattr(a, 'n')"
     assert list(not_compilable(module_of(source))) == []
 
 
 def test_a_class_that_is_made_from_a_compiled_one_is_found() -> None:
-    """Under any name, also where the base has parameters."""
+    """This holds under any name, also if the base has parameters."""
     compiled = {"thunderagent.programs.book": {"Ranked", "Book"}}
     source = (
         "from thunderagent.programs.book import Ranked as R, Book\nclass Mine(R[int]): ...\nclass Other: book: Book"
@@ -1079,7 +1079,7 @@ def test_a_class_that_is_made_from_a_compiled_one_is_found() -> None:
     ],
 )
 def test_a_synonym_is_found(source: str) -> None:
-    """Each place where a name is given is looked at, and each regular form of a word is known."""
+    """Each place that defines a name is checked, and each regular form of a word is known."""
     assert list(synonyms(module_of(source)))
 
 
@@ -1095,7 +1095,7 @@ def test_a_synonym_is_found(source: str) -> None:
     ],
 )
 def test_a_right_word_is_let_through(name: str, source: str) -> None:
-    """Other people's names, other words that hold one of ours, and listed exceptions are no complaint."""
+    """Third-party names, other words that contain one of ours, and listed exceptions give no error."""
     assert list(synonyms(module_of(source, name))) == []
 
 
@@ -1110,7 +1110,7 @@ def test_a_right_word_is_let_through(name: str, source: str) -> None:
     ],
 )
 def test_names_are_split_into_words(name: str, words: list[str]) -> None:
-    """Underscores and humps both part words."""
+    """Underscores and humps both separate words."""
     assert words_of(name) == words
 
 
@@ -1127,12 +1127,12 @@ def test_names_are_split_into_words(name: str, words: list[str]) -> None:
     ],
 )
 def test_a_missing_docstring_is_found(source: str) -> None:
-    """Modules, classes, functions and methods each need words."""
+    """Modules, classes, functions and methods each need a docstring."""
     assert list(missing_docstrings(module_of(source)))
 
 
 def test_private_names_need_no_docstring() -> None:
-    """What begins with an underscore documents itself or is commented."""
+    """A name that begins with an underscore is clear by itself or has a comment."""
     assert list(missing_docstrings(module_of('"""A module."""\ndef _f(): ...\nclass _A:\n    def g(self): ...'))) == []
 
 
@@ -1149,7 +1149,7 @@ def test_private_names_need_no_docstring() -> None:
     ],
 )
 def test_a_number_without_a_unit_is_found(source: str) -> None:
-    """Fields and parameters that are a number, or a number or None, must say in what."""
+    """Fields and parameters that are a number, or a number or None, must name their unit."""
     assert list(unitless_numbers(module_of(source)))
 
 
@@ -1162,5 +1162,5 @@ def test_a_number_without_a_unit_is_found(source: str) -> None:
     ],
 )
 def test_a_number_with_a_unit_is_let_through(source: str) -> None:
-    """Names that end in a unit, and what is not a number itself, are no complaint."""
+    """Names that end in a unit, and values that are no numbers, give no error."""
     assert list(unitless_numbers(module_of(source))) == []

@@ -1,4 +1,4 @@
-"""The command line: what it teaches, and how it says no."""
+"""The command line: its help and its refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thunderagent.simulator.workloads.formats import load_recorded
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """`serve` sends logs to the standard error of the moment, which is gone after the test."""
+    """`serve` sends logs to the current standard error, which is gone after the test."""
     yield
     structlog.reset_defaults()
 
@@ -28,7 +28,7 @@ def logging_as_before() -> Iterator[None]:
 def exit_status(*argv: str) -> int:
     try:
         return main(argv)
-    except SystemExit as exited:  # argparse's way of saying no, and of ending --help
+    except SystemExit as exited:  # argparse refuses this way, and ends --help
         return int(exited.code or 0)
 
 
@@ -60,14 +60,14 @@ OWN = "under breakeven, this project's own policy"
     ],
 )
 def test_help_teaches(command: tuple[str, ...], taught: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command's --help says what a newcomer needs, and does not crash."""
+    """Each command's --help has what a newcomer needs, and does not crash."""
     assert exit_status(*command, "--help") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert [words for words in taught if words not in out] == []
 
 
 def test_every_field_of_the_configuration_is_an_option_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing can be set that --help does not tell of."""
+    """--help shows every setting."""
     exit_status("serve", "--help")
     out = "".join(capsys.readouterr().out.split())
     for name in ServeConfig.model_fields.keys() - FILE_FIELDS:
@@ -76,7 +76,7 @@ def test_every_field_of_the_configuration_is_an_option_with_its_variable(capsys:
 
 
 def test_an_option_that_was_not_given_says_nothing() -> None:
-    """So that the environment and the file come before the defaults."""
+    """The environment and the file then precede the defaults."""
     args = build_parser().parse_args(["serve", "--policy-arg", "n=6", "--policy-arg", "tick_s=1"])
     assert {name for name in ServeConfig.model_fields if getattr(args, name, None) is not None} == {"policy_args"}
     assert args.policy_args == ["n=6", "tick_s=1"]
@@ -118,7 +118,7 @@ def test_an_option_that_was_not_given_says_nothing() -> None:
 def test_a_wrong_option_ends_with_2_and_one_clear_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Standard error says what is wrong: no trace, and not all options there are."""
+    """Standard error says what is wrong, without a trace and without a list of all options."""
     assert exit_status(*argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
@@ -138,13 +138,13 @@ def test_a_part_that_does_nothing_is_warned_of(policy: str) -> None:
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a bug report begins with."""
+    """A bug report begins with it."""
     assert exit_status("--version") == 0
     assert capsys.readouterr().out == f"thunderagent {__version__} ({build_kind()})\n"
 
 
 def test_status_of_a_proxy_that_is_not_there_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that names the address, and the option that has another one."""
+    """One line names the address, and the option for another one."""
     assert exit_status("status", "--url", "http://127.0.0.1:9") == 1
     said = capsys.readouterr().err
     assert said.startswith("thunderagent: error: no proxy answers at http://127.0.0.1:9:")
@@ -154,7 +154,7 @@ def test_status_of_a_proxy_that_is_not_there_ends_with_1(capsys: pytest.CaptureF
 def test_a_policy_argument_of_the_environment_is_overruled_by_an_option(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole list, not its members: what is given on the command line is all there is."""
+    """It replaces the whole list, not single members."""
     monkeypatch.setenv("THUNDERAGENT_POLICY_ARGS", "m=1")
     log = tmp_path / "none" / "log"
     assert exit_status("serve", "--policy", "cap", "--policy-arg", "n=2", "--event-log", str(log)) == 2
@@ -162,7 +162,7 @@ def test_a_policy_argument_of_the_environment_is_overruled_by_an_option(
 
 
 def test_a_log_is_recorded_into_a_new_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says what is in it and what was left out, and overwrites nothing."""
+    """It reports what it wrote and omitted, and overwrites nothing."""
     log = Path(__file__).parent.parent / "replay" / "thunderagent.jsonl"
     out = tmp_path / "day.jsonl"
     assert exit_status("record", str(log), "--out", str(out)) == 0

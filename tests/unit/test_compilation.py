@@ -34,14 +34,14 @@ def package(tmp_path: Path) -> Path:
 
 
 def compile_all(package: Path) -> None:
-    """Leave what a compiled build leaves."""
+    """Leave the files of a compiled build."""
     for source in compiled_sources(package):
         source.with_name(source.stem + EXTENSION_SUFFIXES[0]).touch()
     (package / DIGEST_FILE).write_text(sources_digest(package) + "\n")
 
 
 def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_what_says_so(package: Path) -> None:
-    """Wherever the modules lie; policies are as the shell is."""
+    """This holds wherever the modules are; policies count as shell."""
     names = [path.relative_to(package).as_posix() for path in compiled_sources(package)]
     core = ["programs/book/costs.py", "programs/policies/helpers.py", "programs/scheduler.py"]
     assert names == [*core, "proxy/wire/heads.py", "runtime/writer.py"]
@@ -70,7 +70,7 @@ def test_what_is_interpreted_may_change(package: Path, name: str) -> None:
 
 @pytest.mark.parametrize("change", ["edited", "added", "removed", "no digest", "a module less", "a module more"])
 def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str) -> None:
-    """Python would run what was compiled without a word."""
+    """Python would silently run the compiled ones."""
     compile_all(package)
     source = package / "programs" / "scheduler.py"
     match change:
@@ -90,7 +90,7 @@ def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str
 
 
 def test_no_command_runs_on_a_stale_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """This includes simulations: their figures would come from invisible code."""
+    """This includes simulations: their figures would come from other code than the visible one."""
     monkeypatch.setattr("thunderagent.cli.command_line.build_kind", lambda: "stale")
     assert main(["simulate", "--minutes", "1"]) == 2
     assert capsys.readouterr().err == f"thunderagent: error: {STALE}\n"

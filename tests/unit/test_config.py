@@ -1,4 +1,4 @@
-"""The configuration: where a value comes from, and what is refused."""
+"""The configuration: the sources of its values, and its refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thunderagent.errors import ConfigurationError
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the machine's own settings."""
+    """Remove the machine's own settings."""
     for name in ServeConfig.model_fields:
         monkeypatch.delenv(f"THUNDERAGENT_{name.upper()}", raising=False)
 
@@ -46,7 +46,7 @@ def test_one_configuration_does_not_remember_another_ones_file(tmp_path: Path) -
     "given", ["http://a:1,http://b:2/", ["http://a:1", " http://b:2 "], " http://a:1 , http://b:2,"]
 )
 def test_backends_are_urls_separated_by_commas_or_a_list(given: object) -> None:
-    """As an option, an environment variable or a TOML array; without trailing slashes."""
+    """Spaces, a comma at the end, and slashes at the end are dropped."""
     assert ServeConfig.load(backends=given).backends == ("http://a:1", "http://b:2")
 
 
@@ -99,7 +99,7 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_a_wrong_value_names_its_field(given: dict[str, object], message: str) -> None:
-    """A message that says what to mend."""
+    """The message says what to correct."""
     with pytest.raises(ConfigurationError, match=message):
         ServeConfig.load(**given)
 
@@ -118,12 +118,12 @@ def test_a_wrong_value_names_its_field(given: dict[str, object], message: str) -
     ],
 )
 def test_what_goes_together_is_taken(given: dict[str, object]) -> None:
-    """Names, ranks, pods; an address of KV events for all; none at all. What is as by default goes with anything."""
+    """Cases are names, ranks, pods; one address of KV events for all; none at all. Defaults go with anything."""
     ServeConfig.load(**given)
 
 
 def test_every_wrong_value_is_named_at_once() -> None:
-    """Nobody mends one after the other."""
+    """Users need not correct one after the other."""
     with pytest.raises(ConfigurationError, match=r"port: .*; tick_s: "):
         ServeConfig.load(port="x", tick_s="0")
 
@@ -131,7 +131,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
 def test_a_wrong_value_of_the_environment_or_the_file_names_its_field_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it came from; a name that does not exist in the file is a typing error."""
+    """The source does not matter; an unknown name in the file counts as a typing error."""
     with pytest.raises(ConfigurationError, match="polcy: "):
         ServeConfig.load(toml(tmp_path, 'polcy = "cap"\n'))
     monkeypatch.setenv("THUNDERAGENT_PORT", "many")
@@ -140,7 +140,7 @@ def test_a_wrong_value_of_the_environment_or_the_file_names_its_field_too(
 
 
 def test_a_file_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
-    """A name that was given must lead somewhere."""
+    """A given name must lead to a file."""
     with pytest.raises(ConfigurationError, match=r"there is no configuration file .*missing"):
         ServeConfig.load(tmp_path / "missing.toml")
     with pytest.raises(ConfigurationError, match=r"thunderagent\.toml: .*line 1"):
@@ -155,7 +155,7 @@ def test_it_is_frozen() -> None:
 
 
 def test_every_field_has_a_description_and_every_time_its_unit() -> None:
-    """`--help` is made of these."""
+    """They make up `--help`."""
     for name, field in ServeConfig.model_fields.items():
         assert field.description, name
         unit = "per second" if name.endswith("_per_s") else "in seconds"
@@ -163,7 +163,7 @@ def test_every_field_has_a_description_and_every_time_its_unit() -> None:
 
 
 def test_a_variable_that_is_no_setting_is_found_with_the_nearest_that_is() -> None:
-    """Those of the client, of other programs and of Kubernetes are left alone."""
+    """Variables of the client, of other programs and of Kubernetes are ignored."""
     unknown = {
         "THUNDERAGENT_IDEL_LIMIT_S": "THUNDERAGENT_IDLE_LIMIT_S",
         "THUNDERAGENT_POLL_INTERVAL": "THUNDERAGENT_POLL_INTERVAL_S",
@@ -200,7 +200,7 @@ def test_a_variable_that_is_no_setting_is_found_with_the_nearest_that_is() -> No
     ],
 )
 def test_a_store_that_is_no_url_is_refused_without_its_words(url: str) -> None:
-    """A password may be among them; and what is cut within one would name another host."""
+    """The text may have a password, and a cut within a password would name another host."""
     with pytest.raises(ConfigurationError, match="store: is not a URL") as refused:
         ServeConfig.load(store=url)
     assert "ss@" not in str(refused.value)
@@ -212,7 +212,7 @@ def test_a_store_that_is_no_url_is_refused_without_its_words(url: str) -> None:
     "url", ["redis://h", "redis://:p%2Fw@h:6379/1", "rediss://user:p@[::1]:1", "unix:///run/a@b?db=1"]
 )
 def test_a_store_has_a_url_and_its_password_is_shown_nowhere(url: str) -> None:
-    """Not by the configuration as a whole, either."""
+    """The configuration as a whole does not show it either."""
     config = ServeConfig.load(store=url)
     assert config.store is not None
     assert config.store.get_secret_value() == url

@@ -1,4 +1,4 @@
-"""What is installed is what `pyproject.toml` asks for, and nothing that is known to be unsafe may be."""
+"""The installed packages are those of `pyproject.toml`, and no version with a known hole is allowed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_extra_that_a_message_names_is_there() -> None:
 
 
 def test_the_version_stands_in_one_place() -> None:
-    """In the package; what is built reads it there."""
+    """It is in the package; builds read it there."""
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", thunderagent.__version__)

@@ -126,13 +126,13 @@ def code_blocks(name: str, language: str) -> list[str]:
 
 
 def metric_names() -> set[str]:
-    """Return what `/metrics` exposes, under the names that a dashboard uses."""
+    """Return the metrics of `/metrics`, under the names that a dashboard uses."""
     return {each.name for each in described()}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=ids(PAGES))
 def test_every_link_leads_somewhere(path: Path) -> None:
-    """A relative link names a file that is there and a heading that it has."""
+    """A relative link names an existing file and one of its headings."""
     broken = []
     for link in LINK.findall(FENCE.sub("", shown(path))):
         if urlsplit(link).scheme:
@@ -146,7 +146,7 @@ def test_every_link_leads_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*PAGES, *PICTURES], ids=ids([*PAGES, *PICTURES]))
 def test_nothing_of_a_machine_is_named(path: Path) -> None:
-    """Absolute paths are endpoints, and URLs lead to the few hosts that a reader should know."""
+    """Absolute paths are endpoints, and URLs lead to the few hosts that readers should know."""
     text = path.read_text()
     if path.suffix == ".md":
         assert set(ABSOLUTE_PATH.findall(LINK.sub("", text))) <= ENDPOINTS
@@ -156,7 +156,7 @@ def test_nothing_of_a_machine_is_named(path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["in /home/me/x", "`/etc/passwd`", "(/tmp/x)", "cd /root"])
 def test_a_place_on_a_machine_is_found(text: str) -> None:
-    """The rule above sees what it is there for."""
+    """The rule above finds such places."""
     assert set(ABSOLUTE_PATH.findall(text)) - ENDPOINTS
 
 
@@ -173,7 +173,7 @@ def nav_pages(entry: object) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """A page that no menu leads to is not found; each is there once."""
+    """A page without a menu entry is not found; each page is there once."""
     nav = re.search(r"^nav:\n((?:[ -].*\n|\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert nav is not None
     listed = list(nav_pages(yaml.safe_load(nav[1])))
@@ -192,7 +192,7 @@ FRAMEWORKS = [name for each in ("index", "training") for _, name in SHOWN.findal
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_framework_says_its_facts(name: str) -> None:
-    """How its program is named and ended, how to see that it works, and what was tried."""
+    """They are how a program is named and ended, how to see that it works, and what was tried."""
     facts = re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", page(name), re.MULTILINE)
     assert [heading for heading, said in facts if said.strip()] == FACTS
 
@@ -206,7 +206,7 @@ def test_the_words_that_users_search_for_are_there(words: str) -> None:
 
 
 def test_every_option_is_in_the_configuration() -> None:
-    """Each field has a row with its option, its environment variable, its default and what it means."""
+    """Each field has a row with its option, its environment variable, its default and its meaning."""
     rows = {cells[1].strip(): cells for row in configuration().splitlines() if len(cells := row.split("|")) > 4}
     for name, field in ServeConfig.model_fields.items():
         option, variable = LIST_FIELDS.get(name, name.replace("_", "-")), f"{ENVIRONMENT_PREFIX}{name.upper()}"
@@ -220,7 +220,7 @@ def test_every_option_is_in_the_configuration() -> None:
 
 
 def test_every_command_and_option_is_in_the_command_line() -> None:
-    """Each command has its help, but `serve`, whose options are the configuration; each profile has its row."""
+    """Each command has its help there except `serve`, whose options are the configuration; each profile has its row."""
     said = dict(helps())
     for name in ("engine", "simulate", "compare", "calibrate", "status", "key", "replay", "record", "nova serve"):
         assert "--help" in said[f"thunderagent {name}"], name
@@ -237,7 +237,7 @@ def test_every_metric_of_nova_is_documented() -> None:
 
 
 def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
-    """The example is taken as it stands."""
+    """The example is read unchanged."""
     path = tmp_path / "thunderagent.toml"
     path.write_text(code_blocks("reference/configuration.md", "toml")[0])
     config = ServeConfig.load(path)
@@ -245,14 +245,14 @@ def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:
 
 
 def test_the_templates_of_the_page_are_some(tmp_path: Path) -> None:
-    """The example is taken as it stands."""
+    """The example is read unchanged."""
     path = tmp_path / "thunderagent.toml"
     path.write_text(code_blocks("how-to/sandboxes.md", "toml")[0])
     assert ServeConfig.load(path).sandbox_templates["coder"].program_classes == ("coder",)
 
 
 def test_every_metric_explains_itself_and_every_one_that_a_page_names_is_there() -> None:
-    """The table is generated; pages, and what is called by its name in them, know no other metric."""
+    """The table is generated; pages, and files that are named there, use no other metric."""
     assert "<!-- generated: metrics -->" in page("reference/metrics.md")
     assert [each.name for each in described() if len(each.meaning.split()) < 2 or each.meaning[-1] != "."] == []
     named = {name for path in PAGES for name in re.findall(r"\bthunderagent_[a-z_]*[a-z]\b", shown(path))}
@@ -260,12 +260,12 @@ def test_every_metric_explains_itself_and_every_one_that_a_page_names_is_there()
 
 
 def test_every_metric_of_vllm_that_is_read_is_documented() -> None:
-    """Engines names exactly what is read."""
+    """The page on engines names exactly those."""
     assert set(re.findall(r"`(vllm:\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
 
 
 def test_every_error_and_reason_is_in_its_table() -> None:
-    """Each code has its status, Retry-After and meaning, or is the command line's own; each reason has its meaning."""
+    """Each code has status, Retry-After and meaning, or belongs to the command line; each reason has its meaning."""
     rows = {cells[2].strip("` "): cells for row in error_codes().splitlines() if len(cells := row.split("|")) == 6}
     for kind in error_classes():
         if kind.code in COMMAND_LINE_ONLY:
@@ -282,7 +282,7 @@ def test_every_error_and_reason_is_in_its_table() -> None:
 
 
 def test_every_kind_of_message_is_documented() -> None:
-    """The page names what `GET /events` may send, and no other kind, and the signals."""
+    """The page names what `GET /events` may send, no other kind, and the signals."""
     table = page("reference/logs.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
     rows = [row for row in table.splitlines() if not row.startswith("| signals")]
     assert set(re.findall(r"`(\w+)`", "".join(rows))) - {"because", "reason"} == KINDS
@@ -291,7 +291,7 @@ def test_every_kind_of_message_is_documented() -> None:
 
 
 def test_what_is_generated_is_whole() -> None:
-    """The lifecycle, the judge's prompt and the alerts stand on their pages as the code has them."""
+    """Pages have the lifecycle, the judge's prompt and the alerts as in the code."""
     life = shown(DOCS / "explanation/architecture.md").partition("## The life of a program")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:5]] for row in life.splitlines() if row.startswith("| ")][1:]
     assert {name: set(then.split(", ")) for name, _, _, then in rows} == {
@@ -303,7 +303,7 @@ def test_what_is_generated_is_whole() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_and_setting_is_documented(name: str) -> None:
-    """Policies names each policy and each of its settings."""
+    """The page on policies names each policy and each of its settings."""
     text, factory = shown(DOCS / "reference/policies.md"), POLICIES[name]
     assert f"\n## `{name}`\n" in text
     assert is_dataclass(factory)
@@ -320,7 +320,7 @@ def test_every_policy_and_setting_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_every_part_and_setting_is_documented(kind: str) -> None:
-    """Policies names each part in the row of its kind, and each of its settings somewhere."""
+    """The page names each part in the row of its kind, and each of its settings somewhere."""
     text = shown(DOCS / "reference/policies.md")
     (row,) = [row for row in text.splitlines() if row.startswith(f"| `--{kind.replace('_', '-')}` |")]
     assert set(PARTS[kind]) <= set(re.findall(r"`([\w-]+)`", row))
@@ -330,7 +330,7 @@ def test_every_part_and_setting_is_documented(kind: str) -> None:
 
 
 def test_every_policy_and_preset_is_named() -> None:
-    """The page lists all that `--policy` may be told by name, and so does its help."""
+    """The page and the help list all names that `--policy` takes."""
     named = set(re.findall(r"`([\w-]+)`", page("reference/policies.md").partition("\n## ")[0]))
     assert {*POLICIES, *PRESETS} <= named
     assert {*POLICIES, *PRESETS} <= set(re.findall(r"[\w-]+", ServeConfig.model_fields["policy"].description or ""))
@@ -342,7 +342,7 @@ def test_every_policy_and_preset_is_named() -> None:
 def test_a_policy_of_the_page_can_be_loaded_and_works(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each example is a policy: named as module:Class, it holds who does not fit, and lets them in after a release."""
+    """Each example loads as module:Class, holds programs that do not fit, and lets them in after a release."""
     module = example.partition("\n")[0].removeprefix("# ").removesuffix(".py")
     (tmp_path / f"{module}.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
@@ -359,7 +359,7 @@ def test_a_policy_of_the_page_can_be_loaded_and_works(
 
 
 def example_of(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Put an example of the page where it can be imported; return it without its imports."""
+    """Make an example of the page importable; return it without its imports."""
     text = next(each for each in code_blocks("how-to/write-a-policy.md", "python") if each.startswith(f"# {module}.py"))
     (folder / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
@@ -373,7 +373,7 @@ def example_of(module: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
 def test_the_short_global_policies_of_the_page_order_who_waits(
     module: str, first: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In at most 15 lines: the first by its turns, the other by what was computed for it."""
+    """In at most 15 lines the first orders by turns, the other by what was computed."""
     assert len(example_of(module, tmp_path, monkeypatch).strip().splitlines()) <= 15
     policy = load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0, "global_policy": f"{module}:{module.title()}"})
     driver = Driver(policy, replicas={"r0": 10_000})
@@ -399,7 +399,7 @@ def test_the_short_global_policies_of_the_page_order_who_waits(
 def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a class have one to themselves, more while they wait, and others keep at least one."""
+    """Programs of a class have a replica of their own, more while they wait; others keep at least one."""
     example_of("chat_first", tmp_path, monkeypatch)
     policy = load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0, "global_policy": "chat_first:ChatFirst"})
     driver = Driver(policy, replicas={"r0": 1000, "r1": 1000, "r2": 1000})
@@ -444,7 +444,7 @@ def drive(scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize(("language", "suffix"), [("json", ".json"), ("toml", ".toml"), ("text", ".txt")])
 def test_the_files_of_replicas_of_the_page_are_some(language: str, suffix: str) -> None:
-    """Each example is taken as it stands."""
+    """Each example is read unchanged."""
     wanted = parse(code_blocks("how-to/scale.md", language)[0].encode(), suffix)
     assert [each.url for each in wanted][:1] == ["http://10.0.0.1:8000"]
     assert wanted[-1].ranks_count == 4
@@ -464,7 +464,7 @@ def sections_of(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda path: path.stem)
 def test_no_figure_is_without_the_file_that_it_is_from(path: Path) -> None:
-    """A section with figures names the results they are from; `none measured` where they are limits, not results."""
+    """A section with figures names its result files; `none measured` stands for limits that are no results."""
     for section in sections_of(path.read_text()):
         if FIGURE.search(section):
             named = FROM.findall(section)
@@ -477,7 +477,7 @@ BEFORE = re.compile(r"<!-- made before results said so: \w[^>]{20,} -->")
 
 
 def says_its_code(path: Path) -> bool:
-    """Say whether a result was made by one commit, whose code has a hash, on a machine that is named."""
+    """Say whether a result has a single commit, a hash of its code, and a named machine."""
     report = json.loads(path.read_text())
     if path.stem.endswith("-runs"):
         by_code = {code: each["commit"] for code, each in report.items()}
@@ -490,7 +490,7 @@ def says_its_code(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_figure_of_code_that_is_not_known_says_so(path: Path) -> None:
-    """With the reason, in its section; and no section says so that need not."""
+    """The section gives the reason, and no section does so without need."""
     for section in sections_of(path.read_text()):
         names = ", ".join(FROM.findall(section)).split(", ")
         files = [file for name in names if name.endswith(".json") for file in RESULTS.glob(name)]
@@ -500,7 +500,7 @@ def test_a_figure_of_code_that_is_not_known_says_so(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_result_says_which_code_made_it_and_where(path: Path) -> None:
-    """As far as it was written down; figures of what was not say so."""
+    """Results say so as far as it was recorded; figures of other results say that it is unknown."""
     report = json.loads(path.read_text())
     if path.stem.endswith("-runs"):
         assert all(each.keys() == {"commit", "runs"} for each in report.values())

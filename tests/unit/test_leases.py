@@ -18,7 +18,7 @@ END = TurnEnd(7, "p", 3, "finished", 100, 20, 80, "bash:ls")
 
 
 class Keeper:
-    """Writes down what it hears."""
+    """Records its events."""
 
     def __init__(self) -> None:
         self.heard: list[object] = []
@@ -46,7 +46,7 @@ def runtime_of(*replica_ids: str) -> Runtime:
 
 @pytest.mark.parametrize("message", [ASK, LEASE, END])
 def test_what_is_passed_can_be_sent(message: TurnAsk | Lease | TurnEnd) -> None:
-    """As an array that begins with its kind, and may have more at its end than a reader knows."""
+    """It is an array that begins with its kind, and may have more at its end than a reader knows."""
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     assert fields[0] == {TurnAsk: "acquire", Lease: "grant", TurnEnd: "end"}[type(message)]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode([*fields, "later"]), type=type(message)) == message
@@ -68,7 +68,7 @@ def test_the_first_word_on_a_lease_is_the_last() -> None:
 
 
 async def test_a_lease_says_where_and_which_incarnation() -> None:
-    """Nobody looks that up after the grant."""
+    """No look-up is needed after the grant."""
     runtime: LeaseSource = runtime_of("r0")
     for generation in (1, 2):
         lease = await runtime.lease(asked(runtime, "p"))
@@ -82,7 +82,7 @@ async def test_a_lease_says_where_and_which_incarnation() -> None:
 
 
 async def test_a_program_that_was_opened_again_is_another() -> None:
-    """The end of its earlier incarnation is not its own."""
+    """The end of its earlier incarnation does not end it."""
     runtime = runtime_of("r0")
     first = await runtime.lease(asked(runtime, "p"))
     runtime.release("p")
@@ -95,7 +95,7 @@ async def test_a_program_that_was_opened_again_is_another() -> None:
 
 
 def test_the_map_has_what_the_scheduler_decided_on_replicas() -> None:
-    """After each event, without anybody asking; what is removed is gone."""
+    """It is updated after each event, without a request; removed replicas are gone."""
     runtime = runtime_of("a", "b", "c")
     states, replicas = runtime.replicas.states, runtime.replicas
     assert states["a"] == ReplicaState("a", "http://a", is_up=True, is_open=True, capacity_tokens=1000)
@@ -118,7 +118,7 @@ def test_the_map_has_what_the_scheduler_decided_on_replicas() -> None:
 
 
 def test_the_map_has_the_replicas_in_their_order() -> None:
-    """Of one that comes back the place is kept; one that was removed comes anew."""
+    """A replica that comes back keeps its place; a removed one gets a new place."""
     replicas = ReplicaMap()
     replicas.push([ReplicaState(name, is_open=True) for name in ("a", "b", "c")])
     replicas.push([ReplicaState("a")])
@@ -130,7 +130,7 @@ def test_the_map_has_the_replicas_in_their_order() -> None:
 
 
 async def test_questions_about_programs_are_answered_from_the_table() -> None:
-    """Where a program is, whose it is, and how busy a replica is."""
+    """It knows a program's place and tenant, and how busy a replica is."""
     runtime = runtime_of("a")
     lease = await runtime.lease(asked(runtime, "p", tenant="blue"))
     assert (runtime.home_of("p"), runtime.home_of("q")) == ("a", None)

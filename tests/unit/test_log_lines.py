@@ -47,7 +47,7 @@ def test_the_lines_of_a_moment_go_out_together(file: File) -> None:
 
 
 def test_a_line_waits_for_others_only_for_a_moment(file: File) -> None:
-    """It is written without a request."""
+    """It is then written without a request."""
     LineLogger(file).info(b"1")
     assert file.is_asked.wait(10.0)
 
@@ -100,7 +100,7 @@ def test_a_full_pipe_stops_nobody() -> None:
     with os.fdopen(read_end, "rb") as reader, os.fdopen(write_end, "wb") as pipe:
         lines = LineLogger(pipe)
         for number in range(1000):
-            lines.warning(b"%04d" % number + b"x" * 1000)  # sixteen times what a pipe takes
+            lines.warning(b"%04d" % number + b"x" * 1000)  # sixteen times the capacity of a pipe
         assert not lines.flush(0.0)
         assert [int(reader.readline()[:4]) for _ in range(1000)] == [*range(1000)]
         assert lines.flush(10.0)

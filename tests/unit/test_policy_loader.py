@@ -63,7 +63,7 @@ class Patient(BreakEven):
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of an operator's on the import path."""
+    """A module of an operator on the import path."""
     package = tmp_path / "own_package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -75,7 +75,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_operators_own_policy_schedules(own_module: str) -> None:
-    """`package.module:Class` with a setting: loaded, asked, and obeyed, in a dozen lines of the operator's."""
+    """`package.module:Class` with a setting is loaded, asked, and obeyed, in a dozen lines of the operator's."""
     policy = load_policy(f"{own_module}:LastReplica", {"limit_tokens": 500})
     driver = Driver(policy, replicas={"r0": 1000, "r1": 1000})
     assert driver.granted_on[driver.arrives("a", 500)] == "r1"
@@ -84,7 +84,7 @@ def test_an_operators_own_policy_schedules(own_module: str) -> None:
 
 
 def test_an_operators_policy_may_go_on_from_one_of_ours(own_module: str) -> None:
-    """An interpreted class of one of ours is asked as that is, compiled or not."""
+    """An interpreted class that derives from ours is asked as ours are, compiled or not."""
     driver = Driver(load_policy(f"{own_module}:Patient", {}), replicas={"r0": 1000})
     assert driver.scheduler.policy.name == "patient"
     driver.finishes(driver.arrives("a", 900), 900)
@@ -95,7 +95,7 @@ def test_an_operators_policy_may_go_on_from_one_of_ours(own_module: str) -> None
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_has_a_name_that_loads_it(name: str) -> None:
-    """The word on the command line is the word in logs and metrics."""
+    """The name on the command line is the name in logs and metrics."""
     assert load_policy(name, {}).name == name
 
 
@@ -111,13 +111,13 @@ def test_every_policy_has_a_name_that_loads_it(name: str) -> None:
     ],
 )
 def test_a_policy_that_does_not_exist_is_named_with_those_that_do(name: str, message: str) -> None:
-    """A typing error is found at start, and the message helps."""
+    """A typing error is found at the start, and the message helps."""
     with pytest.raises(ConfigurationError, match=message):
         load_policy(name, {})
 
 
 def test_a_setting_that_does_not_exist_is_named_with_those_that_do() -> None:
-    """The name itself is not a setting."""
+    """The policy's name itself is not a setting."""
     with pytest.raises(ConfigurationError, match=r"policy cap has no setting 'm'; it has: n"):
         load_policy("cap", {"m": 3})
     with pytest.raises(ConfigurationError, match="no setting 'name'"):
@@ -125,7 +125,7 @@ def test_a_setting_that_does_not_exist_is_named_with_those_that_do() -> None:
 
 
 def test_a_setting_of_a_part_that_was_chosen_is_named_with_its_kind() -> None:
-    """Where it was forgotten."""
+    """The message helps where the kind was forgotten."""
     with pytest.raises(ConfigurationError, match=r"policy breakeven has no setting 'n'; did you mean admission\.n\?"):
         load_policy("breakeven", {"admission": "window", "n": 3})
 
@@ -163,7 +163,7 @@ def test_a_setting_of_a_part_that_was_chosen_is_named_with_its_kind() -> None:
 )
 @pytest.mark.usefixtures("own_module")
 def test_a_setting_of_the_wrong_kind_is_refused(name: str, settings: dict[str, Setting], message: str) -> None:
-    """A word where a number belongs, in a policy, in a part, in an operator's own class."""
+    """A word for a number is refused in a policy, in a part, and in an operator's own class."""
     with pytest.raises(ConfigurationError, match=message):
         load_policy(name, settings)
 
@@ -210,7 +210,7 @@ class Srtf:
 def test_a_class_of_another_kind_is_refused(
     policy: str, parts: dict[str, Setting], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start, before a turn meets it; what its kind asks for and it has not is named."""
+    """The error comes at the start, before any turn; it names the missing members."""
     (tmp_path / "srtf.py").write_text(ONLY_A_CONTROL)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "srtf", raising=False)
@@ -224,7 +224,7 @@ def test_a_class_of_another_kind_is_refused(
     ("text", "setting"), [("6", 6), ("-1", -1), ("0.5", 0.5), ("1e3", 1000.0), ("inf", float("inf")), ("fast", "fast")]
 )
 def test_settings_are_read_as_whole_numbers_numbers_or_words(text: str, setting: object) -> None:
-    """A whole number stays one: `n=6` is not 6.0."""
+    """A whole number stays whole: `n=6` is not 6.0."""
     assert parse_setting(text) == setting
     assert type(parse_setting(text)) is type(setting)
 
@@ -234,14 +234,14 @@ def test_a_whole_number_may_be_written_as_any_number() -> None:
 
 
 def test_a_preset_is_a_policy_with_settings_that_can_still_be_given() -> None:
-    """What is given wins."""
+    """A given setting wins."""
     preset = load_policy("thunderagent-ports", {"delta_s": 1})
     assert preset == load_policy("thunderagent", PRESETS["thunderagent-ports"][1] | {"delta_s": 1})
     assert load_policy("thunderagent-ports", {"reserve_tokens": 7}).reserve_tokens == 7
 
 
 def test_a_setting_that_was_for_the_policy_s_own_part_is_for_the_one_in_its_place() -> None:
-    """The same part named apart is what the policy had; its own setting wins."""
+    """If the same part is named separately, it is the policy's part; its own setting wins."""
     settings = {"tool_cpu_count": 6, "window_max_count": 9}
     whole = load_policy("mars", settings)
     apart = load_policy("mars", {**settings, "admission": "mars-few-long", "admission.long_count": 3})
@@ -255,7 +255,7 @@ def test_a_setting_that_was_for_the_policy_s_own_part_is_for_the_one_in_its_plac
 
 
 def test_a_setting_that_would_be_without_effect_is_refused() -> None:
-    """Where the part that was chosen has nothing of that name; a setting of the policy itself goes with any part."""
+    """The chosen part has no setting of that name; a setting of the policy itself goes with any part."""
     with pytest.raises(
         ConfigurationError, match="'tool_cpu_count' of policy mars is for its own admission; window, wh"
     ):
@@ -266,7 +266,7 @@ def test_a_setting_that_would_be_without_effect_is_refused() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_a_policy_passes_on_it_has(name: str) -> None:
-    """Each is a setting of it, and of a kind of part that there is."""
+    """Each is a setting of the policy, and of an existing kind of part."""
     factory = POLICIES[name]
     for key, kind in getattr(factory, "part_settings", {}).items():
         assert kind in PARTS

@@ -1,4 +1,4 @@
-"""The tests themselves: what holds for all of them."""
+"""Tests of the test suite itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ print(settings.default.derandomize, Phase.generate in settings.default.phases)
 
 
 def test_random_examples_are_new_ones_where_ci_is_true() -> None:
-    """Hypothesis' own profile there makes the same ones each time."""
+    """There hypothesis' own profile would make the same ones each time."""
     environment = {**os.environ, "CI": "true"}
     done = subprocess.run(
         [sys.executable, "-c", SHOW_SETTINGS],
@@ -61,7 +61,7 @@ def test_has_no_process_left(): pass
 def _outcomes(
     folder: Path, *options: str, status: int = 0, files: dict[str, str] = FILES
 ) -> tuple[dict[str, str], str]:
-    """Run the files side by side; return what became of each test, and what was said."""
+    """Run the files side by side; return the outcome of each test, and the output."""
     for name, text in files.items():
         folder.joinpath(name).write_text(text.replace("{status}", str(status)))
     report = folder / "report.xml"
@@ -77,7 +77,7 @@ def _outcomes(
 
 
 def test_side_by_side_every_test_is_reported_once_though_a_process_dies(tmp_path: Path) -> None:
-    """A test that ended its process, or would have come after, has failed, whatever the status was."""
+    """The test that ended its process, and the later ones there, have failed, whatever the status was."""
     for status in (0, 3):
         found, said = _outcomes(tmp_path, status=status)
         assert found == {
@@ -108,7 +108,7 @@ def test_side_by_side_tests_fail_that_no_process_ran(tmp_path: Path) -> None:
 
 
 def test_side_by_side_the_first_failure_can_end_the_run(tmp_path: Path) -> None:
-    """What its file still had does not run, and is no failure."""
+    """The rest of its file does not run, and does not fail."""
     found, said = _outcomes(tmp_path, "-x", "-k", "first")
     assert found == {"test_first.test_passes": "passed", "test_first.test_fails": "failure"}
     assert "stopping after 1 failures" in said
@@ -144,7 +144,7 @@ def pytest_unconfigure():
 
 @pytest.mark.parametrize("why", AFTER_ITS_LAST_TEST)
 def test_side_by_side_a_process_that_fails_after_its_last_test_is_a_failure(tmp_path: Path, why: str) -> None:
-    """It fails by an error that could not be raised before, or by its status."""
+    """It ends with an error that could not be raised before, or with a status."""
     found, said = _outcomes(tmp_path, "-W", "error", files=AFTER_ITS_LAST_TEST[why])
     assert found == {"test_last.test_passes": "passed", "side_by_side.process 0": "failure"}
     assert why in said

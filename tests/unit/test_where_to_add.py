@@ -1,7 +1,6 @@
 """Try the steps of CONTRIBUTING.md for adding a policy and a rule: each is one new file, an import and one entry.
 
-It is tried in a copy of the core, by a process of its own, so that the entry is the real one and nothing of ours is
-patched.
+This uses a copy of the core in a separate process, so the entry is real and nothing of ours is patched.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import thunderagent
 
 PACKAGE = Path(thunderagent.__file__).parent
 CORE = ("__init__.py", "errors.py", "leases.py", "policy_loader.py")
-"""Beside `programs/`, what of the package the builders of the tests need."""
+"""Parts of the package besides `programs/` that the builders of the tests need."""
 
 TOY_POLICY = '''\
 """`one-each`: one program at a time on each replica, the shortest id first."""
@@ -110,7 +109,7 @@ def add(core: Path, new_file: str, text: str, table_file: str, entry: tuple[str,
 
 
 def changed_files(core: Path) -> dict[str, int]:
-    """Return by their paths how many lines each file of a copied core has that ours has not."""
+    """Return, by path, how many lines each file of a copied core has that ours lacks."""
     changed = {}
     for path in sorted(core.rglob("*.py")):
         ours = PACKAGE / "programs" / path.relative_to(core)
@@ -137,7 +136,7 @@ def _core(tmp_path: Path) -> Path:
 
 
 def test_a_policy_is_one_file_and_one_entry(core: Path) -> None:
-    """It is loaded by its name, and its decisions are those of the scheduler."""
+    """It is loaded by its name, and the scheduler follows its decisions."""
     add(
         core,
         "policies/one_each.py",
@@ -166,7 +165,7 @@ print(driver.granted_on[shorter], driver.held(longer))
 
 
 def test_a_rule_is_one_file_and_one_entry(core: Path) -> None:
-    """It settles after every event, under a policy that would go on holding."""
+    """It settles after every event, under a policy that would continue to hold."""
     add(
         core,
         "rules/longest.py",
@@ -194,7 +193,7 @@ print(*driver.ticks(2.0), driver.held(waits))
 
 
 def test_without_its_entry_a_rule_does_nothing(core: Path) -> None:
-    """So it is the entry that the test above sees."""
+    """This shows that the test above depends on the entry."""
     (core / "rules/longest.py").write_text(TOY_RULE)
     program = """
 from tests.builders import Driver

@@ -23,7 +23,7 @@ from thunderagent.tools.base import (
 
 
 class FakeDriver:
-    """An engine of sandboxes in a dict; `hold` keeps preparations from ending, the next ones raise `errors`."""
+    """An engine of sandboxes in a dict; `hold` delays the end of preparations, `errors` are raised by the next ones."""
 
     kind = "docker"
 

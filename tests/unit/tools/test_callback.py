@@ -1,4 +1,4 @@
-"""What the callback driver asks of a real service elsewhere, and what it makes of all that one may answer."""
+"""The callback driver's requests to a real external service, and its reading of all possible answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READY = {"handle": "sb 1/ä#@", "address": "10.1.2.3", "ports": {"8000": ["10.1.
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Wait for what no event announces, up to the test's own time limit."""
+    """Wait for a condition that no event announces, up to the test's own time limit."""
     while not condition():
         await asyncio.sleep(0.005)
 
@@ -66,7 +66,7 @@ async def never(request: web.Request) -> web.Response:
 
 @dataclass
 class Asked:
-    """One request that came."""
+    """One received request."""
 
     method: str
     path: str
@@ -76,7 +76,7 @@ class Asked:
 
 @dataclass
 class Elsewhere:
-    """A service on loopback. Of the lists of answers each is given once, the last for ever."""
+    """A service on loopback. Each answer in the lists is given once, the last one repeatedly."""
 
     prepare: list[Handler] = field(default_factory=lambda: [answer(READY)])
     status: list[Handler] = field(default_factory=lambda: [answer(READY)])
@@ -129,7 +129,7 @@ class Elsewhere:
 
 
 TLS = ssl.create_default_context()
-"""Made once: to read all authorities takes longer than a test."""
+"""Made once: reading all authorities takes longer than a test."""
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ async def elsewhere() -> AsyncIterator[Elsewhere]:
 
 @asynccontextmanager
 async def driver_of(**options: Any) -> AsyncIterator[CallbackDriver]:
-    """Give a driver, and see that it leaves no task behind."""
+    """Yield a driver, and check that it leaves no task behind."""
     tasks = _tasks_but_the_servers()
     driver = CallbackDriver(OWNER, **{"concurrency_count": 4, "request_timeout_s": 5.0, "tls": TLS, **options})
     try:
@@ -152,7 +152,7 @@ async def driver_of(**options: Any) -> AsyncIterator[CallbackDriver]:
 
 
 def _tasks_but_the_servers() -> set[asyncio.Task[Any]]:
-    """Return what runs beside the caller; the server of a test has a task for each open connection."""
+    """Return the tasks beside the caller; a test's server has a task for each open connection."""
     everything = asyncio.all_tasks() - {asyncio.current_task()}
     return {task for task in everything if "RequestHandler" not in repr(task.get_coro())}
 
@@ -184,7 +184,7 @@ def order_at(service: Elsewhere | str, sandbox_id: str = "sandbox-1", **fields: 
 
 
 def test_it_is_a_driver() -> None:
-    """It has the shape that the manager asks for."""
+    """It has the shape that the manager needs."""
     driver: Driver = CallbackDriver(OWNER, concurrency_count=1)
     assert driver.kind == "callback"
 
@@ -226,7 +226,7 @@ async def test_what_is_asked_for(elsewhere: Elsewhere, driver: CallbackDriver) -
 
 @pytest.mark.parametrize("status", [200, 201])
 async def test_where_it_is(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
-    """The answer says where the sandbox is reached."""
+    """The answer has the sandbox's address."""
     elsewhere.prepare = [answer(READY, status)]
     place = await driver.prepare(order_at(elsewhere))
     assert place.address == "10.1.2.3"
@@ -235,14 +235,14 @@ async def test_where_it_is(elsewhere: Elsewhere, driver: CallbackDriver, status:
 
 
 async def test_only_the_handle_is_needed(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """All else may be left out, or be null, and what is not known is left alone."""
+    """All else may be missing or null, and unknown fields are ignored."""
     elsewhere.prepare = [answer({"handle": "h", "address": None, "ports": None, "details": None, "more": [1]})]
     place = await driver.prepare(order_at(elsewhere))
     assert place == Place(place.handle, details={"remote_handle": "h"})
 
 
 async def test_waiting_until_it_is_ready(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """A 202 is asked after at its status URL until that says ready; what was said before holds."""
+    """After a 202 the status URL is asked until it says ready; earlier data stays valid."""
     elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
     elsewhere.status = [
         answer(b"", 202),
@@ -276,7 +276,7 @@ async def test_ways_to_say_not_yet(elsewhere: Elsewhere, driver: CallbackDriver,
 
 
 async def test_a_status_that_fails_now_and_then(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """A failure to ask says nothing of the sandbox."""
+    """A failed request says nothing about the sandbox."""
     elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
     elsewhere.status = [answer({}, 503), answer({}, 429), answer({"ready": False}), answer({}, 500), answer(READY)]
     await driver.prepare(order_at(elsewhere))
@@ -284,7 +284,7 @@ async def test_a_status_that_fails_now_and_then(elsewhere: Elsewhere, driver: Ca
 
 
 async def test_a_status_that_fails_for_long(elsewhere: Elsewhere) -> None:
-    """After the time that one request has, the engine counts as gone, and what was begun is given back."""
+    """After the time of one request the engine counts as gone, and the begun sandbox is given back."""
     elsewhere.prepare = [answer({"handle": "h", "ready": False, "status_url": "/status"})]
     elsewhere.status = [answer({"message": "broken"}, 500)]
     async with driver_of(request_timeout_s=0.25) as driver:
@@ -295,7 +295,7 @@ async def test_a_status_that_fails_for_long(elsewhere: Elsewhere) -> None:
 
 
 async def test_a_status_that_fails_again_after_it_was_heard(elsewhere: Elsewhere) -> None:
-    """Each answer begins that time anew."""
+    """Each answer restarts that time."""
     heard_s = [time.monotonic()]
 
     async def status(request: web.Request) -> web.StreamResponse:
@@ -314,7 +314,7 @@ async def test_a_status_that_fails_again_after_it_was_heard(elsewhere: Elsewhere
 async def test_a_sandbox_that_ended_before_it_was_ready(
     elsewhere: Elsewhere, driver: CallbackDriver, status: int
 ) -> None:
-    """The status URL knows it no more: its set-up failed."""
+    """The status URL no longer knows it: its set-up failed."""
     elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
     elsewhere.status = [answer({"detail": "make: *** [all] Error 2"}, status)]
     with pytest.raises(SandboxSetupError, match="Error 2"):
@@ -344,7 +344,7 @@ async def test_a_sandbox_that_ended_before_it_was_ready(
 async def test_errors(
     elsewhere: Elsewhere, driver: CallbackDriver, status: int, body: object, error: type[SandboxError]
 ) -> None:
-    """Each status has its error, and the other side's words are in it."""
+    """Each status has its error, with the other side's words."""
     elsewhere.prepare = [answer(body, status)]
     with pytest.raises(SandboxError, match=rf"^127\.0\.0\.1 answered {status}: no such image$") as raised:
         await driver.prepare(order_at(elsewhere))
@@ -357,7 +357,7 @@ async def test_errors(
     "body", [b"", b"\xff\xfe", b"[" * 100_000, {"message": 5}, {"error": {"message": None}}, [1], None, 7]
 )
 async def test_errors_that_say_nothing(elsewhere: Elsewhere, driver: CallbackDriver, body: object) -> None:
-    """A refusal is one whatever its body holds, and its message stays short."""
+    """A refusal counts whatever its body holds, and its message stays short."""
     elsewhere.prepare = [answer(body, 400)]
     with pytest.raises(SandboxRefusedError) as raised:
         await driver.prepare(order_at(elsewhere))
@@ -366,7 +366,7 @@ async def test_errors_that_say_nothing(elsewhere: Elsewhere, driver: CallbackDri
 
 
 async def test_a_long_message_is_cut(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """A message of ours has a bounded part of theirs."""
+    """Our message has a bounded part of theirs."""
     elsewhere.prepare = [answer({"message": "x" * 10_000}, 400)]
     with pytest.raises(SandboxRefusedError, match=r"x{300}$") as raised:
         await driver.prepare(order_at(elsewhere))
@@ -403,7 +403,7 @@ async def test_a_long_message_is_cut(elsewhere: Elsewhere, driver: CallbackDrive
     ],
 )
 async def test_rubbish(elsewhere: Elsewhere, driver: CallbackDriver, status: int, body: object) -> None:
-    """What is not understood is an error of its own; whatever was made is given back."""
+    """An unreadable answer has its own error; a sandbox that was made is given back."""
     elsewhere.prepare = [answer(body, status)]
     with pytest.raises(SandboxError) as raised:
         await driver.prepare(order_at(elsewhere))
@@ -413,7 +413,7 @@ async def test_rubbish(elsewhere: Elsewhere, driver: CallbackDriver, status: int
 
 
 async def test_an_answer_without_end(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """No more is read than an answer may have."""
+    """No more is read than the limit of an answer."""
     written_bytes = 0
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -433,7 +433,7 @@ async def test_an_answer_without_end(elsewhere: Elsewhere, driver: CallbackDrive
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 async def test_redirects_are_not_followed(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
-    """Not even to the same place: a POST that is sent twice is one too many."""
+    """None is followed, even to the same place: a POST must not be sent twice."""
     elsewhere.prepare = [answer({}, status, Location=f"{elsewhere.url}/status")]
     with pytest.raises(SandboxRefusedError, match="redirects are not followed"):
         await driver.prepare(order_at(elsewhere))
@@ -445,7 +445,7 @@ async def test_redirects_are_not_followed(elsewhere: Elsewhere, driver: Callback
 
 @pytest.mark.parametrize("how", ["202", "202 with a location", "303", "ready: false"])
 async def test_nothing_leads_to_another_origin(elsewhere: Elsewhere, how: str) -> None:
-    """A host that the template does not name is not asked, and sees no token."""
+    """A host that the template does not name is not asked, and gets no token."""
     async with Elsewhere().running() as other, driver_of(token="secret") as driver:
         there = f"{other.url}/status"
         elsewhere.prepare = [
@@ -459,11 +459,11 @@ async def test_nothing_leads_to_another_origin(elsewhere: Elsewhere, how: str) -
         with pytest.raises(SandboxError, match="another origin"):
             await driver.prepare(order_at(elsewhere))
         assert other.asked == []
-        assert len(elsewhere.asks_of("/reclaim")) == 1  # it was begun
+        assert len(elsewhere.asks_of("/reclaim")) == 1  # the sandbox was begun
 
 
 async def test_a_status_may_not_lead_elsewhere_later(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """That holds for the answers there, too; then the sandbox is given back."""
+    """This holds for status answers, too; then the sandbox is given back."""
     elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
     elsewhere.status = [answer({"ready": False, "status_url": "http://localhost:1/status"})]
     with pytest.raises(SandboxError, match="another origin"):
@@ -472,7 +472,7 @@ async def test_a_status_may_not_lead_elsewhere_later(elsewhere: Elsewhere, drive
 
 
 async def test_a_try_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """A try again bears the same key, and ends in the same handle."""
+    """A retry has the same key, and gives the same handle."""
     elsewhere.prepare = [answer({}, 503), answer(READY), answer(READY, 200)]
     with pytest.raises(SandboxEngineError) as raised:
         await driver.prepare(order_at(elsewhere))
@@ -497,7 +497,7 @@ async def test_nobody_there(driver: CallbackDriver) -> None:
 
 
 async def test_the_environment_names_no_proxy(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template's URL is asked itself, whatever HTTP_PROXY says."""
+    """A template's URL is asked directly, whatever HTTP_PROXY says."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     async with driver_of() as driver:
@@ -505,7 +505,7 @@ async def test_the_environment_names_no_proxy(elsewhere: Elsewhere, monkeypatch:
 
 
 async def test_a_connection_that_breaks(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """An answer that breaks off leaves open what was made, so that is given back."""
+    """After a broken answer it is unknown what was made, so that is given back."""
 
     async def cut(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -529,7 +529,7 @@ async def test_silence(elsewhere: Elsewhere) -> None:
 
 
 async def test_a_slow_answer_has_one_time_limit(elsewhere: Elsewhere) -> None:
-    """A byte now and then does not make it wait longer."""
+    """A byte now and then does not extend the wait."""
 
     async def drip(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -581,7 +581,7 @@ async def test_a_handle_outlives_the_driver(elsewhere: Elsewhere, driver: Callba
 
 
 async def test_a_sandbox_that_a_client_registered(elsewhere: Elsewhere) -> None:
-    """It is reclaimed at the URL that the client gave, which does not see our token."""
+    """It is reclaimed at the URL that the client gave, which does not get our token."""
     async with driver_of(token="secret") as driver:
         place = await driver.adopt("their/1", f"{elsewhere.url}/reclaim?key=a@b")
         assert place.details == {"remote_handle": "their/1"}
@@ -592,14 +592,14 @@ async def test_a_sandbox_that_a_client_registered(elsewhere: Elsewhere) -> None:
 
 
 async def test_a_sandbox_without_a_name(driver: CallbackDriver) -> None:
-    """A client that registers one says which."""
+    """A client that registers one must name it."""
     with pytest.raises(SandboxRefusedError):
         await driver.adopt("", "http://127.0.0.1:1/reclaim")
 
 
 @pytest.mark.parametrize("handle", ["", "sandbox-1", "a@b", "a@file:///x#h", "a@http://#h", "@#"])
 async def test_a_handle_that_is_none(driver: CallbackDriver, handle: str) -> None:
-    """What this driver did not write is refused."""
+    """A handle that this driver did not write is refused."""
     with pytest.raises(SandboxRefusedError):
         await driver.reclaim(handle)
 
@@ -609,7 +609,7 @@ async def test_a_handle_that_is_none(driver: CallbackDriver, handle: str) -> Non
     ["", "x", "ftp://h/", "http://", "http://u:p@h/", "http://h/#f", "http://h:x/", "http://h:99999/"],
 )
 async def test_a_url_that_is_none(driver: CallbackDriver, url: str) -> None:
-    """A URL that could not be asked, or whose password would be seen in the handle, is refused beforehand."""
+    """A URL that is unusable, or whose password would show in the handle, is refused beforehand."""
     with pytest.raises(SandboxRefusedError):
         await driver.adopt("h", url)
     with pytest.raises(SandboxRefusedError):
@@ -620,7 +620,7 @@ async def test_a_url_that_is_none(driver: CallbackDriver, url: str) -> None:
 
 
 async def test_the_token_goes_along(elsewhere: Elsewhere) -> None:
-    """Every request for a sandbox of ours bears it."""
+    """Every request for a sandbox of ours has it."""
     elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
     async with driver_of(token="secret") as driver:
         await driver.reclaim((await driver.prepare(order_at(elsewhere))).handle)
@@ -629,7 +629,7 @@ async def test_the_token_goes_along(elsewhere: Elsewhere) -> None:
 
 
 async def test_the_token_goes_only_where_it_is_meant_to(elsewhere: Elsewhere) -> None:
-    """With the URLs of the operator's own templates given, one that a request names does not see it."""
+    """The URLs of the operator's own templates get it; a URL from a request does not."""
     async with (
         Elsewhere().running() as other,
         driver_of(token="secret", token_urls=[f"{elsewhere.url}/prepare"]) as driver,
@@ -642,7 +642,7 @@ async def test_the_token_goes_only_where_it_is_meant_to(elsewhere: Elsewhere) ->
 
 @pytest.mark.parametrize("token", ["a\r\nX: y", "ä", "a\0"])
 def test_a_token_that_is_none(token: str) -> None:
-    """It has to fit into a header."""
+    """It must fit into a header."""
     with pytest.raises(ConfigurationError):
         CallbackDriver(OWNER, concurrency_count=1, token=token)
 
@@ -651,7 +651,7 @@ def test_a_token_that_is_none(token: str) -> None:
 
 
 async def test_cancelled_while_the_other_side_prepares(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """The request ends, and what it may have made is given back before the caller goes on."""
+    """The request ends, and what it may have made is given back before the caller continues."""
     elsewhere.prepare = [never]
     preparing = asyncio.ensure_future(driver.prepare(order_at(elsewhere)))
     await eventually(lambda: elsewhere.in_flight_count)
@@ -666,7 +666,7 @@ async def test_cancelled_while_the_other_side_prepares(elsewhere: Elsewhere, dri
 async def test_cancelled_while_it_waits_for_ready(
     elsewhere: Elsewhere, driver: CallbackDriver, status: Handler
 ) -> None:
-    """The same holds between the answers, with the handle that is known by then."""
+    """The same holds between the answers, with the handle that is then known."""
     elsewhere.prepare = [answer({"handle": "h", "ready": False, "status_url": "/status"})]
     elsewhere.status = [status]
     preparing = asyncio.ensure_future(driver.prepare(order_at(elsewhere)))
@@ -679,7 +679,7 @@ async def test_cancelled_while_it_waits_for_ready(
 
 
 async def test_cancelled_before_anything_was_sent(elsewhere: Elsewhere) -> None:
-    """A waiting call leaves nothing to reclaim, and its place to the next."""
+    """A waiting call leaves nothing to reclaim, and gives its place to the next."""
     elsewhere.prepare = [never, answer(READY)]
     async with driver_of(concurrency_count=1) as driver:
         first = asyncio.ensure_future(driver.prepare(order_at(elsewhere, "sandbox-1")))
@@ -710,7 +710,7 @@ async def test_giving_back_takes_no_longer_than_it_may(elsewhere: Elsewhere) -> 
 
 
 async def test_giving_back_that_fails(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
-    """The error of the preparation is what the caller hears; the other one is in the log."""
+    """The caller gets the error of the preparation; the other one is in the log."""
     elsewhere.prepare, elsewhere.reclaim = [answer({"message": "first"}, 500)], [answer({"message": "then"}, 500)]
     with structlog.testing.capture_logs() as logs, pytest.raises(SandboxEngineError, match="first"):
         await driver.prepare(order_at(elsewhere))
@@ -718,7 +718,7 @@ async def test_giving_back_that_fails(elsewhere: Elsewhere, driver: CallbackDriv
 
 
 async def test_many_cancelled_leave_nothing(elsewhere: Elsewhere) -> None:
-    """Cancelled at any time, each that was asked for is given back, and no socket stays open."""
+    """Cancelled at any time, each requested one is given back, and no socket stays open."""
 
     async def slow(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0.02)
@@ -733,14 +733,14 @@ async def test_many_cancelled_leave_nothing(elsewhere: Elsewhere) -> None:
         results = await asyncio.gather(*preparing, return_exceptions=True)
         assert all(isinstance(each, asyncio.CancelledError) for each in results)
         asked = {each.body["sandbox_id"] for each in elsewhere.asks_of("/prepare")}
-        # One that was cancelled while its request was written may be given back without having arrived.
+        # If it was cancelled while its request was written, it may be given back without having arrived.
         assert asked <= {each.body["sandbox_id"] for each in elsewhere.asks_of("/reclaim")}
     await eventually(lambda: elsewhere.connections_count == 0)
     assert elsewhere.in_flight_count == 0
 
 
 async def test_so_many_requests_at_once_and_no_more(elsewhere: Elsewhere) -> None:
-    """Preparations beyond the bound wait; a reclaiming does not wait for them."""
+    """Preparations beyond the limit wait; a reclaim does not wait for them."""
     gate = asyncio.Event()
 
     async def gated(request: web.Request) -> web.StreamResponse:
@@ -775,18 +775,18 @@ async def test_waiting_for_ready_takes_no_place(elsewhere: Elsewhere) -> None:
     assert elsewhere.most_in_flight_count == 1
 
 
-# --- What there is nothing to do for --------------------------------------------------------------------------
+# --- Nothing to do --------------------------------------------------------------------------------------------
 
 
 async def test_nothing_is_found(driver: CallbackDriver) -> None:
-    """The other side keeps its own books."""
+    """The other side keeps its own records."""
     assert list(await driver.find()) == []
     assert await driver.measure(["h"]) == Usage()
     await driver.sweep()
 
 
 async def test_watching(driver: CallbackDriver) -> None:
-    """It tells nothing, and ends with the driver."""
+    """It reports nothing, and ends with the driver."""
     watching = asyncio.ensure_future(anext(driver.watch(), None))
     await asyncio.sleep(0.02)
     assert not watching.done()
@@ -795,11 +795,11 @@ async def test_watching(driver: CallbackDriver) -> None:
 
 
 async def test_watching_can_be_cancelled(driver: CallbackDriver) -> None:
-    """As every await of a driver."""
+    """So can every await of a driver."""
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(driver.watch()), 0.02)
 
 
 async def test_closing_twice(driver: CallbackDriver) -> None:
-    """It is closing once."""
+    """The second call does nothing."""
     await driver.close()

@@ -50,7 +50,7 @@ SHELLS = [shell for shell in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) 
 
 
 def in_each_shell(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in all shells at once: what it does is waiting."""
+    """Run a test in all shells at once, since it only waits."""
 
     @functools.wraps(test)
     def in_all(**given: Any) -> None:
@@ -69,7 +69,7 @@ def in_each_shell(test: Callable[..., None]) -> Callable[..., None]:
 def first_process(
     shell: list[str], *command: str, ttl_s: float = 30, ask: str = "TERM"
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run what is the first process of a sandbox, here as an ordinary one."""
+    """Run the first process of a sandbox, here as an ordinary one."""
     with subprocess.Popen(
         [*shell, "-c", FIRST_PROCESS, "thunderagent", str(int(ttl_s)), ask, *command],
         stdout=subprocess.PIPE,
@@ -80,7 +80,7 @@ def first_process(
         try:
             yield process
         finally:
-            # What a kernel does when the first process of a container ends.
+            # A kernel does this when the first process of a container ends.
             subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
 
 
@@ -89,7 +89,7 @@ def first_process(
 
 @in_each_shell
 def test_the_first_process_ends_with_its_command(shell: list[str]) -> None:
-    """Its exit code is the command's, which gets its arguments whole; what it said is followed by a word of why."""
+    """It has the command's exit code and passes all arguments; after the command's output it says why it ended."""
     with first_process(shell, "sh", "-c", 'echo "$1"; exit 7', "sh", "a  b'$c") as process:
         assert process.wait(5) == 7
         assert process.stdout is not None
@@ -98,7 +98,7 @@ def test_the_first_process_ends_with_its_command(shell: list[str]) -> None:
 
 @in_each_shell
 def test_the_first_process_ends_when_its_time_is_over(shell: list[str]) -> None:
-    """Whatever the command does, or if there is none."""
+    """It ends whatever the command does, and without a command."""
     stubborn = ("sh", "-c", "trap '' TERM ALRM; while :; do sleep 1; done")
     started_s = time.monotonic()
     with first_process(shell, ttl_s=1) as idle, first_process(shell, *stubborn, ttl_s=1) as busy:
@@ -120,7 +120,7 @@ def test_the_watchdog_cannot_be_asked_to_end(shell: list[str]) -> None:
 
 @in_each_shell
 def test_output_that_nobody_reads_keeps_nothing_alive(shell: list[str]) -> None:
-    """Neither the end of the time nor that of the command waits for a reader."""
+    """Neither the end of the time nor the command's end waits for a reader."""
     flood = "while :; do echo much >&2; done"
     after_its_end = f"({flood}) & sleep 0.3; exit 3"
     with (
@@ -132,7 +132,7 @@ def test_output_that_nobody_reads_keeps_nothing_alive(shell: list[str]) -> None:
 
 @in_each_shell
 def test_the_command_is_asked_to_end(shell: list[str]) -> None:
-    """TERM reaches it, and it may take its time; the exit code is its own."""
+    """It gets TERM, and may take its time; the exit code is its own."""
     polite = "trap 'sleep 0.1; exit 9' TERM; echo ready; while :; do sleep 0.05; done"
     with first_process(shell, "sh", "-c", polite) as process:
         assert process.stdout is not None
@@ -143,7 +143,7 @@ def test_the_command_is_asked_to_end(shell: list[str]) -> None:
 
 @in_each_shell
 def test_an_image_may_choose_the_signal(shell: list[str]) -> None:
-    """TERM for the first process becomes what the image's own command expects."""
+    """TERM for the first process becomes the signal of the image's own command."""
     with first_process(
         shell, "sh", "-c", "trap 'exit 8' USR1; echo ready; while :; do sleep 0.05; done", ask="USR1"
     ) as process:
@@ -155,7 +155,7 @@ def test_an_image_may_choose_the_signal(shell: list[str]) -> None:
 
 @in_each_shell
 def test_a_command_that_ignores_term_goes_on(shell: list[str]) -> None:
-    """Asking twice neither ends it nor is an error; KILL ends all."""
+    """A second TERM neither ends it nor is an error; KILL ends all."""
     with first_process(shell, "sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -181,7 +181,7 @@ def test_a_waiting_sandbox_ends_at_once_when_asked(shell: list[str]) -> None:
 
 @in_each_shell
 def test_it_waits_until_a_command_succeeds(shell: list[str], tmp_path: Path) -> None:
-    """Looking at the given interval, without a word of the command's on its output."""
+    """It runs the command at the given interval, without the command's output."""
     there = tmp_path / shell[0]
     arguments = ["sh", f"echo looking; test -f {there}", "0.05"]
     with subprocess.Popen([*shell, "-c", UNTIL_COMMAND, *arguments], stdout=subprocess.PIPE) as process:
@@ -217,7 +217,7 @@ def test_it_waits_until_somebody_listens(shell: list[str], host: str) -> None:
 
 
 def answer(status: int, message: str) -> docker.errors.APIError:
-    """Return the library's error for an answer of the engine's."""
+    """Return the library's error for an answer of the engine."""
     response = requests.Response()
     response.status_code = status
     kind = docker.errors.ImageNotFound if "No such image" in message else docker.errors.APIError
@@ -253,19 +253,19 @@ def answer(status: int, message: str) -> docker.errors.APIError:
     ],
 )
 def test_errors_are_mapped(error: Exception, kind: type[SandboxError]) -> None:
-    """Each to its place in the tree, with the engine's own words."""
+    """Each has its place in the tree, with the engine's own words."""
     ours = mapped(error)
     assert type(ours) is kind
     if isinstance(error, docker.errors.APIError):
         assert str(error.explanation) in ours.message
 
 
-# --- an engine that is made up ----------------------------------------------------------------------------------------
+# --- A fake engine ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def engine(tmp_path: Path, *answers: bytes) -> Iterator[str]:
-    """Answer each connection's first request with the next of the answers, and close it; give the URL."""
+    """Answer each connection's first request with the next answer, and close it; yield the URL."""
     path = str(tmp_path / "docker.sock")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
@@ -303,7 +303,7 @@ def event(action: str, handle: str, **attributes: str) -> bytes:
 
 
 async def test_an_end_is_told_once(tmp_path: Path) -> None:
-    """OOM, die and destroy are one change; what is not ours is none; the stream's end is an error."""
+    """OOM, die and destroy are one change; containers of others are ignored; the stream's end is an error."""
     ours = {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}
     stream = http(
         event("start", "a", **ours)
@@ -330,7 +330,7 @@ async def test_an_end_is_told_once(tmp_path: Path) -> None:
 
 
 async def test_commands_inside_are_told_of(tmp_path: Path) -> None:
-    """Begin and end of each, by the engine's name for it; those in containers of another owner are none of ours."""
+    """Begin and end of each are reported, by the engine's name for it; those in others' containers are not."""
     ours = {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}
     stream = http(
         event("exec_start: bash -c pytest -q: all", "a", execID="e-1", **ours)
@@ -362,7 +362,7 @@ async def test_commands_inside_are_told_of(tmp_path: Path) -> None:
     ],
 )
 async def test_probes_of_the_engine_are_not_taken_for_commands(tmp_path: Path, config: str, run_ids: list[str]) -> None:
-    """In a container that was given, which is asked about once; one that we make has no health check."""
+    """A given container is asked once whether it has some; our own have no health check."""
     given, ours = {PROGRAM_LABEL: "p-1"}, {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}
     stream = http(
         event("exec_start: sh -c true", "a", execID="e-1", **given)
@@ -380,7 +380,7 @@ async def test_probes_of_the_engine_are_not_taken_for_commands(tmp_path: Path, c
 
 
 async def test_containers_whose_end_was_missed_are_not_remembered(tmp_path: Path) -> None:
-    """When contact was lost, what was known of given containers goes: each is asked about again."""
+    """When contact is lost, the knowledge of given containers is dropped: each is asked about again."""
     streams = [http(event("exec_start: sh -c true", name, execID="e-1", **{PROGRAM_LABEL: "p-1"})) for name in "ab"]
     answers = [http(b'{"Id": "%s", "Config": {}}' % name) for name in (b"a", b"b")]
     with engine(tmp_path, streams[0], answers[0], streams[1], answers[1]) as url:
@@ -394,7 +394,7 @@ async def test_containers_whose_end_was_missed_are_not_remembered(tmp_path: Path
 
 
 async def test_an_answer_that_is_none_is_an_error_of_the_engine(tmp_path: Path) -> None:
-    """Cut off, or not what was asked for: nothing of the library's leaves the driver."""
+    """It is cut off or of another kind: no error of the library leaves the driver."""
     with engine(tmp_path, http(b'{"not": "a list"}'), b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[") as url:
         driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
         for _ in range(2):
@@ -404,7 +404,7 @@ async def test_an_answer_that_is_none_is_an_error_of_the_engine(tmp_path: Path) 
 
 
 async def test_an_engine_that_is_not_there_is_told_of(tmp_path: Path) -> None:
-    """Making a driver for it is no error, asking it is."""
+    """Making a driver for it is no error; using the driver is."""
     driver = DockerDriver(Owner("me", "run"), url=f"unix://{tmp_path}/nonesuch", concurrency_count=2)
     order = Order("s-1", Template(image="x"), "", "p-1", time.time() + 10)
     asks: list[Any] = [driver.prepare(order), driver.find(), driver.reclaim("x"), anext(driver.watch())]
@@ -415,7 +415,7 @@ async def test_an_engine_that_is_not_there_is_told_of(tmp_path: Path) -> None:
 
 
 class SlowEngine:
-    """Makes nothing, and takes its time; counts how many ask at once."""
+    """Makes nothing, and is slow; counts concurrent requests."""
 
     def __init__(self) -> None:
         self.asking_count = self.most_count = 0

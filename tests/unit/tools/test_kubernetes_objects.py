@@ -62,11 +62,11 @@ def main_of(made: dict[str, Any]) -> dict[str, Any]:
     return dict(main)
 
 
-# --- what a template becomes ------------------------------------------------------------------------------------------
+# --- Objects of a template --------------------------------------------------------------------------------------------
 
 
 def test_a_job_ends_without_help() -> None:
-    """Its own deadline, no second try, and removal right after."""
+    """It has its own deadline, no second try, and is removed right after."""
     made = manifest()
     assert (made["apiVersion"], made["kind"]) == ("batch/v1", "Job")
     spec = {key: value for key, value in made["spec"].items() if key != "template"}
@@ -74,7 +74,7 @@ def test_a_job_ends_without_help() -> None:
 
 
 def test_a_pod_has_its_own_deadline() -> None:
-    """A bare pod is stopped when its life is over."""
+    """A bare pod is stopped at the end of its life."""
     made = manifest(kubernetes_kind="pod")
     assert (made["apiVersion"], made["kind"], made["spec"]["activeDeadlineSeconds"]) == ("v1", "Pod", 60)
 
@@ -91,7 +91,7 @@ def test_a_pod_gets_no_token_and_no_second_life(kind: str) -> None:
 
 
 def test_everything_a_template_says_is_there() -> None:
-    """Command, environment, folder, ports, limits and mounts."""
+    """These are command, environment, folder, ports, limits and mounts."""
     made = manifest(
         kubernetes_kind="pod",
         command=("python", "-m", "tool"),
@@ -125,20 +125,20 @@ def test_everything_a_template_says_is_there() -> None:
 
 
 def test_nothing_said_is_nothing_there() -> None:
-    """A template of an image alone asks for no limits, probes or volumes; an expectation of no disk is no request."""
+    """A template with only an image has no limits, probes or volumes; an expected disk of zero is no request."""
     main = main_of(manifest(disk_bytes=0))
     assert not {"resources", "workingDir", "startupProbe", "readinessProbe"} & set(main)
     assert (main["env"], main["ports"], main["volumeMounts"]) == ([], [], [])
 
 
 def test_what_kubernetes_cannot_do_is_refused() -> None:
-    """A limit that would be ignored in silence is none."""
+    """A limit that would be silently ignored is none."""
     with pytest.raises(SandboxRefusedError, match="podPidsLimit"):
         manifest(pids_count=100)
 
 
 def test_our_own_pod_owns_it() -> None:
-    """With the proxy's pod known, the cluster's garbage collection knows it too."""
+    """If the proxy's pod is known, the cluster's garbage collection knows it too."""
     made = manifest(owner_pod=("proxy-0", "u1"))
     policy = policy_manifest(order(network="own"), OWNER, "space", owner_pod=("proxy-0", "u1"))
     for each in (made, policy):
@@ -165,7 +165,7 @@ FULL = {
 @pytest.mark.parametrize("network", ["own", "none"])
 @pytest.mark.parametrize(("kind", "model"), [("job", "V1Job"), ("pod", "V1Pod")])
 def test_every_field_is_one_that_kubernetes_has(kind: str, model: str, network: str) -> None:
-    """The client's own models take the manifests in and give them back: no field is misspelt or in a wrong place."""
+    """The client's own models read and return the manifests: no field is misspelt or misplaced."""
     made = order(**{**FULL, "kubernetes_kind": kind, "network": network})
     sandbox = sandbox_manifest(made, OWNER, "space", ttl_s=60, owner_pod=("proxy-0", "u1"))
     for manifest_, name in ((sandbox, model), (policy_manifest(made, OWNER, "space"), "V1NetworkPolicy")):
@@ -179,7 +179,7 @@ def test_every_field_is_one_that_kubernetes_has(kind: str, model: str, network: 
 
 @given(st.text(max_size=300), st.text(min_size=1, max_size=300), st.text(min_size=1, max_size=100))
 def test_any_ids_make_valid_labels_and_come_back(program_id: str, owner_id: str, sandbox_id: str) -> None:
-    """Whatever the ids are: labels are valid on the object and on its pods, annotations hold the truth."""
+    """Labels are valid on the object and on its pods, whatever the ids are; annotations hold the originals."""
     owner = Owner(owner_id, owner_id)
     made = sandbox_manifest(order(sandbox_id, program_id), owner, "space", ttl_s=1)
     for metadata in (made["metadata"], made["spec"]["template"]["metadata"]):
@@ -193,19 +193,19 @@ def test_any_ids_make_valid_labels_and_come_back(program_id: str, owner_id: str,
 
 
 def test_names_are_readable_where_they_can_be() -> None:
-    """A sandbox's name is that of its id, unless that is no name."""
+    """A sandbox is named by its id, unless that is no valid name."""
     assert sandbox_name("3f2a") == "thunderagent-3f2a"
     assert NAME.fullmatch(sandbox_name("Not A Name"))
     assert sandbox_name("Not A Name") != sandbox_name("not a name")
 
 
 def test_a_hash_cannot_be_claimed() -> None:
-    """A program whose id is another one's hash is still another one."""
+    """A program whose id equals another one's hash is still another one."""
     assert label_value(PROGRAM_LABEL, "x") != label_value(PROGRAM_LABEL, label_value(PROGRAM_LABEL, "x"))
 
 
 def test_a_label_of_a_user_is_taken_as_it_is() -> None:
-    """Given pods bear the plain value, or an annotation with what a label cannot hold."""
+    """Given pods have the plain value, or an annotation with what a label cannot hold."""
     pod = {"metadata": {"labels": {PROGRAM_LABEL: "plain", "app": "x"}}}
     assert truth(pod) == {PROGRAM_LABEL: "plain"}
     pod["metadata"]["annotations"] = {PROGRAM_LABEL: "with spaces", "other": "y"}
@@ -219,13 +219,13 @@ def test_a_label_of_a_user_is_taken_as_it_is() -> None:
     ["", "job", "job/a", "job/a/b/c", "set/a/b", "job//b", "job/a/", "pod/a/..", "pod/../b", "job/a/b?x", "job/A/b"],
 )
 def test_what_is_no_handle_is_refused(handle: str) -> None:
-    """A handle becomes a path: nothing that would mean another one gets through."""
+    """A handle becomes a path: nothing that would lead to another one is accepted."""
     with pytest.raises(SandboxRefusedError):
         Ref.parse(handle)
 
 
 def test_handles_and_paths() -> None:
-    """A handle is read back unchanged, and leads to the object's path in the API."""
+    """A handle reads back unchanged, and leads to the object's path in the API."""
     ref = Ref.parse("job/space/thunderagent-a1")
     assert (ref, ref.handle) == (Ref("job", "space", "thunderagent-a1"), "job/space/thunderagent-a1")
     assert ref.resource.path(ref.namespace, ref.name) == "/apis/batch/v1/namespaces/space/jobs/thunderagent-a1"
@@ -236,7 +236,7 @@ def test_handles_and_paths() -> None:
 
 
 def test_which_sandboxes_share_a_network() -> None:
-    """Those of one program; one that is kept warm is alone; the cluster's own needs no policy."""
+    """Those of one program do; a warm one is alone; the cluster's own network needs no policy."""
     own = [network_of(order(sandbox_id, "p", network="own")) for sandbox_id in ("a", "b")]
     warm = [network_of(order(sandbox_id, "", network="own")) for sandbox_id in ("a", "b")]
     assert own[0] == own[1]
@@ -245,14 +245,14 @@ def test_which_sandboxes_share_a_network() -> None:
 
 
 def test_no_network_allows_nothing() -> None:
-    """Both directions are ruled, and no rule lets anything through, declared ports neither."""
+    """Both directions have rules, and none lets anything through, not even declared ports."""
     spec = policy_manifest(order(network="none", ports=(80,)), OWNER, "space")["spec"]
     assert spec["policyTypes"] == ["Ingress", "Egress"]
     assert not {"ingress", "egress"} & set(spec)
 
 
 def test_a_network_of_its_own_lets_in_each_other_and_callers() -> None:
-    """Other sandboxes are kept out, also from the ports; all other callers reach the ports."""
+    """Other sandboxes are kept out, even from the ports; all other callers reach the ports."""
     made = order(network="own", ports=(80,))
     policy = policy_manifest(made, OWNER, "space")
     sandbox = sandbox_manifest(made, OWNER, "space", ttl_s=1)
@@ -277,7 +277,7 @@ def test_other_ports_are_another_policy() -> None:
 
 
 def test_the_selector_of_what_is_ours() -> None:
-    """What a selector asks for is what the labels say."""
+    """The selector matches the labels."""
     made = sandbox_manifest(order(network="own"), OWNER, "space", ttl_s=1)
     labels = made["metadata"]["labels"]
     selector = f"{OWNER_LABEL}={labels[OWNER_LABEL]},{NETWORK_LABEL}={labels[NETWORK_LABEL]}"
@@ -288,7 +288,7 @@ def test_the_selector_of_what_is_ours() -> None:
 
 
 def expand(text: str) -> str:
-    """Do to a word what Kubernetes does, with no variables at all."""
+    """Expand a word as Kubernetes does, without any variables."""
     return re.sub(r"\$(\$)|\$\([^)]*\)", lambda match: match[1] or match[0], text)
 
 
@@ -298,12 +298,12 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @given(st.text("$()ab{} ", max_size=20))
 def test_kubernetes_leaves_literal_text_as_it_was(text: str) -> None:
-    """No dollar sign of ours is taken for a reference to a variable."""
+    """No dollar sign of ours is read as a reference to a variable."""
     assert expand(literal(text)) == text
 
 
 def test_setup_runs_in_order_and_then_the_command_takes_over(tmp_path: Path) -> None:
-    """Each setup command runs in a shell of its own; the command gets its words as they are."""
+    """Each setup command has its own shell; the command gets its arguments unchanged."""
     marker = tmp_path / "set up"
     template = Template(
         image="i",
@@ -316,7 +316,7 @@ def test_setup_runs_in_order_and_then_the_command_takes_over(tmp_path: Path) -> 
 
 
 def test_the_first_setup_command_that_fails_is_the_last(tmp_path: Path) -> None:
-    """Its status is the sandbox's; nothing else runs, and it never counts as ready."""
+    """The sandbox has its status; nothing else runs, and it never counts as ready."""
     template = Template(image="i", setup=("exit 7", "touch second"), command=("touch", "third"))
     marker = tmp_path / "marker"
     assert run(start_command(template, str(marker)), tmp_path).returncode == 7
@@ -325,13 +325,13 @@ def test_the_first_setup_command_that_fails_is_the_last(tmp_path: Path) -> None:
 
 
 def test_without_setup_a_command_needs_no_shell() -> None:
-    """An image with nothing but its program can be run."""
+    """An image with only its program can run."""
     template = Template(image="i", command=("/app",))
     assert (start_command(template), ready_command(template)) == (["/app"], [])
 
 
 def test_without_a_command_it_waits_and_stops_when_asked(tmp_path: Path) -> None:
-    """A sandbox that only waits ends at once on SIGTERM, which the first process of a pod would not by itself."""
+    """A waiting sandbox ends at once on SIGTERM, which the first process of a pod by itself would not do."""
     script = start_command(Template(image="i"))
     with subprocess.Popen(script, cwd=tmp_path, start_new_session=True) as process:
         try:
@@ -340,11 +340,11 @@ def test_without_a_command_it_waits_and_stops_when_asked(tmp_path: Path) -> None
             process.terminate()
             assert process.wait(5) == 0
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # what it waited with; in a pod it ends with the first process
+            os.killpg(process.pid, signal.SIGKILL)  # its waiting child, which in a pod ends with the first process
 
 
 def test_ready_is_set_up_and_says_so(tmp_path: Path) -> None:
-    """The check needs both: the mark that setup leaves, and the template's own command."""
+    """The check needs both: the mark of the setup, and the template's own command."""
     marker = tmp_path / "marker"
     template = Template(image="i", setup=("true",), ready_command="test -e a || test -e b")
     command = ready_command(template, str(marker))
@@ -367,7 +367,7 @@ def test_ready_is_set_up_and_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_probes(template: dict[str, Any], startup: str | None, readiness: str | None) -> None:
-    """What decides that it is usable: one check until it succeeds, both where both are asked for."""
+    """They decide when it is usable: one check until it succeeds, or both."""
     main = main_of(manifest(ready_interval_s=0.2, prepare_timeout_s=100, **template))
     for name, kind in (("startupProbe", startup), ("readinessProbe", readiness)):
         assert (kind is None) == (name not in main)
@@ -379,7 +379,7 @@ def test_probes(template: dict[str, Any], startup: str | None, readiness: str | 
 
 
 def test_the_mark_of_a_setup_has_a_place(tmp_path: Path) -> None:
-    """It lies in a volume of its own, which every user of every image may write to."""
+    """It is in its own volume, which every user of every image may write to."""
     made = manifest(setup=("true",), kubernetes_kind="pod")
     [mount] = main_of(made)["volumeMounts"]
     assert made["spec"]["volumes"] == [{"name": "thunderagent", "emptyDir": {}}]
@@ -387,7 +387,7 @@ def test_the_mark_of_a_setup_has_a_place(tmp_path: Path) -> None:
     assert f"{mount['mountPath']}/" in main_of(made)["startupProbe"]["exec"]["command"][2]
 
 
-# --- what a pod's state means -----------------------------------------------------------------------------------------
+# --- States of a pod --------------------------------------------------------------------------------------------------
 
 
 def pod(phase: str = "Pending", **status: Any) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def ready(status: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("reason", ["ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"])
 def test_an_image_that_is_missing(reason: str) -> None:
-    """Each word for it is one error."""
+    """Each of these reasons is the same error."""
     fault = fault_of(waiting(reason))
     assert isinstance(fault, SandboxImageError)
     assert str(fault) == f"{reason}: the words"
@@ -412,18 +412,18 @@ def test_an_image_that_is_missing(reason: str) -> None:
 
 @pytest.mark.parametrize("reason", ["Evicted", "OutOfmemory", "OutOfcpu", "OutOfpods", "Preempting"])
 def test_a_pod_that_had_no_room(reason: str) -> None:
-    """A machine that has no room for what it has begun."""
+    """The node has no room for what it has begun."""
     assert isinstance(fault_of(pod("Failed", reason=reason, message="m")), SandboxSpaceError)
 
 
 @pytest.mark.parametrize("reason", ["CrashLoopBackOff", "RunContainerError", "CreateContainerConfigError"])
 def test_a_pod_that_cannot_start(reason: str) -> None:
-    """What will not run, however long one waits."""
+    """These never run, however long one waits."""
     assert isinstance(fault_of(waiting(reason)), SandboxSetupError)
 
 
 def test_a_pod_that_failed_says_what_it_left() -> None:
-    """Reason, status and last words of its process."""
+    """The error has the reason, status and last words of its process."""
     terminated = {"reason": "OOMKilled", "exitCode": 137, "message": " last words\n"}
     failed = pod("Failed", containerStatuses=[{"state": {"terminated": terminated}}])
     assert str(fault_of(failed)) == end_of("pod", failed) == "OOMKilled, exit status 137: last words"
@@ -465,7 +465,7 @@ def test_a_pod_that_is_ready() -> None:
 
 
 def test_how_a_job_ends() -> None:
-    """Its conditions say so: since 1.31 before its pods are gone, which takes longer than a reason is waited for."""
+    """Its conditions show it: since 1.31 before its pods are gone, which takes longer than the wait for a reason."""
     for name in ("FailureTarget", "SuccessCriteriaMet", "Failed", "Complete"):
         condition = {"type": name, "status": "True", "reason": "DeadlineExceeded"}
         assert end_of("job", {"metadata": {}, "status": {"conditions": [condition]}}) == "DeadlineExceeded"
@@ -479,7 +479,7 @@ def test_how_a_job_ends() -> None:
 
 
 def test_a_pod_belongs_to_its_job() -> None:
-    """By the reference of its controller, and of no other owner."""
+    """The reference of its controller counts, and no other owner."""
     state = pod()
     assert ref_of("pod", state) == Ref("pod", "space", "x")
     reference = {"kind": "Job", "name": "j", "uid": "u"}

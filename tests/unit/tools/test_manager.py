@@ -1,4 +1,4 @@
-"""The manager: what it does with engines that fail, die, and know more than it does; and that nothing leaks."""
+"""The manager with engines that fail, die, and know more than it does; nothing leaks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def running(
     before: Callable[[FakeDriver], None] = lambda driver: None,
     templates: dict[str, Template] | None = None,
 ) -> AsyncIterator[World]:
-    """Run a manager; afterwards no task is left and its driver is closed."""
+    """Run a manager; at the end no task is left and its driver is closed."""
     ids = count(1)
     driver, programs = FakeDriver(OWNER), FakePrograms()
     before(driver)
@@ -148,7 +148,7 @@ async def test_releasing_stops_a_preparation() -> None:
 
 @pytest.mark.parametrize("yields", range(12))
 async def test_releasing_at_any_moment_leaves_nothing(yields: int) -> None:
-    """However far a preparation has come when its program ends."""
+    """Its program ends at any stage of the preparation."""
     async with running() as world:
         await world.asks("p")
         for _ in range(yields):
@@ -220,7 +220,7 @@ async def test_an_engine_that_stops_loses_nothing_but_what_ran_on_it() -> None:
 
 
 async def test_an_engine_that_is_down_does_not_fill_the_story() -> None:
-    """However often a preparation is tried meanwhile, it says the same only once."""
+    """However often a preparation is retried meanwhile, the reason is reported only once."""
     async with running() as world:
         world.driver.reachable = False
         await world.asks("p")
@@ -255,7 +255,7 @@ async def test_orphans_of_earlier_runs_go_at_the_start_and_nobody_elses() -> Non
 
 
 async def test_given_sandboxes_are_found_and_go_with_their_program() -> None:
-    """By the engine's word when they appear, and by a look at what was there before."""
+    """The engine reports new ones, and a listing finds the earlier ones."""
     async with running(before=lambda driver: driver.put("early", given_labels("p")) and None) as world:
         await world.until(lambda: world.manager.of_program("p"))
         world.driver.put("late", given_labels("p"))
@@ -277,7 +277,7 @@ async def test_a_sandbox_may_be_registered_by_its_name() -> None:
 
 
 async def test_a_command_in_a_sandbox_is_a_tool_of_its_program() -> None:
-    """It begins with the first of several, and is through with the last."""
+    """It begins with the first of several, and ends with the last."""
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]
         world.driver.runs(handle, "early", "ls")  # not used yet
@@ -297,7 +297,7 @@ async def test_a_command_in_a_sandbox_is_a_tool_of_its_program() -> None:
 
 
 async def test_a_command_that_runs_on_beside_a_turn_is_no_tool() -> None:
-    """As a server does that is started inside: commands after it are tools of their own."""
+    """A server that is started inside does so: commands after it are tools of their own."""
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]
         world.admits("p")
@@ -313,14 +313,14 @@ async def test_a_command_that_runs_on_beside_a_turn_is_no_tool() -> None:
 
 
 async def test_a_command_goes_on_when_its_program_gets_its_claim_back() -> None:
-    """No turn came yet: its end is still that of the tool."""
+    """No turn came yet: the command's end is still that of the tool."""
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]
         world.admits("p")
         world.driver.runs(handle, "e-1", "pytest")
         await world.until(lambda: world.programs.tools)
         world.manager.observe(Tick(0.0), [Restore("p", "r0", Reason.FITS)])
-        await world.has_ready("p")  # nor is one more sandbox a turn
+        await world.has_ready("p")  # another sandbox is no turn, either
         world.driver.ran(handle, "e-1")
         await world.until(lambda: len(world.programs.tools) > 1)
         assert world.programs.tools == [("p", "pytest"), ("p", None)]
@@ -328,7 +328,7 @@ async def test_a_command_goes_on_when_its_program_gets_its_claim_back() -> None:
 
 @pytest.mark.parametrize("how", ["reclaimed", "dies"])
 async def test_a_command_ends_with_its_sandbox(how: str) -> None:
-    """Nobody tells of its end: the tool is through with the last that runs elsewhere, and the next is its own."""
+    """Its end is not reported: the tool ends with the last command elsewhere, and the next one is a new tool."""
     async with running() as world:
         one, other, third = [await world.has_ready("p") for _ in range(3)]
         world.admits("p")
@@ -349,7 +349,7 @@ async def test_a_command_ends_with_its_sandbox(how: str) -> None:
 
 
 async def test_commands_of_sandboxes_that_are_shared_are_nobodys_tool() -> None:
-    """The owner is unknown; in a given sandbox its label names the owner."""
+    """The owner is unknown; in a given sandbox the label names it."""
     async with running() as world:
         shared = await world.has_ready("p", template="plain", share="both")
         await world.asks("q", template="plain", share="both")
@@ -364,7 +364,7 @@ async def test_commands_of_sandboxes_that_are_shared_are_nobodys_tool() -> None:
 
 
 async def test_what_ran_when_contact_was_lost_is_forgotten() -> None:
-    """Its end may have been missed: the next command is a tool again."""
+    """Its end may have been missed: the next command is a new tool."""
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]
         world.admits("p")
@@ -424,7 +424,7 @@ async def test_a_shutdown_ends_though_the_engine_is_away() -> None:
 
 
 async def test_the_hidden_part_of_a_preparation_is_measured() -> None:
-    """From the admission of a program until its sandbox is usable: nothing where it was ready before."""
+    """It lasts from the admission of a program until its sandbox is usable: zero if that was ready before."""
     waited_s: list[float] = []
     async with running() as world:
         world.manager.hear_times(lambda _: None, waited_s.append)
@@ -530,7 +530,7 @@ async def test_only_its_own_programs_can_let_a_sandbox_go() -> None:
 
 
 async def test_a_class_gives_a_sandbox_at_the_first_sight_alone() -> None:
-    """Not again at the next turn of a program that let it go; anew once it was idle, and after its release."""
+    """The next turn of a program that released it gives none; a program that was idle or released gets one again."""
     async with running(settings=replace(FAST, idle_limit_s=60.0)) as world:
         for again in range(3):
             world.manager.program_seen("p", "coder")
@@ -566,7 +566,7 @@ async def test_a_running_program_uses_a_warm_sandbox_at_once() -> None:
 
 
 async def test_what_a_running_program_waits_is_counted_from_its_request() -> None:
-    """Neither nothing, nor the time since it was admitted with a sandbox that failed."""
+    """It is neither zero, nor the time since it was admitted with a sandbox that failed."""
     waited_s: list[float] = []
     async with running() as world:
         world.manager.hear_times(lambda _: None, waited_s.append)
@@ -612,7 +612,7 @@ async def test_a_look_that_is_late_brings_no_program_back() -> None:
 
 
 async def test_what_a_lost_preparation_left_is_removed() -> None:
-    """Of this run, but of no sandbox that is known; what is known stays."""
+    """It belongs to this run, but to no known sandbox; known ones stay."""
     async with running() as world:
         await world.has_ready("p")
         world.driver.hold = asyncio.Event()
@@ -642,7 +642,7 @@ async def test_a_sandbox_whose_time_is_over_is_told_of_though_no_engine_says_so(
 
 
 async def test_a_given_sandbox_that_is_let_go_goes_with_the_shutdown() -> None:
-    """It has no time to live of its own; those of programs that live stay."""
+    """It has no time to live of its own; those of live programs stay."""
     async with running(settings=replace(FAST, reclaim_on_shutdown=False)) as world:
         world.driver.put("mine", given_labels("p"))
         await world.has_ready("q")

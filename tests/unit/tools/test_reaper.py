@@ -1,4 +1,4 @@
-"""The reaper with an engine that is made up."""
+"""The reaper with a fake engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thunderagent.tools.reaper import (
 
 
 class Remains:
-    """What is left at an engine: times at which something expires; and answers that fail."""
+    """The remains at an engine, as times of expiry; and answers that fail."""
 
     def __init__(self, *expiries_s: float, failures_count: float = 0) -> None:
         self.expiries_s = set(expiries_s)
@@ -50,7 +50,7 @@ def test_it_ends_at_once_when_nothing_is_left() -> None:
 
 
 def test_it_looks_again_when_the_next_expires_and_not_too_seldom() -> None:
-    """Something may go by itself meanwhile."""
+    """Something may end by itself meanwhile."""
     remains = Remains(1.0, 20.0, 200.0)
     assert remains.run()
     assert remains.naps_s[:2] == [LOOK_S, 18.0]
@@ -59,7 +59,7 @@ def test_it_looks_again_when_the_next_expires_and_not_too_seldom() -> None:
 
 
 def test_an_engine_that_does_not_answer_is_asked_again() -> None:
-    """It may be restarted; one that is gone for long is given up."""
+    """It may be restarting; one that is gone for long is given up."""
     remains = Remains(10.0, failures_count=3)
     assert remains.run()
     assert remains.now_s == 10.0
@@ -70,7 +70,7 @@ def test_an_engine_that_does_not_answer_is_asked_again() -> None:
 
 
 def test_it_waits_for_the_end_of_the_pipe() -> None:
-    """What is written to it means nothing."""
+    """The data in it has no meaning."""
     reading, writing = os.pipe()
     thread = threading.Thread(target=wait_for_the_end, args=(reading,))
     thread.start()
@@ -84,14 +84,14 @@ def test_it_waits_for_the_end_of_the_pipe() -> None:
 
 
 def test_it_holds_little_while_it_waits() -> None:
-    """The library, and what else is large, is imported when the proxy has died."""
+    """The library, and other large modules, are imported only when the proxy has died."""
     asked = "import sys, thunderagent.tools.reaper as r; print(*({'docker', 'pydantic', 'asyncio'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
 def test_it_is_a_command() -> None:
-    """It ends when its standard input does, if no engine can be asked not at once."""
+    """It ends with its standard input, or somewhat later if no engine can be asked."""
     command = [
         sys.executable,
         "-m",

@@ -88,7 +88,7 @@ def test_who_leaves_during_the_preparation_is_reclaimed() -> None:
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_an_illegal_step_raises(stage: Stage) -> None:
-    """Every pair that is not in the table is a bug, and says so."""
+    """Every pair that is not in the table is a bug, and raises."""
     for step in Step:
         sandbox = Sandbox("s", PLAIN, "", 0.0)
         sandbox.stage = stage
@@ -121,7 +121,7 @@ def test_hands_bound_how_many_are_prepared_at_a_time() -> None:
 
 
 def test_who_is_not_due_leaves_room_for_who_will_be() -> None:
-    """Of four places three may be taken early; the fourth waits for a program that is due."""
+    """Of four places three may be used early; the fourth waits for a program that is due."""
     table = table_with(sandbox_count=4, early_ratio=0.75, hands_count=8)
     ready(table, "first", took_s=2.0)  # preparations take 2 s
     for number in range(4):
@@ -154,7 +154,7 @@ def test_what_was_measured_counts_where_it_is_more() -> None:
 
 
 def test_who_must_be_begun_first_is_prepared_first() -> None:
-    """One that takes long and is needed later may be due before one that is quick and needed sooner."""
+    """A slow one that is needed later may be due before a quick one that is needed sooner."""
     slow = Template(image="slow")
     table = table_with(sandbox_count=4, early_ratio=0.5, hands_count=4)
     ready(table, "a", took_s=1.0)
@@ -175,7 +175,7 @@ def test_who_is_not_due_leaves_hands_for_who_will_be() -> None:
 
 
 def test_a_plan_is_quick_with_thousands_of_sandboxes() -> None:
-    """Far more than it takes (a millisecond), far less than what is quadratic would."""
+    """The limit is far above the actual time (a millisecond), and far below that of quadratic work."""
     table = table_with(sandbox_count=10_000, hands_count=4_000)
     for number in range(5_000):
         table.request(0.0, PLAIN, "", f"p{number}")
@@ -240,7 +240,7 @@ def test_a_warm_sandbox_gives_way_to_who_is_due() -> None:
 
 
 def test_warm_sandboxes_do_not_give_way_for_nothing() -> None:
-    """Where there would be no room without them either, they stay until there is."""
+    """If there would be no room without them either, they stay until there is."""
     table = table_with(memory_bytes=100)
     held = ready(table, "p", Template(image="i", memory_bytes=60))
     small = Template(image="small", memory_bytes=10)
@@ -262,7 +262,7 @@ def test_a_warm_one_that_finds_no_room_keeps_no_other_from_being_made() -> None:
 
 
 def test_two_templates_that_make_the_same_are_kept_warm_together() -> None:
-    """Neither takes the other's for too many."""
+    """Neither counts the other's as too many."""
     table = table_with()
     table.keep_warm({"a": (PLAIN, 2), "b": (Template(image="plain", program_classes=("c",)), 1)})
     assert prepared_ids(plan(table)) == ["s1", "s2", "s3"]
@@ -392,7 +392,7 @@ def test_one_that_is_made_again_has_no_preparation_time_yet() -> None:
 
 
 def test_preparation_times_of_templates_are_not_remembered_for_ever() -> None:
-    """Each program may bring one of its own."""
+    """Each program may bring its own."""
     table = table_with(hands_count=10_000, sandbox_count=10_000)
     for number in range(TEMPLATES_LEARNED_COUNT + 5):
         ready(table, f"p{number}", Template(image="i", environment={"ID": str(number)}))
@@ -419,7 +419,7 @@ TEMPLATES = st.sampled_from([PLAIN, Template(image="big", memory_bytes=60), Temp
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Caps hold, indexes agree with the table, and once all programs ended and all is carried out nothing is left."""
+    """Caps hold, indexes agree with the table, and after all programs ended and all is carried out nothing is left."""
 
     def __init__(self) -> None:
         super().__init__()

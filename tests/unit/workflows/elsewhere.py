@@ -77,7 +77,7 @@ class LocalLauncher:
         return self.peers[location]
 
     async def close(self) -> None:
-        for peer in self.peers.values():  # what is lost with a process
+        for peer in self.peers.values():  # a process would lose the same
             peer.kill()
             if hasattr(peer, "host"):
                 await peer.host.close(is_over=True)

@@ -62,7 +62,7 @@ class Model:
                 self.provision(agent)
         self.deliver_all()
 
-    # --- what carries messages
+    # --- message delivery
 
     def send(self, sender: str, to: str, message: Any) -> None:
         self.channels[sender, to].append(copy.deepcopy(message))
@@ -109,7 +109,7 @@ class Model:
         while channels := self.waiting_channels():
             self.deliver(channels[self.choose(len(channels))])
 
-    # --- what a shell does
+    # --- the shell's work
 
     def provision(self, agent: str) -> str:
         location = f"{agent}/{self.numbers[agent]}"
@@ -180,7 +180,7 @@ class Model:
         self.handle(location, m.Interrupted(call.call_id, ("checkpoint", call.call_id)))
 
     def crash(self, names: list[str]) -> None:
-        """Lose machines, and a tail of what they sent; the others learn of it at some time."""
+        """Lose machines, and the last messages that they sent; the others learn of it at some time."""
         self.crashed = True
         for name in names:
             self.machines.pop(name, None)
@@ -206,7 +206,7 @@ class Model:
                 self.send("shell", to, m.Leaving(location))
         self.handle(location, m.Retire(others))
 
-    # --- one step of chance
+    # --- one random step
 
     def step(self, *, may_crash: bool = False) -> None:
         kind = self.choose(100)

@@ -49,7 +49,7 @@ def test_ten_thousand_interleavings(may_crash: bool) -> None:
 
 
 def test_the_model_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what guards a move the same interleavings fail: they would notice."""
+    """Without the guards of a move the same interleavings fail, so they detect errors."""
     monkeypatch.setattr(Moves, "take_in", _forgetful(Moves.take_in))
     with pytest.raises(AssertionError):
         interleave_many(300, may_crash=False)
@@ -66,7 +66,7 @@ def _forgetful(take_in: Any) -> Any:
 @settings(max_examples=60)
 @given(st.data(), st.booleans())
 def test_interleavings_that_hypothesis_finds(data: st.DataObject, may_crash: bool) -> None:
-    """The same, but a failure is shrunk to its smallest."""
+    """The same, but a failure is shrunk to its smallest form."""
     model = Model(lambda n: data.draw(st.integers(0, n - 1)) if n > 1 else 0, ("managed", "stateful", "plain"))
     for _ in range(data.draw(st.integers(0, 30))):
         model.step(may_crash=may_crash)

@@ -1,4 +1,4 @@
-"""Declarations and stubs: read, held against the classes, written, imported and type-checked."""
+"""Declarations and stubs: read, compared with the classes, written, imported and type-checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thunderagent.workflows.type_check import takes
 
 @pytest.fixture
 def stubs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write stubs of all agents by the command, where they can be imported."""
+    """Let the command write stubs of all agents, where they can be imported."""
     (tmp_path / "agents.yaml").write_text(yaml.safe_dump(AGENTS, sort_keys=False))
     assert cli(["workflow", "stubs", str(tmp_path / "agents.yaml"), "--out", str(tmp_path / "made_stubs")]) == 0
     monkeypatch.syspath_prepend(tmp_path)
@@ -43,7 +43,7 @@ def test_stubs_are_modules_whose_functions_make_calls(stubs_folder: Path) -> Non
 
 
 def test_stubs_pass_a_strict_type_check(stubs_folder: Path) -> None:
-    """As strict as the package itself, with what its own check left in the cache: else this takes many seconds."""
+    """It is as strict as for the package, and uses the cache of that check: otherwise this takes many seconds."""
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--follow-imports=silent", "-p", "made_stubs"],
         cwd=Path(thunderagent.__file__).parents[1],

@@ -1,4 +1,4 @@
-"""Instances in other processes, without the processes: what travels, what is lost, and what is said of it."""
+"""Instances in other processes, without the processes: messages, losses, and their reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def homes(app: Deployment, session: str) -> list[str]:
 
 
 async def test_calls_values_and_errors_travel() -> None:
-    """Between drivers and agents, from an agent to another, and as arguments that are not there yet."""
+    """They travel between drivers and agents, between agents, and as unresolved arguments."""
 
     async def main() -> None:
         parts = call("echo", "say", {"a": [1, 2]})
@@ -111,7 +111,7 @@ def _not_here() -> None:
 
 
 async def test_what_is_on_a_lost_process_fails_and_the_rest_goes_on() -> None:
-    """With its path, agent, instance and what is known of the end; later calls find another instance."""
+    """The error has path, agent, instance and the known reason; later calls find another instance."""
 
     async def main(app: Deployment, launcher: LocalLauncher) -> None:
         held = [call("patient", "wait", f"{n}") for n in range(4)]
@@ -241,7 +241,7 @@ async def test_no_task_is_left() -> None:
 
 
 def test_what_must_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing else of the workflows imports Ray."""
+    """Nothing else of the workflows imports Ray."""
     assert "ray" not in sys.modules or sys.modules["ray"] is None
     monkeypatch.setitem(sys.modules, "ray", None)
     with (

@@ -19,7 +19,7 @@ NOW_S = [1000.0]
 
 
 class Thinker:
-    """Makes a turn, waits for a tool, and makes one more."""
+    """Makes a turn, waits for a tool, and makes another turn."""
 
     async def work(self) -> str:
         turn_headers()
@@ -75,14 +75,14 @@ async def test_what_a_tool_took_before_it_will_take_again() -> None:
 
 
 async def test_who_is_often_wrong_says_nothing() -> None:
-    """A tool that takes no time like any before."""
+    """Such a tool takes no time like any before."""
     said = await said_by("thinker", [1.0, 60.0] * 12)
     hints = [each for each in said if "next_turn_in_s" in each]
     assert len(hints) < 6
 
 
 async def test_a_branch_ends_with_its_call() -> None:
-    """That of an agent which is pinned goes on."""
+    """The branch of a pinned agent continues."""
     drops = [each for each in await said_by("thinker", [1.0] * 3) if each.get("keep") == "drop"]
     assert len({each["branch"] for each in drops}) == 3
     assert all(each["branch"].startswith("thinker/") for each in drops)
@@ -116,7 +116,7 @@ async def test_instances_elsewhere_say_it_through_the_driver_s_node() -> None:
 
 
 async def test_a_branch_that_was_lost_has_ended() -> None:
-    """Its instance cannot say so any more."""
+    """Its instance can no longer report that."""
     said: list[dict[str, Any]] = []
 
     async def main(app: Any) -> None:
@@ -133,7 +133,7 @@ async def test_a_branch_that_was_lost_has_ended() -> None:
 
 
 async def test_the_proxy_is_told() -> None:
-    """In order, each for its session; what it refuses stops nothing."""
+    """Hints go in order, each for its session; a refused one stops nothing."""
 
     async def main() -> None:
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Turns bear whose they are: which headers a request to the proxy gets, and that no other request gets any."""
+"""Turns name their program: the headers of requests to the proxy, which no other request gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROXY = "http://127.0.0.1:8300"
 
 
 def headers_of(url: str) -> dict[str, str]:
-    """Send a request through the hook, nowhere, and return what of it names a program."""
+    """Send a request through the hook, without a network, and return its headers that name a program."""
     answers = httpx2.MockTransport(lambda request: httpx2.Response(200, json=dict(request.headers)))
     with httpx2.Client(transport=answers, event_hooks={"request": [ProgramHook(PROXY)]}) as client:
         found = client.get(url).json()

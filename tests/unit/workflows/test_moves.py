@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = (m.Migrate, m.Retarget, m.Retargeted, m.ExecutorChanged, m.Transfer, m.Activated)
-"""What is under way at each step of the paper's, 1 to 6."""
+"""The message in flight at each of the paper's steps, 1 to 6."""
 
 
 def moving(step: type) -> Model:
-    """Return a session of a managed agent whose move has come to a step, with calls that wait for a value."""
+    """Return a session of a managed agent whose move has reached a step, with calls that wait for a value."""
     model = Model(lambda _: 0, ("plain", "managed"), instances=2)
     first = model.call("managed", "s0")
     model.deliver_all()
@@ -71,7 +71,7 @@ def test_whatever_comes_in_between_changes_nothing(step: type, event: str) -> No
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("lost", ["managed/0", "managed/1", "plain/0", "n1"])
 def test_every_call_is_over_when_something_is_lost_in_between(step: type, lost: str) -> None:
-    """What was there fails, with where it was; everything else has its value; nothing runs twice."""
+    """Calls at the lost place fail, with that place; all others have their value; nothing runs twice."""
     model = moving(step)
     if lost == "n1":
         model.call("managed", "s0", node="n1")
@@ -100,7 +100,7 @@ def test_a_stateful_session_is_not_moved() -> None:
 
 
 def test_a_call_of_higher_priority_interrupts_one_that_can_be() -> None:
-    """The checkpoint of what was interrupted is there when it runs again."""
+    """The interrupted call finds its checkpoint when it runs again."""
     model = Model(lambda _: 0, ("soft",), instances=1)
     low = model.call("soft", "low")
     model.deliver_all()
@@ -131,7 +131,7 @@ def test_a_batch_is_of_one_method_and_no_larger_than_it_may_be() -> None:
 
 
 def test_a_session_whose_state_is_lost_fails_until_it_has_ended() -> None:
-    """Its calls would find nothing where they left it; those of others, and of other agents, go on."""
+    """Its calls would miss their state; those of other sessions, and of other agents, continue."""
     model = Model(lambda _: 0, ("managed", "plain"), instances=2)
     model.call("managed", "s0")
     model.settle()
@@ -173,9 +173,9 @@ def test_a_home_that_was_lost_before_it_said_that_it_is_one_is_lost() -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["ended", "begun anew"])
 def test_an_end_that_overtakes_a_call_leaves_nothing_of_it(again: bool) -> None:
-    """The call bears a home that its controller has given up; one that is made after the end runs all the same."""
+    """The call names a home that its controller has given up; one that is made after the end still runs."""
     model = Model(lambda _: 0, ("managed",), instances=2)
-    model.crashed = True  # the session's life is no whole one
+    model.crashed = True  # the session's life is incomplete
     model.call("managed", "s0")
     model.settle()
     model.handle("managed/0", m.Migrate("s0", "managed/1"))
@@ -199,7 +199,7 @@ def test_an_end_that_overtakes_a_call_leaves_nothing_of_it(again: bool) -> None:
 def test_a_call_that_moved_with_a_home_that_is_over_runs_at_the_new_home() -> None:
     """Its origin learned of the old home after the end. The session has restarted where the call moves."""
     model = Model(lambda _: 0, ("managed", "plain"), instances=2)
-    model.crashed = True  # the session's life is no whole one
+    model.crashed = True  # the session's life is incomplete
     busy = model.call("managed", "s1")
     model.call("managed", "s0", node="n1")
     model.deliver(("n0", "directory"))

@@ -1,4 +1,4 @@
-"""Policies are functions of a view: each is shown one, and asked what it would do."""
+"""Policies are functions of a view: each gets one, and returns its actions."""
 
 from __future__ import annotations
 

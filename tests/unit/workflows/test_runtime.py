@@ -1,4 +1,4 @@
-"""The embedded runtime: futures, sessions, state, batches, interruption, and what becomes of it all at the end."""
+"""The embedded runtime: futures, sessions, state, batches, interruption, and the end of all of them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_an_async_driver_awaits() -> None:
 
 
 def test_agents_see_plain_values_only() -> None:
-    """Futures among arguments, nested too, are resolved first; what a method returns is, too."""
+    """Futures among arguments, nested too, are resolved first; so are those that a method returns."""
 
     def main() -> Any:
         nested = call("echo", "say", {"a": [call("echo", "say", 1), (call("echo", "say", 2),)], "b": "c"})
@@ -171,7 +171,7 @@ def test_a_call_outside_of_a_session_or_of_nobody_is_refused() -> None:
 
 
 def test_a_call_that_waits_for_itself_fails() -> None:
-    """It says which call that is: the one that was made within the other."""
+    """The error names the call, which was made within the other."""
     said = "waits at blocking/0 for a call"
     with deploy(only("blocking"), **CALM) as app, pytest.raises(CallError, match=said) as caught:
         app.run(lambda: call("blocking", "ask_myself", "x").value(20))
@@ -313,7 +313,7 @@ def test_a_batch_that_gives_too_little_fails_all_its_calls() -> None:
 
 @pytest.mark.parametrize("agent", ["patient", "stoppable"])
 def test_a_call_of_higher_priority_interrupts(agent: str) -> None:
-    """A coroutine is cancelled, a plain method asked; each goes on from what it left."""
+    """A coroutine is cancelled, a plain method is asked; each continues from its last state."""
     method = {"patient": "count", "stoppable": "work"}[agent]
 
     async def low() -> Any:
@@ -382,9 +382,9 @@ def test_an_agent_without_instances_gets_one_when_it_is_called() -> None:
 
 
 def test_nothing_is_left_after_a_deployment() -> None:
-    """No thread, no task, and calls that were left over fail."""
+    """No thread and no task is left, and open calls fail."""
     for thread in threading.enumerate():
-        if thread.name.startswith("workflow-"):  # of another test, whose code may still be at its last line
+        if thread.name.startswith("workflow-"):  # a thread of another test may still be at its last line
             thread.join(timeout=10)
     before = set(threading.enumerate())
     with deploy(AGENTS, **CALM) as app:
@@ -410,7 +410,7 @@ async def test_a_call_that_was_nowhere_yet_ends_with_the_deployment() -> None:
 
 @pytest.mark.parametrize("agent", ["holder", "async_holder", "faulty"])
 def test_an_agent_closes_whichever_way_it_goes(agent: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Killed, lost and replaced, or at the end; what its `close` raises is logged, and stops nothing."""
+    """It is killed, lost and replaced, or at the end; an error of its `close` is logged, and stops nothing."""
 
     async def main(app: Deployment) -> None:
         await until(lambda: len(app.control.level.view.of(agent)) == 3)
@@ -428,7 +428,7 @@ def test_an_agent_closes_whichever_way_it_goes(agent: str, caplog: pytest.LogCap
 
 
 def test_an_agent_closes_when_what_it_runs_is_over() -> None:
-    """A plain method cannot be stopped; a `close` that is declared is no farewell, but a method like others."""
+    """A plain method cannot be stopped; a declared `close` is a method like others, and not called at the end."""
     with deploy(only("holder", "door"), **CALM) as app:
         app.run(lambda: [call("holder", "hold", "h"), None][1], session="s")
         app.run(lambda: call("door", "close").value(10))

@@ -1,4 +1,4 @@
-"""What a session did: as trace events, as a page, and as `thunderagent workflow top` shows it while it goes on."""
+"""A session's history: as trace events, as a page, and live in `thunderagent workflow top`."""
 
 from __future__ import annotations
 
