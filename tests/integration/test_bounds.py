@@ -95,7 +95,7 @@ async def test_a_lease_is_short_where_nothing_is_said(replica: FakeReplica) -> N
 
 
 async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has() -> None:
-    """This holds at its begin, in its progress and at its end; nor does it affect the size of others' bytes."""
+    """This holds at its begin, in its progress and at its end; its reports do not change how others' bytes count."""
     async with fake_replica(capacity_tokens=1000) as replica, running_proxy(replica.url) as proxy:
         scheduler = proxy.runtime.scheduler
         lease = (await post(proxy.url, "/leases", {"program_id": "a", "prompt_tokens": 2**31 - 1})).json()
@@ -120,7 +120,7 @@ async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has()
 
 
 async def test_what_a_data_key_says_of_its_leases_teaches_of_its_own_programs_alone() -> None:
-    """They teach neither the size of others' bytes nor what engines keep and compute; an admin key's leases do."""
+    """They teach neither how others' bytes count nor what engines keep and compute; an admin key's leases do."""
     async with (
         fake_replica(capacity_tokens=10_000) as replica,
         running_proxy(replica.url, policy="breakeven", **KEYS) as proxy,

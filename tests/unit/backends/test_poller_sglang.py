@@ -97,7 +97,7 @@ async def test_an_engine_that_answers_for_its_metrics_is_not_silent(engine: Engi
         engine.health_hangs = True
         await polls(listener, 4)
         assert listener.heard == ["up"]
-        engine.metrics = None  # every request now answers 404
+        engine.metrics = None  # the only answer now is a 404
         async with asyncio.timeout(10):
             while len(listener.heard) < 2:
                 await asyncio.sleep(0.005)

@@ -103,7 +103,7 @@ def test_a_replica_is_judged_by_what_the_proxy_says(change: dict[str, Any], leve
 
 
 def test_an_engine_that_only_the_proxy_reaches_is_no_fault() -> None:
-    """One of whose ranks one is up is no fault either; one that is down for both is."""
+    """One rank that is up is enough; an engine that is down for both is a fault."""
     proxy = proxies.Proxy("p", has_key=True)
     listed = [{**HEALTHY, "replica_id": "a:1/0"}, {**HEALTHY, "replica_id": "b:1", "up": False}]
     proxy.listed = Answer(200, json.dumps({"replicas": listed}))

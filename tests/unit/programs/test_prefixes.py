@@ -87,7 +87,7 @@ def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tup
 
 @given(st.lists(st.tuples(PATHS, st.sampled_from(REPLICAS)), max_size=12), PATHS, st.integers(1, 3))
 def test_what_others_claim_of_a_chain(chains: list[tuple], path: tuple[int, ...], count: int) -> None:
-    """It is as many tokens as the chains there have at the begin of this one."""
+    """These are the tokens at its begin that at least `count` chains there have in common."""
     tree, union = PrefixTree(), Union()
     for each, where in chains:
         tree.enter(union.chain(each), where)

@@ -15,7 +15,7 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.rules.tenants import FairSet, Tenants
 
 VERBS = Driver().scheduler.core
-"""A change that a rule could have made; the count of tenants' use needs none of it."""
+"""A rule gets these verbs; the count of what tenants had needs none of them."""
 
 
 def fair(active_count: int = 2, **weight_ratios: float) -> Driver:

@@ -205,7 +205,7 @@ def frames_of_a_link(turns: CarriedTurns) -> list[Frame]:
 
 
 def test_what_a_long_outage_left_goes_out_in_frames_that_are_small() -> None:
-    """Number and bytes are limited; of ended turns only what a later turn does not need is omitted."""
+    """Number and bytes are limited; of ended turns, data that only a coming turn needs is left out."""
     turns, long = CarriedTurns("g", 1), tuple((n, n) for n in range(2**40, 2**40 + 4000))
     for turn_id in range(1500):
         turns.asked(TurnAsk(turn_id=turn_id, program_id=f"p{turn_id}", prefix=long, media=(("image", 3),)), 0.0)

@@ -139,7 +139,7 @@ class Member:
             await asyncio.sleep(0)
 
     async def until_renewed(self) -> None:
-        """Wait until the lock was renewed twice, so at least once after now."""
+        """Wait until the lock was renewed twice, so that one renewal ran completely."""
         wanted_count = self.store.renewals_count + 2
         while self.store.renewals_count < wanted_count:
             await asyncio.sleep(0)

@@ -132,7 +132,7 @@ def test_nothing_said_is_nothing_there() -> None:
 
 
 def test_what_kubernetes_cannot_do_is_refused() -> None:
-    """A limit that would be silently ignored is none."""
+    """Otherwise a limit would be silently ignored."""
     with pytest.raises(SandboxRefusedError, match="podPidsLimit"):
         manifest(pids_count=100)
 

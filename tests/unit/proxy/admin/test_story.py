@@ -135,7 +135,7 @@ def test_without_a_replica_one_must_come_up() -> None:
 
 
 def test_what_is_suspended_is_said_of_where_it_may_go() -> None:
-    """A bound program reports its own replica, whatever others grant; an unbound one reports all replicas or none."""
+    """A bound program reports a suspension of its own replica; an unbound one only a suspension of all replicas."""
     driver = full(replicas={"r0": 1000, "r1": 1000})
     driver.routes("class", "to-r0", r0=1)
     driver.suspends("weights", "r0")
