@@ -10,6 +10,7 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed
@@ -149,6 +150,33 @@ def test_it_forgets_programs_that_ended() -> None:
         order.areas._waited_s,
     )
     assert kept == ({}, {}, {}, {}, {})
+
+
+def test_a_flood_of_programs_is_forgotten_with_the_oldest() -> None:
+    """The limit of programs bounds what is known of each, also of those that never end."""
+    order = LeastArea()
+    driver = Driver(
+        Composed(Cap(n=10), order=order),
+        replicas={"r0": 10_000_000},
+        settings=SchedulerSettings(max_programs_count=50),
+    )
+    turn_ids: list[int] = []
+    for number in range(500):
+        turn_ids.append(driver.arrives(f"p{number}", 1000))
+        driver.ticks(1.0)
+        held_ids = [turn_id for turn_id in turn_ids if driver.held(turn_id)]
+        for turn_id in set(turn_ids) - set(held_ids):
+            driver.finishes(turn_id, 1000)
+        if len(held_ids) > 15:
+            driver.is_abandoned(held_ids.pop(0))
+        turn_ids = held_ids
+    areas, live_ids = order.areas, driver.scheduler.programs.keys()
+    assert len(live_ids) <= 50
+    assert areas._contexts_tokens
+    assert areas._waits
+    for known in (areas._contexts_tokens, areas._passed_counts, areas._waits, areas._overdue, areas._waited_s):
+        assert known.keys() <= live_ids
+    assert len(areas._due) <= 2 * 50 + FEW_COUNT + 1
 
 
 def test_a_turn_that_fails_teaches_nothing() -> None:
