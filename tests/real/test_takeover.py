@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from tests.real.redis_server import redis_server
 from thunderagent.errors import FencedError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from typing import NoReturn
 
     from tests.integration.support import Answer, CommandProcess
@@ -272,6 +273,45 @@ def test_a_store_that_ends_connections_at_once_is_away(
             await store.close()
 
     uvloop.run(look())
+
+
+@pytest.mark.parametrize(
+    "answer", [b"+OK\r\n", b":1\r\n", b"$-1\r\n", b"*2\r\n$1\r\na\r\n$1\r\nb\r\n", b"-NO\r\n", b"\xff\r\n"]
+)
+async def test_a_store_that_answers_as_no_redis_does_is_away(
+    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    """Whatever it answers, a scheduler gets a `StoreError` or a value, and goes on."""
+    with redis_server(require_real, tmp_path) as server:
+        monkeypatch.syspath_prepend(server.packages)
+    module = importlib.import_module("thunderagent.scale.leader.redis_store")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            writer.write(answer * (data.count(b"\r\n*") + 1))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        store = module.RedisStore("redis://{}:{}".format(*listening.sockets[0].getsockname()), "c", LOCK_S)
+        refused_count = 0
+        calls: list[Callable[[], Awaitable[object]]] = [
+            partial(store.look, "0"),
+            partial(store.take, "a", "", 0),
+            partial(store.renew, "a", 1),
+            partial(store.append, "a", 1, b"entry"),
+            partial(store.trim, "1-0"),
+            partial(store.give_up, "a"),
+            partial(store.stand_by, "a"),
+            partial(store.has_standby, "a"),
+            store.warnings,
+        ]
+        for call in calls:
+            try:
+                await call()
+            except StoreError:
+                refused_count += 1
+        assert refused_count
+        await store.close()
 
 
 async def test_a_scheduler_is_not_its_own_standby(

@@ -106,8 +106,8 @@ class RedisStore:
             pipeline.mget(self._lock, self._epoch)
             pipeline.xread({self._log: after}, count=ENTRIES_COUNT)
             (owner, epoch), found = await pipeline.execute()
-        entries = [each for _, of_log in found or () for each in of_log]
-        return seen_of(owner, epoch, entries, has_more=len(entries) == ENTRIES_COUNT)
+            entries = [each for _, of_log in found or () for each in of_log]
+            return seen_of(owner, epoch, entries, has_more=len(entries) == ENTRIES_COUNT)
 
     async def take(self, owner: str, expected: str, least_epoch: int) -> int:
         """Take the lock."""
@@ -136,12 +136,12 @@ class RedisStore:
         async with _errors():
             keys = [self._epoch, self._log, self._lock]
             where: bytes = await self._append(keys=keys, args=[epoch, data, owner, last])
-        if where == b"fenced":
-            raise FencedError(f"epoch {epoch} is over")
-        if where == b"lost":
-            raise StoreError("the store lost its epoch, or what was written last")
-        self._last = where.decode()
-        return self._last
+            if where == b"fenced":
+                raise FencedError(f"epoch {epoch} is over")
+            if where == b"lost":
+                raise StoreError("the store lost its epoch, or what was written last")
+            self._last = where.decode()
+            return self._last
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""
@@ -173,13 +173,13 @@ class RedisStore:
                 }
             except (ResponseError, NoPermissionError):
                 return []
-        told = []
-        if not int(found.get("aof_enabled", 1)):
-            told.append("appendonly is off: a store that is started again begins with nothing, or with an old dump")
-        policy = str(found.get("maxmemory_policy", "noeviction"))
-        if int(found.get("maxmemory", 0)) and policy.startswith("allkeys"):
-            told.append(f"maxmemory-policy is {policy}: the log may be thrown away; set it to noeviction")
-        return told
+            told = []
+            if not int(found.get("aof_enabled", 1)):
+                told.append("appendonly is off: a store that is started again begins with nothing, or with an old dump")
+            policy = str(found.get("maxmemory_policy", "noeviction"))
+            if int(found.get("maxmemory", 0)) and policy.startswith("allkeys"):
+                told.append(f"maxmemory-policy is {policy}: the log may be thrown away; set it to noeviction")
+            return told
 
     async def close(self) -> None:
         """Close its connections."""
@@ -199,3 +199,5 @@ async def _errors() -> AsyncIterator[None]:
                 yield
     except (RedisError, OSError, TimeoutError, RuntimeError) as error:
         raise StoreError(f"the store refused a command: {error or type(error).__name__}") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of the client or of ours, on strange data
+        raise StoreError(f"the store does not answer as Redis does: {error}") from error
