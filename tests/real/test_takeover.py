@@ -25,7 +25,7 @@ from tests.real.redis_server import redis_server
 from thunderagent.errors import FencedError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
     from typing import NoReturn
 
     from tests.integration.support import Answer, CommandProcess
@@ -200,62 +200,64 @@ async def cell(
                 await running.check()
 
 
-async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(
+@pytest.fixture
+def server(
     require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[RedisServer]:
+    """A Redis, whose client can be imported."""
+    with redis_server(require_real, tmp_path) as server:
+        monkeypatch.syspath_prepend(server.packages)
+        yield server
+
+
+def store_at(url: str) -> Any:
+    """Return a `RedisStore`, which cannot be imported before its client can."""
+    return importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(url, "c", LOCK_S)
+
+
+async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(server: RedisServer) -> None:
     """A restart with older data between two commands does that: no command failed, so nothing else would notice."""
-    with redis_server(require_real, tmp_path) as server:
-        monkeypatch.syspath_prepend(server.packages)
-        redis_store = importlib.import_module("thunderagent.scale.leader.redis_store")
-        client = importlib.import_module("redis.asyncio").Redis.from_url(server.url)
-        store = redis_store.RedisStore(server.url, "c", LOCK_S)
-        assert await store.take("a", "", 6) == 7
-        await store.append("a", 7, b"first")
-        await store.trim(await store.append("a", 7, b"second"))
-        last = await store.append("a", 7, b"third")
-        await client.xdel("ta:{c}:log", last)
-        with pytest.raises(StoreError, match="lost"):
-            await store.append("a", 7, b"fourth")
-        await store.append("a", 7, b"all")
-        assert [data for _, data in (await store.look("0")).entries] == [b"second", b"all"]
+    client = importlib.import_module("redis.asyncio").Redis.from_url(server.url)
+    store = store_at(server.url)
+    assert await store.take("a", "", 6) == 7
+    await store.append("a", 7, b"first")
+    await store.trim(await store.append("a", 7, b"second"))
+    last = await store.append("a", 7, b"third")
+    await client.xdel("ta:{c}:log", last)
+    with pytest.raises(StoreError, match="lost"):
+        await store.append("a", 7, b"fourth")
+    await store.append("a", 7, b"all")
+    assert [data for _, data in (await store.look("0")).entries] == [b"second", b"all"]
 
-        await client.set("ta:{c}:epoch", 6)
-        with pytest.raises(StoreError, match="lost"):
-            await store.append("a", 7, b"fifth")
-        await client.set("ta:{c}:epoch", 8)
-        with pytest.raises(FencedError):
-            await store.append("a", 7, b"fifth")
-        await store.close()
-        await client.aclose()
+    await client.set("ta:{c}:epoch", 6)
+    with pytest.raises(StoreError, match="lost"):
+        await store.append("a", 7, b"fifth")
+    await client.set("ta:{c}:epoch", 8)
+    with pytest.raises(FencedError):
+        await store.append("a", 7, b"fifth")
+    await store.close()
+    await client.aclose()
 
 
-async def test_who_is_cancelled_while_it_asks_the_store_ends(
-    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_is_cancelled_while_it_asks_the_store_ends(server: RedisServer) -> None:
     """This holds in every turn of the loop: the client missed the cancellation in every second one."""
-    with redis_server(require_real, tmp_path) as server:
-        monkeypatch.syspath_prepend(server.packages)
-        store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)
-        cancelled_count = 0
-        for turns_count in [*range(12)] * 20:
-            asking = asyncio.create_task(store.has_standby("a"))
-            for _ in range(turns_count):
-                await asyncio.sleep(0)
-            if asking.cancel():
-                await asyncio.wait([asking])
-                assert asking.cancelled()
-                cancelled_count += 1
-        assert cancelled_count
-        await store.close()
+    store = store_at(server.url)
+    cancelled_count = 0
+    for turns_count in [*range(12)] * 20:
+        asking = asyncio.create_task(store.has_standby("a"))
+        for _ in range(turns_count):
+            await asyncio.sleep(0)
+        if asking.cancel():
+            await asyncio.wait([asking])
+            assert asking.cancelled()
+            cancelled_count += 1
+    assert cancelled_count
+    await store.close()
 
 
-def test_a_store_that_ends_connections_at_once_is_away(
-    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("server")
+def test_a_store_that_ends_connections_at_once_is_away() -> None:
     """It may end them at any time. uvloop raises an error of its own when the client writes after that."""
-    with redis_server(require_real, tmp_path) as server:
-        monkeypatch.syspath_prepend(server.packages)
-    module = importlib.import_module("thunderagent.scale.leader.redis_store")
 
     async def look() -> None:
         turns_count = 0
@@ -266,7 +268,7 @@ def test_a_store_that_ends_connections_at_once_is_away(
             writer.transport.abort()
 
         async with await asyncio.start_server(end, "127.0.0.1", 0) as listening:
-            store = module.RedisStore("redis://{}:{}".format(*listening.sockets[0].getsockname()), "c", LOCK_S)
+            store = store_at("redis://{}:{}".format(*listening.sockets[0].getsockname()))
             for turns_count in [*range(6)] * 5:  # noqa: B007 - `end` reads it
                 with pytest.raises(StoreError, match="the store refused"):
                     await store.look("0")
@@ -278,13 +280,9 @@ def test_a_store_that_ends_connections_at_once_is_away(
 @pytest.mark.parametrize(
     "answer", [b"+OK\r\n", b":1\r\n", b"$-1\r\n", b"*2\r\n$1\r\na\r\n$1\r\nb\r\n", b"-NO\r\n", b"\xff\r\n"]
 )
-async def test_a_store_that_answers_as_no_redis_does_is_away(
-    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
-) -> None:
+@pytest.mark.usefixtures("server")
+async def test_a_store_that_answers_as_no_redis_does_is_away(answer: bytes) -> None:
     """Whatever it answers, a scheduler gets a `StoreError` or a value, and goes on."""
-    with redis_server(require_real, tmp_path) as server:
-        monkeypatch.syspath_prepend(server.packages)
-    module = importlib.import_module("thunderagent.scale.leader.redis_store")
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(2**16):
@@ -292,7 +290,7 @@ async def test_a_store_that_answers_as_no_redis_does_is_away(
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
-        store = module.RedisStore("redis://{}:{}".format(*listening.sockets[0].getsockname()), "c", LOCK_S)
+        store = store_at("redis://{}:{}".format(*listening.sockets[0].getsockname()))
         refused_count = 0
         calls: list[Callable[[], Awaitable[object]]] = [
             partial(store.look, "0"),
@@ -314,18 +312,14 @@ async def test_a_store_that_answers_as_no_redis_does_is_away(
         await store.close()
 
 
-async def test_a_scheduler_is_not_its_own_standby(
-    require_real: Callable[[str], NoReturn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scheduler_is_not_its_own_standby(server: RedisServer) -> None:
     """Its announcements from before it led do not count."""
-    with redis_server(require_real, tmp_path) as server:
-        monkeypatch.syspath_prepend(server.packages)
-        store = importlib.import_module("thunderagent.scale.leader.redis_store").RedisStore(server.url, "c", LOCK_S)
-        assert not await store.has_standby("a")
-        await store.stand_by("a")
-        assert not await store.has_standby("a")
-        assert await store.has_standby("b")
-        await store.close()
+    store = store_at(server.url)
+    assert not await store.has_standby("a")
+    await store.stand_by("a")
+    assert not await store.has_standby("a")
+    assert await store.has_standby("b")
+    await store.close()
 
 
 async def hand_over(front: CommandProcess) -> None:

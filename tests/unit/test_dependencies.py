@@ -55,5 +55,5 @@ def test_an_extra_that_a_message_names_is_there() -> None:
 def test_the_version_stands_in_one_place() -> None:
     """It is in the package; builds read it there."""
     assert "version" not in PROJECT
-    assert "version" in PROJECT["dynamic"]
+    assert PROJECT["dynamic"] == ["readme", "version"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", thunderagent.__version__)
