@@ -1,5 +1,7 @@
 """Settings that apply under any policy."""
 
+# interpreted: they are sent to other processes, and a compiled class that is frozen cannot be unpickled
+
 from __future__ import annotations
 
 from collections.abc import Mapping
