@@ -96,7 +96,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "cluster": frozenset(),
     "backends": frozenset({"errors", "programs", "faults", "cluster"}),
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
-    "simulator": frozenset({"errors", "programs", "policy_loader"}),
+    "simulator": frozenset({"errors", "programs", "policy_loader", "tools"}),
     "leases": frozenset({"programs"}),
     "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),

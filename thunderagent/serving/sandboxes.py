@@ -19,10 +19,8 @@ from thunderagent.runtime import Runtime
 from thunderagent.tools.base import Driver, Owner
 from thunderagent.tools.manager import HEARS, Manager, ManagerSettings
 from thunderagent.tools.sandbox import Caps
+from thunderagent.tools.table import LOOKED_AHEAD_COUNT
 from thunderagent.tools.template import DriverKind, Template
-
-LOOKED_AHEAD_COUNT = 256
-"""For how many waiting programs the admission is predicted; the rest come after them."""
 
 
 @dataclass(frozen=True, slots=True)

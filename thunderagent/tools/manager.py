@@ -47,7 +47,7 @@ from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of
 from thunderagent.tools.requests import SandboxRequest, read_requests
 from thunderagent.tools.sandbox import COMING, Caps, Sandbox, Stage
-from thunderagent.tools.table import Prepare, Reclaim, SandboxTable
+from thunderagent.tools.table import Prepare, Reclaim, SandboxTable, needed_in_s
 from thunderagent.tools.template import Template
 
 log = structlog.get_logger("thunderagent.sandboxes")
@@ -351,16 +351,8 @@ class Manager:
     def _plan(self, group: asyncio.TaskGroup) -> None:
         self._let_idle_go()
         self._changed.clear()
-        expected_s = self._programs.expected_holds_s()
-        last_s = max(expected_s.values(), default=0.0)
-
-        def needed_in_s(program_id: str) -> float:
-            if self._programs.runs(program_id):
-                return 0.0
-            # Programs without a turn yet, or behind those that were checked, come after them.
-            return expected_s.get(program_id, last_s)
-
-        for action in self.table.plan(self._clock(), needed_in_s):
+        needs = needed_in_s(self._programs.runs, self._programs.expected_holds_s())
+        for action in self.table.plan(self._clock(), needs):
             sandbox = action.sandbox
             if isinstance(action, Prepare):
                 self._preparing[sandbox.sandbox_id] = group.create_task(self._prepare(sandbox))

@@ -45,6 +45,18 @@ class Reclaim:
 
 Action = Prepare | Reclaim
 
+LOOKED_AHEAD_COUNT = 256
+"""For how many waiting programs the admission is predicted; the rest come after them."""
+
+
+def needed_in_s(runs: Callable[[str], bool], expected_holds_s: Mapping[str, float]) -> Callable[[str], float]:
+    """Return a function from programs to the seconds until they need their sandboxes: 0 for one that `runs`.
+
+    Programs without a turn yet, or behind those that were looked at, come after those.
+    """
+    last_s = max(expected_holds_s.values(), default=0.0)
+    return lambda program_id: 0.0 if runs(program_id) else expected_holds_s.get(program_id, last_s)
+
 
 class SandboxTable:
     """Every known sandbox, by id, by program and by handle."""

@@ -40,6 +40,7 @@ from thunderagent.programs.model.events import (
     TurnStarted,
 )
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
+from thunderagent.programs.model.places import Status
 from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.engine.records import FinishedRequest
@@ -50,9 +51,10 @@ from thunderagent.simulator.runs.clients import BYTES_PER_TOKEN, RunningProgram,
 from thunderagent.simulator.runs.replicas import Outage, Reading, SimulatedReplica
 from thunderagent.simulator.runs.scenario import Scenario, available_bytes, check_memory, estimate_bytes
 from thunderagent.simulator.runs.tally import Progress, Tally
-from thunderagent.simulator.runs.tools import ToolHost
+from thunderagent.simulator.runs.tools import Needs, ToolHost
 from thunderagent.simulator.workloads.contexts import Context, TokenSpace
 from thunderagent.simulator.workloads.plans import Workload
+from thunderagent.tools.table import LOOKED_AHEAD_COUNT, needed_in_s
 
 FAILURE_PAUSE_S = 1.0
 """Pause between a failed program and its replacement; without it a run of refused programs would never end."""
@@ -98,7 +100,7 @@ class Simulation:
         self._on_progress = on_progress
         self._foresight = foresight
         self._agenda = Agenda() if agenda is None else agenda
-        self._tools = ToolHost(scenario.tools, self._agenda, seed=scenario.seed)
+        self._tools = ToolHost(scenario.tools, self._agenda, seed=scenario.seed, needs=self._needs)
         self._tokens = TokenSpace(scenario.engine.block_size)
         self._replicas = {
             replica_id: SimulatedReplica(replica_id, scenario.engine, self._agenda, self)
@@ -208,10 +210,17 @@ class Simulation:
         self._start(supplied)
 
     def _start(self, supplied: Supplied) -> None:
-        sandbox = self._tools.open(supplied.serial_id, supplied.sandbox_s)
+        sandbox = self._tools.open(supplied.plan.program_id, supplied.serial_id, supplied.sandbox_s)
         program = RunningProgram(supplied, self._tokens, sandbox, self._agenda.now_s)
         self._by_program_id[supplied.plan.program_id] = program
         self._turn_arrives(program)
+
+    def _needs(self) -> Needs:
+        return needed_in_s(self._runs, self.scheduler.expected_holds_s(LOOKED_AHEAD_COUNT))
+
+    def _runs(self, program_id: str) -> bool:
+        program = self.scheduler.programs.get(program_id)
+        return program is not None and program.status is Status.ACTIVE
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
