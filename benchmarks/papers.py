@@ -41,11 +41,12 @@ from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plo
 from thunderagent.simulator.comparison.results import ComparisonResult, Row
 from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.runs.tools import ToolSettings
 from thunderagent.simulator.workloads.distributions import workload
 
 Figures = dict[str, Any]
 
-POLICIES = ("passthrough", "ttl", "thunderagent", "thunderagent-ports", "oracle")
+POLICIES = ("passthrough", "ttl", "thunderagent", "breakeven", "oracle")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ NODES_COUNT = 2
 ROLLOUT_PROGRAMS_COUNT = 144
 ROLLOUT_PAPER = {"mini-swe-agent": (375.4, 671.8), "openhands": (69.1, 270.8)}
 """Table 2: steps a minute of vLLM with the SGLang gateway, and of ThunderAgent, on two nodes with GLM-4.6."""
+
+SANDBOXES = ToolSettings(hands_count=8, sandbox_disk_bytes=10 * 2**30, disk_bytes=3 * 2**40)
+"""A host of OpenHands' sandboxes, of 10 GB each as in the paper: eight are prepared at a time."""
 
 
 # --- Figures 1, 4 and 5 ---------------------------------------------------------------------------
@@ -119,7 +123,7 @@ def imbalance(runner: Runner, console: Console) -> Figures:
     figures: Figures = {}
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
-    contestants = ("sticky", "passthrough", "thunderagent", "thunderagent-ports")
+    contestants = ("sticky", "passthrough", "thunderagent", "breakeven")
     result = runner.compare("fig2a", scenario, workload("openhands"), contestants, [48])
     capacity_tokens = scenario.engine.capacity_tokens
     for axes, contestant in zip(panels.flat, contestants, strict=True):
@@ -163,7 +167,7 @@ def ablation(runner: Runner, console: Console) -> Figures:
         base: f"thunderagent:half_life_s={math.log(2) / math.log(base) if base > 1 else math.inf:.4g}"
         for base in (1.0, 1.1, 1.5, 2.0, 4.0)
     }
-    contestants = ("passthrough", *by_check.values(), *by_base.values())
+    contestants = ("passthrough", "breakeven", *by_check.values(), *by_base.values())
     result = runner.compare("fig6b", scenario, workload("mini-swe-agent"), contestants, [96])
     rows = {row.contestant: row for row in result.rows()}
     figure = Figure(figsize=(7.2, 2.6), layout="constrained")
@@ -179,7 +183,8 @@ def ablation(runner: Runner, console: Console) -> Figures:
             marker="o",
             capsize=3,
         )
-        axes.axhline(rows["passthrough"].turns_per_min.mean, color=COLOURS["passthrough"], label="passthrough")
+        for beside in ("passthrough", "breakeven"):
+            axes.axhline(rows[beside].turns_per_min.mean, color=COLOURS[beside], label=beside)
         axes.set_xticks(places, [f"{value:g}" for value in chosen])
         axes.set_xlabel(label)
         axes.set_ylim(bottom=0)
@@ -194,7 +199,10 @@ def ablation(runner: Runner, console: Console) -> Figures:
 
 
 def rollout(runner: Runner, console: Console) -> Figures:
-    """Simulate two replicas with 144 programs: kept at that number for an hour, and as a batch to its end."""
+    """Simulate two replicas with 144 programs: kept at that number for an hour, and as a batch to its end.
+
+    OpenHands' sandboxes are prepared by the proxy's plan, ahead; beside it by each program's first tool.
+    """
     figures: Figures = {}
     for name, (gateway, thunderagent) in ROLLOUT_PAPER.items():
         note = (
@@ -203,8 +211,13 @@ def rollout(runner: Runner, console: Console) -> Figures:
         closed = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
         batch = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=24 * 60, loop="batch")
         figures[name] = {"paper": {"gateway_per_min": gateway, "thunderagent_per_min": thunderagent}}
-        for loop, scenario in (("closed", closed), ("batch", batch)):
-            contestants = ("sticky", "passthrough", "thunderagent", "thunderagent-ports", "oracle")
+        loops = {"closed": closed, "batch": batch}
+        if name == "openhands":
+            loops = {loop: replace(scenario, tools=SANDBOXES) for loop, scenario in loops.items()}
+            at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
+            loops |= {f"{loop}, at the first tool": replace(loops[loop], tools=at_first_tool) for loop in list(loops)}
+        for loop, scenario in loops.items():
+            contestants = ("sticky", "passthrough", "thunderagent", "breakeven", "oracle")
             result = runner.compare(f"{name}, {loop}", scenario, workload(name), contestants, [ROLLOUT_PROGRAMS_COUNT])
             console.print(table(f"Table 2, {name}, {loop}", result, note))
             figures[name][loop] = rows_of(result)
