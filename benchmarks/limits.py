@@ -22,7 +22,7 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -32,14 +32,7 @@ from rich.console import Console
 from benchmarks.findings import Finding, plot, table
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS, save_results
-from benchmarks.policy import (
-    AWAY_LIMIT_S,
-    loads,
-    mean_context_tokens,
-    names,
-    programs_at,
-    whole_numbers,
-)
+from benchmarks.policy import AWAY_LIMIT_S, mean_context_tokens, programs_at
 from benchmarks.simulated import save_plot, scenario_of
 from thunderagent.programs.model.decisions import Decision, Grant, Reject
 from thunderagent.programs.model.events import Event, ProgramReleased, TurnArrived
@@ -266,6 +259,34 @@ def arguments() -> argparse.ArgumentParser:
     add("--for-s", type=float, default=math.inf, help="begin no run after that, to go on later")
     add("--name", default="policy-limits", help="what the result is called")
     return parser
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read comma-separated words."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"not names with commas between: {text!r}")
+    return found
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Read comma-separated whole numbers over 0."""
+    return tuple(int(number) for number in _numbers(text, int))
+
+
+def loads(text: str) -> tuple[float, ...]:
+    """Read comma-separated numbers over 0."""
+    return _numbers(text, float)
+
+
+def _numbers(text: str, read: Callable[[str], float]) -> tuple[float, ...]:
+    try:
+        found = tuple(read(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < number < math.inf for number in found):
+        raise argparse.ArgumentTypeError(f"not numbers over 0 with commas between: {text!r}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

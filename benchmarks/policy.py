@@ -1,6 +1,5 @@
-"""Simulate the default policy, with one command for each of its promises.
+"""Simulate the default policy, with one command for each of its promises; `scripts/bench limits` is beside it.
 
-    scripts/bench policy limits      # per cent of the limit at five loads, beside six others
     scripts/bench policy union       # the gain from counting a shared prefix once
     scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
     scripts/bench policy told        # a reported capacity that is wrong by a factor of 2
@@ -17,11 +16,9 @@
 
 Each writes its findings to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the same
 programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. A promised figure
-has a bar, which the bad end of the interval must reach; with fewer than three seeds it is undecided. The six others are
-`passthrough`, `sticky`, `cap` with the best `n` at each load, `thunderagent`, the settings of its public ports, and
-`ttl`.
+has a bar, which the bad end of the interval must reach; with fewer than three seeds it is undecided.
 
-`--traces FILE` adds recorded programs (`thunderagent record`'s format) to `limits` and `ablation`. Their programs end
+`--traces FILE` adds recorded programs (`thunderagent record`'s format) to `ablation`. Their programs end
 at an engine's memory limit, and gaps over 300 s are cut to that: people have lunch.
 """
 
@@ -29,16 +26,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.findings import Finding, Pick, mean_of, plot, ratio_of, table
@@ -47,7 +41,7 @@ from benchmarks.load import LoadSpec
 from benchmarks.machine import RESULTS, save_results
 from benchmarks.real import engine_model
 from benchmarks.real_engine import RealEngineConfig
-from benchmarks.simulated import Runner, add_legend, colour_of, goodput_table, save_plot, scenario_of
+from benchmarks.simulated import Runner, goodput_table, save_plot, scenario_of
 from benchmarks.together import Model, simulate_together
 from thunderagent.errors import ConfigurationError, TraceError
 from thunderagent.programs.model.decisions import Pause, Restore
@@ -56,7 +50,7 @@ from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.comparison.contestants import Contestant
-from thunderagent.simulator.comparison.results import CAP_BEST, Run
+from thunderagent.simulator.comparison.results import Run
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import COSTS_US, TimingProfile
 from thunderagent.simulator.figures.bounds import Engines, turn_shapes
@@ -68,8 +62,6 @@ from thunderagent.simulator.workloads.distributions import workload
 from thunderagent.simulator.workloads.formats import load_recorded
 from thunderagent.simulator.workloads.plans import ProgramPlan, Workload
 from thunderagent.simulator.workloads.traces import Limits, TraceWorkload
-
-BASELINES = ("passthrough", "sticky", CAP_BEST, "thunderagent", "thunderagent-ports", "ttl")
 
 NO_UNION = "share_prefixes=false"
 ABLATIONS = {
@@ -115,13 +107,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.policy: str = args.policy
-        self.replicas_counts: tuple[int, ...] = args.replicas
-        self.loads: tuple[float, ...] = args.loads
-        self.profiles: tuple[str, ...] = args.profiles
-        self.with_oracle: bool = args.oracle
         self.traces: Path | None = args.traces
-        self.workloads: tuple[str, ...] = args.workloads
-        self.beside: tuple[str, ...] = args.beside
         self.name: str = args.name or f"policy-{args.what}"
         self.seeds_count: int = args.seeds
         self.runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
@@ -164,7 +150,7 @@ def limit_ratio(result: RunResult) -> float:
     return result.limit_ratio
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------
+# --- loads -----------------------------------------------------------------------------------------------------------
 
 
 def mean_context_tokens(programs: Workload, engine: EngineConfig) -> float:
@@ -196,95 +182,6 @@ def _first_plans(programs: Workload) -> Iterator[Any]:
 def programs_at(load: float, capacity_tokens: int, context_tokens: float) -> int:
     """Return how many programs fill a multiple of the capacity; at least 1."""
     return max(1, round(load * capacity_tokens / context_tokens))
-
-
-def limits(bench: Bench) -> list[Finding]:
-    """Compare at each load: the part of the limit that each policy reaches, and the judged one's over each other's.
-
-    Also the mean time of the programs that ended, from their arrival, over that under each other policy.
-    """
-    found = []
-    policies = tuple(dict.fromkeys((bench.policy, *bench.beside, *(["oracle"] if bench.with_oracle else []))))
-    cases = [replace(LARGE, workload=each, profile=name) for each in bench.workloads for name in bench.profiles]
-    if bench.traces is not None:
-        cases += [replace(RECORDED, profile=name) for name in bench.profiles]
-    lines: dict[str, dict[str, list[tuple[int, Interval]]]] = {}
-    for case in cases:
-        programs = bench.programs(case)
-        for replicas_count in bench.replicas_counts:
-            scenario = bench.scenario(case, replica_count=replicas_count)
-            title = f"{case.workload}, {replicas_count} x {case.profile}"
-            runs_at = _runs_at_loads(bench, title, scenario, programs, policies)
-            found += _limits_of(title, runs_at, policies)
-            lines[title] = {
-                policy: [(count, _limit_of(runs[policy])) for count, runs in runs_at.items()] for policy in policies
-            }
-    save_plot(f"{bench.name}-loads", _load_lines(lines))
-    return found
-
-
-def _runs_at_loads(
-    bench: Bench, title: str, scenario: Scenario, programs: Workload, policies: Sequence[str]
-) -> dict[int, dict[str, tuple[Run, ...]]]:
-    """Run all loads with different numbers of programs; return the runs of each policy by that number."""
-    context_tokens = mean_context_tokens(programs, scenario.engine)
-    capacity_tokens = scenario.engine.capacity_tokens * scenario.replica_count
-    counts = sorted({programs_at(load, capacity_tokens, context_tokens) for load in bench.loads})
-    bench.console.print(f"{title}: a context of {context_tokens:,.0f} tokens in the mean, programs: {counts}")
-    result = bench.runner.compare(title, scenario, programs, policies, counts, keep_samples=False)
-    return {count: {policy: result.runs_of(policy, count) for policy in policies} for count in counts}
-
-
-def _limits_of(title: str, runs_at: dict[int, dict[str, tuple[Run, ...]]], policies: Sequence[str]) -> list[Finding]:
-    """Return the findings at each load, and over all loads; the first policy is the judged one."""
-    found = []
-    judged = policies[0]
-    for count, runs in runs_at.items():
-        at = f"{title}, {count} programs"
-        found += [Finding(at, policy, "of the limit", _limit_of(runs[policy])) for policy in policies]
-        for other in policies[1:]:
-            bar, most = (None, None) if other == "oracle" else (0.99, 1.0)
-            found.append(Finding(at, judged, f"/ {other}", ratio_of(runs[judged], runs[other], limit_ratio), bar))
-            time_ratio = ratio_of(runs[judged], runs[other], _program_s)
-            found.append(Finding(at, judged, f"a program's time / {other}", time_ratio, at_most=most))
-    for policy in policies:
-        by_load = [[limit_ratio(run.result) for run in runs[policy]] for runs in runs_at.values()]
-        found.append(Finding(f"{title}, all loads", policy, "of the limit", over_loads(by_load)))
-    return found
-
-
-def over_loads(by_load: Sequence[Sequence[float]]) -> Interval:
-    """Return a figure's mean over loads, with its interval over seeds; each seed has a value at each load."""
-    return Interval.of([fmean(of_seed) for of_seed in zip(*by_load, strict=True)])
-
-
-def _program_s(result: RunResult) -> float | None:
-    """Return the mean time of the programs that ended; None if too few did."""
-    return result.program_latency.mean_s if result.program_count else None
-
-
-def _limit_of(runs: Sequence[Run]) -> Interval:
-    return Interval.of([limit_ratio(run.result) for run in runs])
-
-
-def _load_lines(lines: dict[str, dict[str, list[tuple[int, Interval]]]]) -> Figure:
-    """Draw the reached part of the limit against the number of programs, a panel for each setting."""
-    rows_count = math.ceil(len(lines) / 3)
-    figure = Figure(figsize=(7.2, 0.6 + 2.2 * rows_count), layout="constrained")
-    panels = figure.subplots(rows_count, 3, squeeze=False, sharey=True)
-    for axes in panels.flat[len(lines) :]:
-        axes.set_visible(False)
-    for axes, (title, policies) in zip(panels.flat, lines.items(), strict=False):
-        for policy, points in policies.items():
-            counts, means = [count for count, _ in points], [100 * interval.mean for _, interval in points]
-            axes.plot(counts, means, color=colour_of(policy), marker="o", markersize=3, label=policy)
-        axes.set_title(title, fontsize=6, loc="left")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("programs at a time", fontsize=8)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("% of the limit", fontsize=8)
-    add_legend(figure, panels[0][0])
-    return figure
 
 
 # --- one promise each -------------------------------------------------------------------------------------------------
@@ -658,7 +555,6 @@ def _name_of(case: Case) -> str:
 
 
 COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
-    "limits": limits,
     "union": union,
     "burst": burst,
     "told": told,
@@ -677,52 +573,16 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
 
 def arguments() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    parser = argparse.ArgumentParser(description="What the default policy promises, beside six others, simulated.")
+    parser = argparse.ArgumentParser(description="What the default policy promises, simulated.")
     add = parser.add_argument
     add("what", choices=COMMANDS)
     add("--policy", default="breakeven", help="who is judged (default: %(default)s)")
     add("--seeds", type=int, default=5, help="runs of each, each with other programs (default: %(default)s)")
     add("--jobs", type=int, help="runs at a time (default: one for each core)")
     add("--minutes", type=float, help="simulated time of each run, for a trial (default: each command's own)")
-    add("--traces", type=Path, metavar="FILE", help="recorded programs, for limits and ablation")
-    add("--replicas", type=whole_numbers, default="1,2,4", metavar="N,N", help="limits: engines")
-    add("--workloads", type=names, default=LARGE.workload, metavar="W,W", help="limits: workloads")
-    add("--beside", type=names, default=",".join(BASELINES), metavar="P,P", help="limits: the others")
+    add("--traces", type=Path, metavar="FILE", help="recorded programs, for ablation")
     add("--name", help="what the result is called, as of one part of a sweep (default: policy-WHAT)")
-    add("--loads", type=loads, default="0.5,1,1.5,2,3", metavar="X,X", help="limits: contexts over capacity")
-    add(
-        "--profiles", type=names, default="glm-4.6-h100x8,qwen3-14b-h100", metavar="P,P", help="limits: kinds of engine"
-    )
-    add("--oracle", action="store_true", help="limits: the clairvoyant policy as well")
     return parser
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Read comma-separated words."""
-    found = tuple(part.strip() for part in text.split(","))
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"not names with commas between: {text!r}")
-    return found
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """Read comma-separated whole numbers over 0."""
-    return tuple(int(number) for number in _numbers(text, int))
-
-
-def loads(text: str) -> tuple[float, ...]:
-    """Read comma-separated numbers over 0."""
-    return _numbers(text, float)
-
-
-def _numbers(text: str, read: Callable[[str], float]) -> tuple[float, ...]:
-    try:
-        found = tuple(read(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < number < math.inf for number in found):
-        raise argparse.ArgumentTypeError(f"not numbers over 0 with commas between: {text!r}")
-    return found
 
 
 def command_of(words: Sequence[str], traces: Path | None) -> str:

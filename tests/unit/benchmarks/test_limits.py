@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.findings import Finding
-from benchmarks.limits import Cell, Followed, Task, findings, run_one
+from benchmarks.limits import Cell, Followed, Task, findings, loads, names, run_one, whole_numbers
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.runs.agenda import Agenda
@@ -76,3 +78,12 @@ def test_ratios_are_taken_seed_by_seed_and_their_mean_over_cells() -> None:
     assert over_all.interval is not None
     assert (over_all.interval.mean, over_all.verdict) == (pytest.approx((1 / 2 + 1 / 3) / 2), "no")
     assert ratio("all 2 cells", "longest hold / passthrough").interval is None
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [(loads, "0"), (loads, "1,x"), (loads, "inf"), (whole_numbers, "1.5"), (whole_numbers, "-1"), (names, "a,,b")],
+)
+def test_what_is_no_list_is_refused(read: Any, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        read(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from rich.console import Console
 from benchmarks.findings import Finding, mean_of, plot, ratio_of, table
 from benchmarks.policy import (
     ABLATIONS,
-    BASELINES,
     COMMANDS,
     LARGE,
     SMALL,
@@ -23,16 +21,11 @@ from benchmarks.policy import (
     command_of,
     idle_moves_count,
     known,
-    loads,
     mean_context_tokens,
-    names,
-    over_loads,
     programs_at,
-    whole_numbers,
 )
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
-from thunderagent.simulator.comparison.contestants import Contestant
-from thunderagent.simulator.comparison.results import CAP_BEST, Run
+from thunderagent.simulator.comparison.results import Run
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import TimingProfile
 from thunderagent.simulator.figures.intervals import Interval
@@ -68,13 +61,6 @@ def test_the_mean_context_of_a_program_by_hand() -> None:
 @pytest.mark.parametrize(("load", "count"), [(0.5, 7), (1.0, 14), (3.0, 40), (0.001, 1)])
 def test_a_load_is_that_many_contexts_over_the_capacity(load: float, count: int) -> None:
     assert programs_at(load, 540_000, 40_000.0) == count
-
-
-def test_the_mean_over_loads_keeps_seeds_apart() -> None:
-    """Two seeds at two loads have means of 0.5 and 0.7."""
-    found = over_loads([[0.4, 0.6], [0.6, 0.8]])
-    expected = Interval.of([0.5, 0.7])
-    assert (found.count, found.mean, found.half_width) == (2, pytest.approx(0.6), pytest.approx(expected.half_width))
 
 
 def test_ratios_are_taken_seed_by_seed() -> None:
@@ -114,7 +100,7 @@ def test_the_bad_end_of_an_interval_must_reach_the_bar_over_enough_seeds(
 
 def test_what_was_in_time_is_kept_of_every_comparison() -> None:
     """The report needs it, whichever command made the comparison."""
-    bench = Bench(arguments().parse_args(["limits", "--seeds", "1", "--jobs", "1", "--minutes", "1"]), Console())
+    bench = Bench(arguments().parse_args(["told", "--seeds", "1", "--jobs", "1", "--minutes", "1"]), Console())
     for count in (2, 3):
         bench.runs(f"with {count}", bench.scenario(SMALL), bench.programs(SMALL), ("passthrough", "sticky"), count)
     kept = [(row["setting"], row["policy"]) for row in bench.runner.in_time]
@@ -135,25 +121,10 @@ def test_findings_are_set_out_and_drawn_also_without_a_figure() -> None:
     assert found[1].to_json()["mean"] is None
 
 
-def test_what_the_command_line_takes() -> None:
-    args = arguments().parse_args(["limits", "--loads", "0.5,2", "--replicas", "4", "--profiles", "demo"])
-    assert (args.loads, args.replicas, args.profiles) == ((0.5, 2.0), (4,), ("demo",))
-    assert arguments().parse_args(["told"]).replicas == (1, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [(loads, "0"), (loads, "1,x"), (loads, "inf"), (whole_numbers, "1.5"), (whole_numbers, "-1"), (names, "a,,b")],
-)
-def test_what_is_no_list_is_refused(read: Any, text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        read(text)
-
-
 def test_a_report_does_not_say_where_the_recorded_sessions_lie() -> None:
-    words = ["limits", "--traces", "/a/b/sessions.jsonl", "--seeds", "2"]
+    words = ["ablation", "--traces", "/a/b/sessions.jsonl", "--seeds", "2"]
     assert command_of(words, Path("/a/b/sessions.jsonl")) == (
-        "scripts/bench policy limits --traces sessions.jsonl --seeds 2"
+        "scripts/bench policy ablation --traces sessions.jsonl --seeds 2"
     )
 
 
@@ -164,14 +135,12 @@ def test_the_time_of_the_command_line_takes_the_place_of_a_cases_own() -> None:
     assert (short.scenario(LARGE).horizon_s, short.scenario(LARGE).warmup_s) == (720, 120)
 
 
-def test_every_policy_and_every_part_of_the_default_one_is_there() -> None:
+def test_every_part_of_the_default_policy_is_there() -> None:
     console = Console(quiet=True)
     texts = [f"breakeven:{setting}" for setting in ABLATIONS.values()]
     assert known(texts, console) == texts
     assert known(["breakeven:no_such_part=0", "ttl"], console) == ["ttl"]
-    for name in BASELINES:
-        assert name == CAP_BEST or Contestant.parse(name)
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 13
     assert Bench(arguments().parse_args(["told"]), console).programs(SMALL).name == "standard"
 
 
