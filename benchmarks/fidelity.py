@@ -7,7 +7,8 @@ First the engine is calibrated (`thunderagent calibrate`), then each load runs o
 in prefix hits (points) and in turns per minute (per cent) go to the terminal and `benchmarks/results/fidelity.json`.
 
 An engine's speed is known to about a tenth, and where the programs only just fit, a tenth decides whether they thrash.
-So each load is simulated on engines a little slower and faster too: the range that they span is the forecast.
+So each load is simulated on engines a little slower and faster too: the range that they span is the forecast. With
+`--calibrations 10` the engine is calibrated so often, and each load is simulated with each: how far they differ.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from thunderagent.simulator.figures.figures import RunResult
 from thunderagent.simulator.runs.scenario import Scenario
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from thunderagent.simulator.engine.timing import TimingProfile
 
 OTHER_COSTS_RATIOS = (0.85, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.09, 1.12, 1.15)
@@ -69,6 +72,8 @@ class Pair:
     hit_range_ratio: tuple[float, float]
     real_goodput: dict[str, float]
     simulated_goodput: dict[str, float]
+    by_calibration: tuple[tuple[float, float], ...] = ()
+    """Turns a minute and hit rate as simulated with each calibration; the first is that of `simulated_...`."""
 
     @property
     def turns_error_ratio(self) -> float:
@@ -118,15 +123,18 @@ def simulate_load(spec: LoadSpec, policy: Contestant, engine: EngineConfig, comp
     return policy.run(scenario, StandardLoad(spec))
 
 
-async def run_pairs(comparison: Comparison, engine: RealEngine, timing: TimingProfile, console: Console) -> list[Pair]:
-    """Run everything on an engine that is up, and simulate it."""
-    model = engine_model(engine.config, timing)
+async def run_pairs(
+    comparison: Comparison, engine: RealEngine, timings: Sequence[TimingProfile], console: Console
+) -> list[Pair]:
+    """Run everything on an engine that is up, and simulate it with each of its calibrations."""
+    model, *others = (engine_model(engine.config, timing) for timing in timings)
     engines = Engines.of(model, 1)
     pairs = []
     for seed, programs, policy in comparison.order():
         spec = LoadSpec(programs=programs, seed=seed, stream=comparison.stream)
         run = await measure(comparison, engine, spec, policy, console, engines)
         everything = await asyncio.to_thread(forecast, spec, policy, model, comparison)
+        with_others = [await asyncio.to_thread(simulate_load, spec, policy, other, comparison) for other in others]
         all_turns = [each.turns_per_min_count for each in everything]
         all_hits = [each.hit_ratio for each in everything]
         pair = Pair(
@@ -141,13 +149,15 @@ async def run_pairs(comparison: Comparison, engine: RealEngine, timing: TimingPr
             hit_range_ratio=(min(all_hits), max(all_hits)),
             real_goodput={name: float(run.figures[name] or 0.0) for name in goodput_figures(everything[0].goodputs)},
             simulated_goodput=goodput_figures(everything[0].goodputs),
+            by_calibration=tuple((each.turns_per_min_count, each.hit_ratio) for each in (everything[0], *with_others)),
         )
         pairs.append(pair)
         console.print(
             f"{policy}, {programs} programs, seed {seed}: {pair.real_turns_per_min:.1f} turns/min on the engine, "
             f"{all_turns[0]:.1f} simulated ({pair.turns_error_ratio:+.0%}); hits {pair.real_hit_ratio:.1%}, "
             f"{all_hits[0]:.1%} ({pair.hit_error_ratio * 100:+.1f} points); forecast "
-            f"{_range(pair.turns_range_per_min)} turns/min, {_range(pair.hit_range_ratio, 100)} %"
+            f"{_range(pair.turns_range_per_min)} turns/min, {_range(pair.hit_range_ratio, 100)} %; by calibration "
+            f"{', '.join(f'{turns / pair.real_turns_per_min - 1:+.0%}' for turns, _ in pair.by_calibration)}"
         )
     return pairs
 
@@ -187,7 +197,7 @@ def _range(within: tuple[float, float], times: int = 1) -> str:
 
 
 def results(
-    comparison: Comparison, config: RealEngineConfig, timing: TimingProfile, pairs: list[Pair]
+    comparison: Comparison, config: RealEngineConfig, timings: Sequence[TimingProfile], pairs: list[Pair]
 ) -> dict[str, Any]:
     """Return all figures, with their measurement conditions, for a JSON file."""
     errors = [{"turns_error_ratio": pair.turns_error_ratio, "hit_error_ratio": pair.hit_error_ratio} for pair in pairs]
@@ -195,24 +205,28 @@ def results(
         "command": shlex.join(["python", "-m", "benchmarks.fidelity", *sys.argv[1:]]),
         "engine": {"version": config.kind.version, **asdict(config)},
         "comparison": {**asdict(comparison), "policies": [str(policy) for policy in comparison.policies]},
-        "profile": asdict(timing),
+        "profiles": [asdict(timing) for timing in timings],
         "pairs": [asdict(pair) | error for pair, error in zip(pairs, errors, strict=True)],
     }
 
 
 async def measure_all(
-    comparison: Comparison, config: RealEngineConfig, budget_s: float, console: Console
-) -> tuple[TimingProfile, list[Pair]]:
-    """Start the engine, calibrate it, and run all pairs."""
+    comparison: Comparison, config: RealEngineConfig, budget_s: float, console: Console, calibrations_count: int = 1
+) -> tuple[list[TimingProfile], list[Pair]]:
+    """Start the engine, calibrate it so often, each in that time, and run all pairs."""
     async with RealEngine(config) as engine:
-        calibration = await calibrate(engine.url, calibration_settings(config, budget_s))
-        console.print(picture(calibration))
-        return calibration.timing, await run_pairs(comparison, engine, calibration.timing, console)
+        timings = []
+        for _ in range(calibrations_count):
+            calibration = await calibrate(engine.url, calibration_settings(config, budget_s))
+            console.print(picture(calibration))
+            timings.append(calibration.timing)
+        return timings, await run_pairs(comparison, engine, timings, console)
 
 
 def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare the simulator with a real vLLM engine.")
     add_comparison_arguments(parser, programs="4,8,16", seconds=120.0, calibration=120.0)
+    parser.add_argument("--calibrations", type=int, default=1, help="how often to calibrate (default: %(default)s)")
     parser.add_argument("--name", default="fidelity", help="of the result file")
     return parser.parse_args(argv)
 
@@ -225,8 +239,9 @@ def main() -> None:
     config = RealEngineConfig(port=arguments.port)
     console = Console()
     console.width = max(console.width, 165)  # what the table takes
-    timing, pairs = asyncio.run(measure_all(comparison, config, arguments.calibration_seconds, console))
-    save_results(arguments.name, results(comparison, config, timing, pairs))
+    budget_s, count = arguments.calibration_seconds, arguments.calibrations
+    timings, pairs = asyncio.run(measure_all(comparison, config, budget_s, console, count))
+    save_results(arguments.name, results(comparison, config, timings, pairs))
     console.print(table(pairs))
     console.print(f"written to benchmarks/results/{arguments.name}.json")
 
