@@ -9,9 +9,9 @@ from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.handlers.lives import Lives
-from thunderagent.programs.model.decisions import Hold, Reason, Reject
+from thunderagent.programs.model.decisions import HOME, Hold, Reason, Reject
 from thunderagent.programs.model.events import PinnedTurnArrived, PrefixCut, TurnAdopted, TurnArrived
-from thunderagent.programs.model.places import Kind
+from thunderagent.programs.model.places import ACTING, LEAVING, Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Turn
@@ -137,17 +137,17 @@ class Arrivals:
         if not place.active:
             self._ask(program, turn, earlier)
             return
-        if place.kind is Kind.ACTING and self._stays_home:
+        if place.kind is ACTING and self._stays_home:
             home = place.replica
             if self._goes_on_at(home, program, turn):
                 core.limits.turn_came(program)
                 program.in_flight[turn.turn_id] = turn
-                self._grant_at_home(program, turn, home, Reason.HOME, resized=True)
+                self._grant_at_home(program, turn, home, HOME, resized=True)
                 return
         wanted_here = turn.wanted_replica_id is not None and turn.wanted_replica_id == program.replica_id
         if program.in_flight and not wanted_here and core.placing.can_avoid(program, turn.avoid_replica_id):
             core.mark(program, Reason.TURN_FAILED)
-        if program.place.kind is Kind.LEAVING:
+        if program.place.kind is LEAVING:
             self._hold_in_place(program, turn, Reason.LEAVING)
             return
         suspended = bool(place.replica.suspended_for)
@@ -268,7 +268,7 @@ class Arrivals:
         self._core.leases.begin_flight(program, turn, replica)
         self._core.book.resize(program)
         self._core.book.note_residency(program, replica)
-        self._core.leases.grant(program, turn, Reason.HOME)
+        self._core.leases.grant(program, turn, HOME)
 
     # --- turns that run already -------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Arrivals:
         turn.wanted_replica_id = None  # it got the replica that it wanted
         if place.active and place.replica is replica:
             program.in_flight[turn.turn_id] = turn
-            self._grant_at_home(program, turn, replica, Reason.HOME, resized=True)
+            self._grant_at_home(program, turn, replica, HOME, resized=True)
             return
         program.held[turn.turn_id] = turn
         if place.active:
@@ -314,4 +314,4 @@ class Arrivals:
             book.move(program, book.asking)
         book.resize(program)
         self._give_up_home(program, turn, Reason.MOVED)
-        self._core.restore(program, replica, Reason.HOME)
+        self._core.restore(program, replica, HOME)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from thunderagent.programs.core import Core
 from thunderagent.programs.model.events import (
@@ -16,6 +16,8 @@ from thunderagent.programs.model.events import (
 )
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.turn import Turn, TurnEnded
+
+_TURN_ENDED: Final = Moment.TURN_ENDED
 
 
 class Turns:
@@ -99,7 +101,7 @@ class Turns:
         if program is None:
             del book.turns[turn.turn_id]
             core.turn_ends.end_anonymous(turn)
-            core.balance(Moment.TURN_ENDED)
+            core.balance(_TURN_ENDED)
             return
         if core.stream.flows:
             cached_tokens = turn.resident_tokens if event.cached_tokens is None else event.cached_tokens
@@ -117,7 +119,7 @@ class Turns:
         if len(program.branches) > 1:
             core.turn_ends.forget_branches(program, turn, finished=True)
         core.turn_ends.after_turn(program, turn, "finished", tool_begins=not turn.unrepresentative)
-        core.balance(Moment.TURN_ENDED)
+        core.balance(_TURN_ENDED)
 
     def _learn_from(self, ended: TurnEnded) -> None:
         """Learn from a finished turn, and from what was lost of it."""
@@ -139,4 +141,4 @@ class Turns:
         if turn is not None:
             how = "abandoned" if isinstance(event, TurnAbandoned) else "refused" if event.refused else "failed"
             self._core.turn_ends.drop(turn, how)
-            self._core.balance(Moment.TURN_ENDED)
+            self._core.balance(_TURN_ENDED)

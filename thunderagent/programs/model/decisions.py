@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 
 class Reason(StrEnum):
@@ -91,6 +92,10 @@ class Reason(StrEnum):
     """Its client would soon time out, and no replica may be overdrawn further."""
     TOO_MANY_PROGRAMS = "too_many_programs"
     """The limit of programs is reached, and all of them have turns."""
+
+
+HOME: Final = Reason.HOME
+"""Of most grants: looking up a member of an enum costs more than a call."""
 
 
 @dataclass(slots=True, init=False)

@@ -24,6 +24,9 @@ Found = tuple["ReplicaView | None", Reason]
 """Where a program could be active, or None, and why."""
 
 
+_TICK: Final = Moment.TICK
+_REPLICAS_CHANGED: Final = Moment.REPLICAS_CHANGED
+
 MOST_EXPIRED_COUNT: Final = 64
 """How many programs are paused at most to make room for one."""
 
@@ -85,7 +88,7 @@ class LettingIn:
 
     def balance(self, view: View, moment: Moment) -> None:
         """Pause where claims exceed the capacity, and let fitting programs in, where something changed or on a tick."""
-        everywhere = moment is Moment.TICK or moment is Moment.REPLICAS_CHANGED
+        everywhere = moment is _TICK or moment is _REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:
             self._relieve(view, replica)

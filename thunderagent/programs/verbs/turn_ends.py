@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.model.decisions import Reason, Reject
-from thunderagent.programs.model.places import Kind, Phase
+from thunderagent.programs.model.places import LEAVING, REASONING, Kind
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Turn
 
@@ -83,7 +83,7 @@ class TurnEnds:
         book, place = self._core.book, program.place
         why = f"calls {program.tool}" if program.tool and outcome == "finished" else ""
         program.note(book.now_s, outcome, why, program.replica_id, turn.granted_s or None)
-        if place.phase is Phase.REASONING and not program.in_flight and not program.held:
+        if place.phase is REASONING and not program.in_flight and not program.held:
             self._turns_ended(program, tool_begins=tool_begins)
         else:
             if place.kind is Kind.STALLED and not program.held:
@@ -91,7 +91,7 @@ class TurnEnds:
             book.resize(program)
         if not program.place.active:
             program.place.rank(program)
-        elif program.place.kind is Kind.LEAVING:
+        elif program.place.kind is LEAVING:
             if program.in_flight:
                 self._core.reconsider(program)
             else:
@@ -109,7 +109,7 @@ class TurnEnds:
             program.hold_until_s, program.hint_keeps = self._core.hints.hold_until_s(
                 program, hint, program.hold_until_s
             )
-        if place.active and place.kind is not Kind.LEAVING:
+        if place.active and place.kind is not LEAVING:
             book.move(program, place.replica.acting, resized=True)
             self._core.limits.watch(program)
             return
