@@ -307,14 +307,7 @@ class Book:
     def resident_tokens(self, program: Program, replica: Replica) -> int:
         """Return how many tokens of a program are expected in a replica's memory."""
         own_tokens = replica.residency.resident_tokens(program.generation)
-        if not self.prefixes.tree.cuts:
-            return own_tokens
         return own_tokens + self.prefixes.tokens_on(program, replica.replica_id)
-
-    def note_residency(self, program: Program, replica: Replica) -> None:
-        """Note what a program's turns in flight hold in memory; its claim must have been measured with them."""
-        own_tokens = self.prefixes.own_tokens(program, program.claim_tokens, replica.replica_id)
-        replica.residency.use(program.generation, own_tokens)
 
     def meant(self, replica_id: str | None) -> list[Replica]:
         """Return the replica of that id if it is known; all replicas for None."""

@@ -118,7 +118,7 @@ class PrefixTree:
         sizes_tokens = accumulate(self.cuts[digest].own_tokens for digest, _ in chain)
         return tuple((digest, tokens) for (digest, _), tokens in zip(chain, sizes_tokens, strict=True))
 
-    def shared_tokens(self, chain: Chain, replica_id: str, *, with_count: int = 1) -> int:
+    def shared_tokens(self, chain: Chain, replica_id: str, with_count: int = 1) -> int:
         """Return how many tokens of a chain are claimed by at least `with_count` chains on a replica."""
         shared_tokens = 0
         for digest, _ in chain:
@@ -172,14 +172,16 @@ class SharedPrefixes:
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program are on a replica because others claim them there."""
+        if not self.tree.cuts:
+            return 0
         counted_itself = program.place.active and program.replica_id == replica_id
         with_count = 2 if counted_itself else 1
         tokens = 0
         for branch in program.branches.values():
             if branch.prefix:
-                tokens += self.tree.shared_tokens(branch.prefix, replica_id, with_count=with_count)
+                tokens += self.tree.shared_tokens(branch.prefix, replica_id, with_count)
         return tokens
 
     def own_tokens(self, program: Program, tokens: int, replica_id: str) -> int:
         """Return `tokens` of a program minus what it shares with others on a replica."""
-        return max(0, tokens - self.tokens_on(program, replica_id)) if self.tree.cuts else tokens
+        return max(0, tokens - self.tokens_on(program, replica_id))

@@ -268,6 +268,14 @@ class Replica:
             f"{account.reasoning_count} reasoning, {account.acting.count} acting>"
         )
 
+    def use_memory(self, program: Program, shared_tokens: int) -> None:
+        """Note what a program's turns in flight hold in memory; its claim must have been measured with them.
+
+        Others claim `shared_tokens` of it.
+        """
+        own_tokens = program.claim_tokens - shared_tokens
+        self.residency.use(program.generation, own_tokens if own_tokens > 0 else 0)
+
     def may_overdraw(self, claim_tokens: int, overdraft_ratio: float) -> bool:
         """Return whether one more program may be let in here regardless of room.
 

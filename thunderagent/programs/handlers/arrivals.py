@@ -207,8 +207,7 @@ class Arrivals:
         self, program: Program, turn: Turn, home: Replica, reason: Reason, *, resized: bool = False
     ) -> None:
         self._core.book.move(program, home.working, resized=resized)
-        self._core.leases.begin_flight(program, turn, home)
-        self._core.book.note_residency(program, home)
+        home.use_memory(program, self._core.leases.begin_flight(program, turn, home))
         if program.acting_since_s > home.flushed_s:
             turn.kept_since_s = program.acting_since_s
             turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
@@ -265,9 +264,9 @@ class Arrivals:
         """Grant a turn beside the program's turn in flight, on the same replica."""
         replica = program.place.replica
         self._core.book.changes(replica)
-        self._core.leases.begin_flight(program, turn, replica)
+        shared_tokens = self._core.leases.begin_flight(program, turn, replica)
         self._core.book.resize(program)
-        self._core.book.note_residency(program, replica)
+        replica.use_memory(program, shared_tokens)
         self._core.leases.grant(program, turn, HOME)
 
     # --- turns that run already -------------------------------------------------------------------------------------

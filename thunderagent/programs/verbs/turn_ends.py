@@ -59,11 +59,10 @@ class TurnEnds:
         if program.held.pop(turn.turn_id, None) is not None:
             self._core.leases.wait_ends(program, turn)
         elif program.in_flight.pop(turn.turn_id, None) is not None:
-            replica = program.place.replica
-            self._core.book.changes(replica)
-            replica.account.turn_count -= 1
+            book, replica = self._core.book, program.place.replica
+            book.changes(replica).turn_count -= 1
             if not program.in_flight:
-                left_tokens = self._core.book.prefixes.own_tokens(program, program.context_tokens, replica.replica_id)
+                left_tokens = book.prefixes.own_tokens(program, program.context_tokens, replica.replica_id)
                 replica.residency.leave(program.generation, left_tokens)
 
     def forget_branches(self, program: Program, ended: Turn, *, finished: bool) -> None:

@@ -238,16 +238,18 @@ class Areas:
         program = view.program(program_id)
         if program is None:
             return
-        before_tokens = self._contexts_tokens.get(program_id, 0)
-        self._contexts_tokens[program_id] = program.context_tokens
-        if 0 < before_tokens <= program.context_tokens:
-            grown_tokens = program.context_tokens - before_tokens
-            self._grown_tokens = FORGETTING_RATIO * self._grown_tokens + grown_tokens
+        before_tokens, tokens = self._contexts_tokens.get(program_id, 0), program.context_tokens
+        self._contexts_tokens[program_id] = tokens
+        if 0 < before_tokens <= tokens:
+            self._grown_tokens = FORGETTING_RATIO * self._grown_tokens + (tokens - before_tokens)
             self._grown_count = FORGETTING_RATIO * self._grown_count + 1
 
     def _look_for_overdue(self, view: View) -> None:
         """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
-        before_s, due = view.now_s - self._bound_ratio * view.median_residence_s, self._due
+        due = self._due
+        if not due:
+            return
+        before_s = view.now_s - self._bound_ratio * view.median_residence_s
         while due and due[0][0] < before_s:
             _, program_id, since_s = heappop(due)
             wait = self._waits.get(program_id)
