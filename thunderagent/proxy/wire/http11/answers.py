@@ -232,7 +232,8 @@ class Answer:
         found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self._pieces_bytes = 0
-        self.go_on()
+        if self._is_held:
+            self.go_on()
         return found
 
     async def _change(self) -> None:

@@ -66,9 +66,13 @@ class Asked:
         "body",
         "decorate",
         "head",
+        "headers",
+        "is_followed",
         "is_over",
         "is_whole",
         "kept",
+        "method",
+        "notes",
         "sent_bytes",
         "status",
         "target",
@@ -81,6 +85,10 @@ class Asked:
         """Create a request whose head has arrived."""
         self._line = line
         self.head = head
+        self.method = head.method
+        self.headers: CIMultiDictProxy[str] = head.headers
+        self.notes: dict[str, Any] = head.notes
+        """What other parts derived from the head."""
         self.body = b""
         """The whole body, once it was read."""
         self.kept: KeptBody | None = None
@@ -94,6 +102,8 @@ class Asked:
         self._left_bytes = sys.maxsize if head.upgrades else head.length
         self.is_whole = not self._left_bytes
         """Whether all of the request arrived."""
+        self.is_followed = False
+        """Whether something followed a chunked body; where it began is unknown."""
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._sink: Callable[[bytes], None] | None = None
@@ -109,11 +119,6 @@ class Asked:
         return f"<Asked {self.head.method}, {stage}>"
 
     @property
-    def method(self) -> str:
-        """The method."""
-        return self.head.method
-
-    @property
     def host(self) -> str:
         """The host name in the request."""
         return self.head.headers.get("Host", "")
@@ -123,16 +128,6 @@ class Asked:
         """The address that it came from."""
         peer = self._line.transport.get_extra_info("peername") if self._line.transport is not None else None
         return str(peer[0]) if peer else None
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        """The headers of the request."""
-        return self.head.headers
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        """What other parts derived from the head."""
-        return self.head.notes
 
     @property
     def transport(self) -> asyncio.Transport | None:
@@ -272,7 +267,7 @@ class Asked:
         rest = b""
         if self._chunks is not None:
             data = self._chunks.feed(data)
-            self.is_whole = self._chunks.is_whole
+            self.is_whole, self.is_followed = self._chunks.is_whole, self._chunks.is_followed
         else:
             data, rest = data[: self._left_bytes], data[self._left_bytes :]
             self._left_bytes -= len(data)
@@ -286,13 +281,9 @@ class Asked:
                 raise NotHttpError("a client that asks for another protocol must wait for the answer")
             if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
                 self._line.pause_reading()
-        self._tell()
+        if self._waiter is not None:
+            self._tell()
         return rest
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether something followed a chunked body; where it began is unknown."""
-        return self._chunks is not None and self._chunks.is_followed
 
     def left(self) -> None:
         """Note that the client left, or that nothing more of its request is read."""

@@ -326,7 +326,7 @@ class Connection:
         is_sent = transport is not None and not self._unsent and not transport.get_write_buffer_size()
         if failure is not None or not self._keeps_alive or not is_sent:
             self._abort()
-        else:
+        elif self._is_paused:
             self.resume_reading()
         self._unsent = memoryview(b"")
         self._is_reused = True

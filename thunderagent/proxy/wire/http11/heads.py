@@ -103,7 +103,9 @@ def end_of_head(data: bytes, start: int) -> int:
     Nothing before `start` ends it: that was already searched. Raises `NotHttpError` if it is too long, or if its end
     depends on accepting a bare line feed.
     """
-    end = data.find(b"\r\n\r\n", max(0, start - 3)) + 4
+    end = data.find(b"\r\n\r\n", start - 3 if start > 3 else 0) + 4
+    if 4 <= end <= MAX_HEAD_BYTES:
+        return end
     if end < 4:
         end = 0
         if _BARE_LINE_FEED.search(data, max(0, start - 1)):
@@ -238,10 +240,13 @@ class KnownHeads(Generic[Head]):
 
 def known_requests() -> KnownHeads[RequestHead]:
     """Return a cache for the heads of requests."""
-    return KnownHeads(
-        read_request,
-        lambda head, name, digits: head._replace(headers=_with_length(head.headers, name, digits), length=int(digits)),
-    )
+
+    def of_length(head: RequestHead, name: str, digits: str) -> RequestHead:
+        method, target, is_http_11, headers, _, keeps_alive, upgrades, notes = head
+        headers = _with_length(headers, name, digits)
+        return RequestHead(method, target, is_http_11, headers, int(digits), keeps_alive, upgrades, notes)
+
+    return KnownHeads(read_request, of_length)
 
 
 def known_answers() -> KnownHeads[AnswerHead]:
@@ -249,7 +254,8 @@ def known_answers() -> KnownHeads[AnswerHead]:
 
     def of_length(head: AnswerHead, name: str, digits: str) -> AnswerHead:
         has_body = head.status >= 200 and head.status not in BODILESS_STATUSES
-        return head._replace(headers=_with_length(head.headers, name, digits), length=int(digits) if has_body else 0)
+        headers, length = _with_length(head.headers, name, digits), int(digits) if has_body else 0
+        return AnswerHead(head.status, head.reason, headers, length, head.keeps_alive, head.notes)
 
     return KnownHeads(lambda raw: read_answer(raw, "POST"), of_length)
 
@@ -313,8 +319,8 @@ def written(lines: list[str], headers: CIMultiDict[str], last_line: str = "") ->
     lines += map(": ".join, headers.items())
     if last_line:
         lines.append(last_line)
-    text = "".join(lines)
-    if "\n" in text or "\r" in text or "\0" in text:
-        raise ValueError("a header or the request line contains a line break or a zero byte")
     lines.append("\r\n")
-    return "\r\n".join(lines).encode("utf-8", "surrogateescape")
+    text, count = "\r\n".join(lines), len(lines)
+    if text.count("\n") != count or text.count("\r") != count or "\0" in text:
+        raise ValueError("a header or the request line contains a line break or a zero byte")
+    return text.encode("utf-8", "surrogateescape")

@@ -203,7 +203,8 @@ class Connection:
         if self.transport is None or self._waiting is None:
             return
         self._is_ahead = False
-        self.resume_reading()
+        if self._is_paused:
+            self.resume_reading()
         if self.closes or self._settings.is_closing:
             self._end(is_whole=asked is None or asked.is_whole)
             return
@@ -280,7 +281,8 @@ class Connection:
         except NotHttpError as error:
             self._refuse(error)
             return False
-        self._keep(rest)
+        if rest:
+            self._keep(rest)
         if asked.is_followed:  # where that begins is unknown
             self.closes = True
         return True
