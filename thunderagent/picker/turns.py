@@ -38,7 +38,7 @@ from thunderagent.picker.carried import Around, Carried, give_up
 from thunderagent.picker.stream import Stream
 from thunderagent.proxy.gate.access import DATA, ForwardUnknown, Use, engine_access, use_of
 from thunderagent.proxy.gate.bodies import come
-from thunderagent.proxy.gate.held import KeptBody
+from thunderagent.proxy.gate.held import HeldTurn, KeptBody
 from thunderagent.proxy.reading.body_fields import model_named
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.identity import IdentityRules
@@ -238,7 +238,7 @@ class Picker:
 
     async def _lease(self, stream: Stream, ask: TurnAsk, kept: KeptBody, held_bytes: int) -> OpenLease | None:
         """Wait for a lease; None as soon as Envoy ended the exchange."""
-        leasing = asyncio.ensure_future(self._leases.lease(ask, self._around.held.turn(kept, held_bytes)))
+        leasing = asyncio.ensure_future(self._leases.lease(ask, HeldTurn(self._around.held, kept, held_bytes)))
         try:
             if not await stream.until(leasing):
                 give_up(leasing)

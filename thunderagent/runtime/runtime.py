@@ -122,7 +122,8 @@ class Runtime:
         """Of finished turns, as far as engines reported their usage; so are the next two."""
         self.output_tokens_total = 0
         self.cached_tokens_total = 0
-        self._turn_ids = count(1)
+        self.new_turn_id: Callable[[], int] = count(1).__next__
+        """Returns an id that no turn had before."""
         self._abortable_ids: set[int] = set()
         self._superseded_ids: set[int] = set()
         """Turns replaced by another attempt, until their carrier has heard of it."""
@@ -144,8 +145,8 @@ class Runtime:
         """Whether another scheduler leads: then nothing is granted here."""
         self._closing = False
         self.leaving = False
-        self._no_lease_left = asyncio.Event()
-        self._no_lease_left.set()
+        self._no_lease_left: asyncio.Event | None = None
+        """Set with the end of the last lease, once somebody waits for that."""
 
     def __repr__(self) -> str:
         return f"<Runtime: {self.leases_count} leases, {len(self._waiters)} held, {self.scheduler!r}>"
@@ -227,10 +228,6 @@ class Runtime:
     def programs(self) -> Mapping[str, Program]:
         """Return all programs, each once."""
         return self.pools.programs
-
-    def new_turn_id(self) -> int:
-        """Return an id that no turn had before."""
-        return next(self._turn_ids)
 
     def _timer_for(self, turn_id: int, now_s: float) -> asyncio.TimerHandle | None:
         """Set a timer that lets a held turn in exactly when it is due, not at the next tick."""
@@ -355,7 +352,7 @@ class Runtime:
         """Take a lease back."""
         self.count_end(end)
         self.leases_count -= 1
-        if not self.leases_count:
+        if self._no_lease_left is not None and not self.leases_count:
             self._no_lease_left.set()
         self._writer.dispatch(ending(end, self.now_s()))
 
@@ -376,7 +373,7 @@ class Runtime:
         self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived(ask, now_s)))
         adopted = ask.turn_id in self.pools.turns
         if adopted:
-            self._lease_begins()
+            self.leases_count += 1
         return adopted
 
     # --- what others say
@@ -497,7 +494,9 @@ class Runtime:
             if not waiter.done():
                 waiter.set_exception(ShuttingDownError("the proxy is shutting down; the turn was not forwarded"))
         await asyncio.sleep(0)  # a turn granted just now begins its lease
-        if waits:
+        if waits and self.leases_count:
+            self._no_lease_left = self._no_lease_left or asyncio.Event()
+            self._no_lease_left.clear()
             try:
                 async with asyncio.timeout(self.settings.grace_s):
                     await self._no_lease_left.wait()
@@ -505,13 +504,8 @@ class Runtime:
                 log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
         self._writer.flush()
 
-    def _lease_begins(self) -> None:
-        if not self.leases_count:
-            self._no_lease_left.clear()
-        self.leases_count += 1
-
     def _begin(self, grant: Grant, held_s: float) -> OpenLease:
-        self._lease_begins()
+        self.leases_count += 1
         turn = self.pools.turns.get(grant.turn_id)
         program = turn.program if turn is not None else None
         lease = Lease(

@@ -26,7 +26,7 @@ from thunderagent.errors import ReplicaRemovedError
 from thunderagent.leases import LeaseSource, OpenLease, TurnAsk
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
-from thunderagent.proxy.gate.held import HeldTurns
+from thunderagent.proxy.gate.held import HeldTurn, HeldTurns
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id
@@ -165,7 +165,7 @@ class Leases:
             tenant=self._tenancy.named(wanted.tenant),
             model=self._aliases.get(wanted.model, wanted.model),
         )
-        lease = await self._leases.lease(ask, self._waiting.turn(request.get(KEPT_BODY), len(body)))
+        lease = await self._leases.lease(ask, HeldTurn(self._waiting, request.get(KEPT_BODY), len(body)))
         granted = lease.granted
         try:
             url = self._replicas.url_of(granted.replica_id)

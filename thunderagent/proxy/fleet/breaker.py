@@ -21,7 +21,7 @@ over: whatever comes up in its place has not failed yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -84,6 +84,8 @@ class Breakers:
         self._runtime = runtime
         self._settings = settings
         self._breakers: dict[str, _Breaker] = {}
+        self.knows: Callable[[str], bool] = self._breakers.__contains__
+        """Returns whether a replica recently failed a turn; otherwise there is nothing to wait for or to report."""
         if settings.failure_count:
             runtime.observe(self._heard, *_FEWER)
 
@@ -107,10 +109,6 @@ class Breakers:
         if breaker is None or breaker.state is not BreakerState.OPEN:
             return None
         return max(0.0, breaker.until_s - self._runtime.now_s())
-
-    def knows(self, replica_id: str) -> bool:
-        """Return whether a replica recently failed a turn; otherwise there is nothing to wait for or to report."""
-        return replica_id in self._breakers
 
     async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
         """If another turn is just probing a replica, wait for the outcome.

@@ -102,10 +102,6 @@ class HeldTurns:
         """Return how many turns of a key may wait."""
         return self._limits_of("key", key)[0]
 
-    def turn(self, kept: Kept | None, body_bytes: int) -> HeldTurn:
-        """Return the block in which a turn with a body of this size is held; `kept` counted it until now, if given."""
-        return HeldTurn(self, kept, body_bytes)
-
     def runs(self, body_bytes: int) -> str:
         """Count the body of a turn until it `ran`; return its owner. Raises `TooManyHeldError`."""
         key, max_bytes = caller_key(), self._limits.running_bytes
@@ -247,7 +243,7 @@ class KeptBody:
 
 
 class HeldTurn:
-    """The block in which one turn is held; what was kept of its body before is counted there."""
+    """The block in which one turn is held; what `kept` counted of its body before, if given, is counted there."""
 
     __slots__ = ("_body_bytes", "_held", "_kept", "_key")
 
@@ -256,10 +252,9 @@ class HeldTurn:
         self._held = held
         self._kept = kept
         self._body_bytes = body_bytes
-        self._key: Key | None = None
 
     def __enter__(self) -> None:
-        self._key = caller_key()
+        self._key: Key | None = caller_key()
         if self._kept is not None:
             self._kept.release()
         self._held.take(self._key, 1, self._body_bytes)

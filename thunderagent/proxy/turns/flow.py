@@ -33,7 +33,7 @@ from thunderagent.log_lines import line_writer
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
-from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurns
+from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurn, HeldTurns
 from thunderagent.proxy.gate.tenancy import ClientPriority, Tenancy
 from thunderagent.proxy.judge import Judge
 from thunderagent.proxy.reading.body_fields import model_named
@@ -278,7 +278,7 @@ class Turns:
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
         if self._settings.tells_attempts and (key := told_key(attempt)):
             ask = replace(ask, attempt_key=key)
-        waiting = self._leases.lease(ask, self._held.turn(exchange.kept, record.held_bytes))
+        waiting = self._leases.lease(ask, HeldTurn(self._held, exchange.kept, record.held_bytes))
         try:
             if record.held_stream is None:
                 lease = await waiting

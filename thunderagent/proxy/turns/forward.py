@@ -60,6 +60,8 @@ class Forwarding:
         self._budget = budget
         self._metrics = metrics
         self._names_programs = names_programs
+        self.names = replicas.has_notices
+        """Returns whether turns have ids of their own on a replica: if it wants to hear of clients that left."""
 
     def headers_of(self, exchange: Exchange, record: Record) -> CIMultiDict[str]:
         """Return a turn's headers for an engine."""
@@ -69,10 +71,6 @@ class Forwarding:
         if self._names_programs and record.turn.program_id is not None:
             headers["X-Session-ID"] = record.turn.program_id
         return headers
-
-    def names(self, replica_id: str) -> bool:
-        """Return whether turns have ids of their own there: if the engine wants to hear of clients that left."""
-        return self._replicas.has_notices(replica_id)
 
     async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
         """Return the body with an id of its own."""

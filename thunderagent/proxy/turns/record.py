@@ -82,7 +82,7 @@ class Record:
             status=self.status,
             reason=self.reason,
             held_s=round(self.held_s, 4) if self.held_s else 0.0,
-            duration_s=round(duration_s, 4),
+            duration_s=int(duration_s * 1e4 + 0.5) / 1e4,  # round() goes by a text
             tries_count=self.tries_count,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,

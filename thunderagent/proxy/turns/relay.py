@@ -71,7 +71,7 @@ class Relay:
             await self._converse(exchange, exchange.channel, record, lease, upstream)
             return
         streams = upstream.content_type == "text/event-stream"
-        headers = forwarded_response_headers(upstream.headers, keep_length=not streams)
+        headers = forwarded_response_headers(upstream.headers, upstream.notes, keep_length=not streams)
         lead_back(headers, granted.url, granted.replica_id, record.target)
         headers.update(record.headers())
         if streams and not (exchange.begun and upstream.status >= 400):

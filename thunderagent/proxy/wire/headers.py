@@ -13,6 +13,8 @@ from multidict import CIMultiDict, CIMultiDictProxy, istr
 from thunderagent.errors import ReplicaError, ReplicaRedirectError, ThunderAgentError
 from thunderagent.proxy.reading.target import Target
 
+_CONTENT_LENGTH: Final = istr("Content-Length")
+
 _HOP_BY_HOP: Final = frozenset(
     {
         istr("connection"),
@@ -57,9 +59,25 @@ def forwarded_request_headers(headers: CIMultiDictProxy[str], notes: dict[str, A
     return CIMultiDict(known)
 
 
-def forwarded_response_headers(headers: CIMultiDictProxy[str], *, keep_length: bool) -> CIMultiDict[str]:
-    """Return the end-to-end headers of an answer; Content-Length only if the body's bytes are unchanged."""
-    return _without(headers, _RESPONSE_DROPPED if keep_length else _RESPONSE_DROPPED | {istr("content-length")})
+def forwarded_response_headers(
+    headers: CIMultiDictProxy[str], notes: dict[str, Any] | None = None, *, keep_length: bool
+) -> CIMultiDict[str]:
+    """Return the end-to-end headers of an answer; Content-Length only if the body's bytes are unchanged.
+
+    `notes` are those of its head, which heads with another length share.
+    """
+    known: CIMultiDict[str] | None = None if notes is None else notes.get("forwarded")
+    if known is None:
+        known = _without(headers, _RESPONSE_DROPPED)
+        if notes is not None:
+            notes["forwarded"] = known
+    kept = CIMultiDict(known)
+    if _CONTENT_LENGTH in kept:
+        if keep_length:
+            kept[_CONTENT_LENGTH] = headers[_CONTENT_LENGTH]
+        else:
+            del kept[_CONTENT_LENGTH]
+    return kept
 
 
 def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:
@@ -101,15 +119,11 @@ def identity_headers(program_id: str | None, source: str) -> dict[str, str]:
     """Return the headers that name a request's program; none if it is anonymous."""
     if program_id is None:
         return {}
-    return {PROGRAM_ID_HEADER: _header_safe(program_id), SOURCE_HEADER: source}
+    safe_id = program_id if program_id.isascii() else program_id.encode("ascii", "backslashreplace").decode()
+    return {PROGRAM_ID_HEADER: safe_id, SOURCE_HEADER: source}
 
 
 def tell_with_error(error: ThunderAgentError, headers: Mapping[str, str]) -> None:
     """Add these headers, and the failed replica if any, to the answer that reports an error."""
     replica = {REPLICA_HEADER: error.replica_id} if isinstance(error, ReplicaError) else {}
     error.answer_headers = {**headers, **replica}
-
-
-def _header_safe(text: str) -> str:
-    """Return a program id as a header can carry it."""
-    return text if text.isascii() else text.encode("ascii", "backslashreplace").decode()

@@ -217,9 +217,8 @@ def check_key(key: Key | None, keyring: Keyring, *, for_admin: bool) -> None:
         raise AdminKeyNeededError("this needs an admin key; the request has a data key")
 
 
-def caller_key() -> Key | None:
-    """Return the key of the current request; None if it has none."""
-    return _KEY.get()
+caller_key: Callable[[], Key | None] = _KEY.get
+"""Returns the key of the current request; None if it has none."""
 
 
 def check_admin() -> None:

@@ -89,7 +89,7 @@ class Sweep:
 class Pause:
     """Whether the replica is paused, and for how long in total; `clock_s` stops meanwhile."""
 
-    __slots__ = ("_clock_s", "_loop", "_since_s", "ended_s")
+    __slots__ = ("_clock_s", "_loop", "_since_s", "ended_s", "is_on")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start with a replica that is not paused."""
@@ -97,17 +97,14 @@ class Pause:
         self._clock_s = 0.0
         """Total of all ended pauses."""
         self._since_s: float | None = None
+        self.is_on = False
+        """Whether the replica is paused now."""
         self.ended_s = -inf
         """When the last pause ended, by the loop's clock."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the replica is paused now."""
-        return self._since_s is not None
-
     def set(self, *, on: bool) -> None:
         """Start a pause, or end it. Idempotent."""
-        now_s = self._loop.time()
+        now_s, self.is_on = self._loop.time(), on
         if on and self._since_s is None:
             self._since_s = now_s
         elif not on and self._since_s is not None:

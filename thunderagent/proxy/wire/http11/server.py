@@ -223,7 +223,7 @@ class Connection:
 
     def _next(self) -> None:
         """Start the next request, if its head has arrived."""
-        if self.transport is None or self.transport.is_closing() or not self.is_idle:
+        if self.transport is None or self.transport.is_closing() or self._asked is not None or self._lent is not None:
             return
         buffer = self._buffer
         if buffer.startswith(b"\r\n"):  # RFC 9112, 2.2: some clients end a body this way
