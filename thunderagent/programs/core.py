@@ -255,7 +255,8 @@ class Core:
     def balance(self, moment: Moment) -> None:
         """Where there may be room, admit programs, place routed ones, and let the policy restore others."""
         book = self.book
-        self.admit(moment)
+        if self.admission is not None:
+            self.admit(moment)
         if book.queue.routed:
             place_is_free = book.active_count < self.active_before_count  # room that all replicas share
             self.routing.let_in(self, everywhere=moment is not Moment.TURN_ENDED or place_is_free)

@@ -358,7 +358,8 @@ class Runtime:
 
     def count_end(self, end: TurnEnd) -> None:
         """Count how a turn ended, and its usage; call it directly for a turn without a lease here."""
-        self.outcome_counts[self._superseded_or(end.outcome, end.turn_id)] += 1
+        outcome = self._superseded_or(end.outcome, end.turn_id) if self._superseded_ids else end.outcome
+        self.outcome_counts[outcome] += 1
         if end.outcome == "finished":
             self.prompt_tokens_total += end.prompt_tokens or 0
             self.output_tokens_total += end.output_tokens or 0

@@ -80,20 +80,11 @@ class Turns:
         program = turn.program
         branch = program.branches.get(turn.branch_id) if program is not None else None
         if turn.account_id is not None:
-            ended = TurnEnded(
-                turn,
-                branch,
-                book.now_s,
-                prompt_tokens=prompt_tokens,
-                output_tokens=output_tokens,
-                cached_tokens=event.cached_tokens,
-            )
-            book.ledger.charge_turn(
-                book.replicas[turn.account_id].account,
-                ended,
-                prefill_token_s=core.knowledge.prefill_speed.learned_token_s,
-                loaded_tokens=core.knowledge.loading_tokens(ended),
-            )
+            ended = TurnEnded(turn, branch, book.now_s, prompt_tokens, output_tokens, event.cached_tokens)
+            knowledge, account = core.knowledge, book.replicas[turn.account_id].account
+            loaded_tokens = knowledge.loading_tokens(ended) if knowledge.tiers.by_replica else 0
+            prefill_token_s = knowledge.prefill_speed.learned_token_s
+            book.ledger.charge_turn(account, ended, prefill_token_s=prefill_token_s, loaded_tokens=loaded_tokens)
             if not turn.unrepresentative:
                 self._learn_from(ended)
         if event.prompt_tokens is not None and turn.prompt_bytes:

@@ -222,7 +222,7 @@ class Knowledge:
 
     def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
-        return int(self.tiers.loading_s(ended) / self.prefill_speed.token_s) if self.tiers.by_replica else 0
+        return int(self.tiers.loading_s(ended) / self.prefill_speed.token_s)
 
     def idle_limit_s(self, tool: str) -> float:
         """Return the time in a tool after which a program will most likely not come back. Cost: O(intervals)."""

@@ -144,7 +144,6 @@ class TurnEnded:
         turn: Turn,
         branch: Branch | None,
         now_s: float,
-        *,
         prompt_tokens: int,
         output_tokens: int,
         cached_tokens: int | None,

@@ -163,12 +163,8 @@ def outcome_of(headers: Mapping[str, str]) -> str:
     return outcome
 
 
-def check_program_id(value: object) -> str:
-    """Return a program id as text. Raises `InvalidProgramIdError` if it is invalid."""
-    return _check_id(value, "program id")
-
-
-def _check_id(value: object, what: str) -> str:
+def check_program_id(value: object, what: str = "program id") -> str:
+    """Return a program id, or another one, as text. Raises `InvalidProgramIdError` if it is invalid."""
     if type(value) is str and 0 < len(value) <= MAX_PROGRAM_ID_BYTES and value.isascii() and value.isprintable():
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -190,7 +186,7 @@ def _id_in(said: Said, names: Sequence[str], what: str) -> str:
     """Return the id in the first of these headers that is present; empty if none is."""
     for name in names:
         if name in said and (name.startswith(OUR_HEADERS) or said[name][0]):
-            return _check_id(_only_value(said[name], name), what)
+            return check_program_id(_only_value(said[name], name), what)
     return ""
 
 

@@ -188,9 +188,11 @@ def identify(
         words.role,
         outcome_of(headers) if words.is_final else "",
         words.parent_branch_id,
-        media=media,
-        model=fields.model,
-        hint=hint,
+        "",
+        False,
+        media,
+        fields.model,
+        hint,
     )
 
 

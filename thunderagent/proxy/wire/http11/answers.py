@@ -218,14 +218,16 @@ class Answer:
                 return
             if self._pieces_bytes > READ_AHEAD_BYTES:
                 self.hold()
-            self._tell()
+            if self._waiter is not None:
+                self._tell()
 
     def end(self, failure: Failure | None) -> None:
         """Release the connection: the body is complete, or nothing more arrives."""
         self._connection = None
         self.is_whole = failure is None
         self._failure = failure
-        self._tell()
+        if self._waiter is not None:
+            self._tell()
 
     def _taken(self) -> bytes:
         pieces = self._pieces
