@@ -13,7 +13,9 @@ from multidict import CIMultiDict, CIMultiDictProxy, istr
 from thunderagent.errors import ReplicaError, ReplicaRedirectError, ThunderAgentError
 from thunderagent.proxy.reading.target import Target
 
+_CONNECTION: Final = istr("Connection")
 _CONTENT_LENGTH: Final = istr("Content-Length")
+_LOCATION: Final = istr("Location")
 
 _HOP_BY_HOP: Final = frozenset(
     {
@@ -38,11 +40,11 @@ _RESPONSE_DROPPED: Final = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")}
 """The last two would lead a client to the engine, or elsewhere, without a redirect."""
 
 # The program of a request, where it ran, how long it was held.
-PROGRAM_ID_HEADER: Final = "X-Program-ID"
-SOURCE_HEADER: Final = "X-Program-ID-Source"
-REPLICA_HEADER: Final = "X-Replica-ID"
-HOLD_HEADER: Final = "X-Hold-Ms"
-FAIL_OPEN_HEADER: Final = "X-ThunderAgent-Fail-Open"
+PROGRAM_ID_HEADER: Final = istr("X-Program-ID")
+SOURCE_HEADER: Final = istr("X-Program-ID-Source")
+REPLICA_HEADER: Final = istr("X-Replica-ID")
+HOLD_HEADER: Final = istr("X-Hold-Ms")
+FAIL_OPEN_HEADER: Final = istr("X-ThunderAgent-Fail-Open")
 """Set for a turn that ran without a scheduler's permission."""
 
 _PORTS: Final = {"http": 80, "https": 443}
@@ -86,11 +88,11 @@ def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target:
     A path without a host does that, whatever name the client uses for us. Raises `ReplicaRedirectError` for one to
     another host.
     """
-    if "Location" not in headers:
+    if _LOCATION not in headers:
         return
     try:
         base = urlsplit(base_url)
-        wanted = urlsplit(urljoin(base_url.rstrip("/") + target.sent, headers.popall("Location")[0]))
+        wanted = urlsplit(urljoin(base_url.rstrip("/") + target.sent, headers.popall(_LOCATION)[0]))
         is_replicas = (wanted.hostname, wanted.port or _PORTS.get(wanted.scheme)) == (
             base.hostname,
             base.port or _PORTS.get(base.scheme),
@@ -101,12 +103,12 @@ def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target:
         raise ReplicaRedirectError(f"replica {replica_id} redirects to another server", replica_id=replica_id)
     base_path = base.path.rstrip("/") + "/"
     path = wanted.path.removeprefix(base_path).lstrip("/\\")  # two slashes would start another host's name
-    headers["Location"] = f"{target.prefix}/{path}" + (f"?{wanted.query}" if wanted.query else "")
+    headers[_LOCATION] = f"{target.prefix}/{path}" + (f"?{wanted.query}" if wanted.query else "")
 
 
 def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    if "Connection" in headers:  # RFC 9110, 7.6.1: it may name further hop-by-hop headers
-        named = ",".join(headers.getall("Connection")).lower().split(",")
+    if _CONNECTION in headers:  # RFC 9110, 7.6.1: it may name further hop-by-hop headers
+        named = ",".join(headers.getall(_CONNECTION)).lower().split(",")
         dropped = dropped | {name.strip() for name in named}
     kept = CIMultiDict(headers)
     for name in dropped:
@@ -125,5 +127,5 @@ def identity_headers(program_id: str | None, source: str) -> dict[str, str]:
 
 def tell_with_error(error: ThunderAgentError, headers: Mapping[str, str]) -> None:
     """Add these headers, and the failed replica if any, to the answer that reports an error."""
-    replica = {REPLICA_HEADER: error.replica_id} if isinstance(error, ReplicaError) else {}
+    replica: dict[str, str] = {REPLICA_HEADER: error.replica_id} if isinstance(error, ReplicaError) else {}
     error.answer_headers = {**headers, **replica}

@@ -26,6 +26,9 @@ from thunderagent.proxy.wire.http11.heads import (
     BODILESS_STATUSES,
     CHANGES_PROTOCOL,
     CHUNKED,
+    CONTENT_LENGTH,
+    DATE,
+    TRANSFER_ENCODING,
     RequestHead,
     written,
 )
@@ -202,9 +205,9 @@ class Asked:
         if status in BODILESS_STATUSES:
             body = b""
             if status != 304:
-                headers.popall("Content-Length", None)
-        elif self.head.method != "HEAD" or "Content-Length" not in headers:
-            headers["Content-Length"] = str(len(body))
+                headers.popall(CONTENT_LENGTH, None)
+        elif self.head.method != "HEAD" or CONTENT_LENGTH not in headers:
+            headers[CONTENT_LENGTH] = str(len(body))
         head = self._head(status, reason, headers)
         self.begun = True
         self.sent_bytes = len(body)
@@ -226,9 +229,9 @@ class Asked:
         assert not self.begun, "a request is answered once"
         if status == CHANGES_PROTOCOL:
             headers["Upgrade"] = self.head.headers["Upgrade"]
-        elif status not in BODILESS_STATUSES and "Content-Length" not in headers and self.head.is_http_11:
+        elif status not in BODILESS_STATUSES and CONTENT_LENGTH not in headers and self.head.is_http_11:
             self._is_chunked = self.head.method != "HEAD"
-            headers["Transfer-Encoding"] = "chunked"
+            headers[TRANSFER_ENCODING] = "chunked"
         head = self._head(status, reason, headers)
         self.begun = True
         if transport is not None:
@@ -312,7 +315,7 @@ class Asked:
         self.status = status
         if self.decorate is not None:
             self.decorate(self, headers)
-        is_known = "Content-Length" in headers or "Transfer-Encoding" in headers or status in BODILESS_STATUSES
+        is_known = CONTENT_LENGTH in headers or TRANSFER_ENCODING in headers or status in BODILESS_STATUSES
         if status == CHANGES_PROTOCOL:
             headers["Connection"] = "Upgrade"
             self._line.closes = True
@@ -321,8 +324,8 @@ class Asked:
             self._line.closes = True
         elif not self.head.is_http_11:
             headers["Connection"] = "keep-alive"
-        if "Date" not in headers:
-            headers["Date"] = _date()
+        if DATE not in headers:
+            headers[DATE] = _date()
         return written([f"HTTP/1.1 {status} {reason}"], headers)
 
 

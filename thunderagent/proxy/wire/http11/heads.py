@@ -63,7 +63,9 @@ without backtracking: twice as fast as excluding line feeds, too."""
 _BARE_LINE_FEED: Final = re.compile(rb"(?<!\r)\n")
 _LENGTH: Final = re.compile(f"[0-9]{{1,{MAX_LENGTH_DIGITS}}}")
 _HOST, _CONNECTION = istr("Host"), istr("Connection")
-_TRANSFER_ENCODING, _CONTENT_LENGTH = istr("Transfer-Encoding"), istr("Content-Length")
+TRANSFER_ENCODING: Final = istr("Transfer-Encoding")
+CONTENT_LENGTH: Final = istr("Content-Length")
+DATE: Final = istr("Date")
 _ASCII: Final = bytes(range(0x21, 0x7F)).decode()
 
 
@@ -290,15 +292,15 @@ def _headers(
 
 def _length(headers: CIMultiDict[str], *, is_http_11: bool) -> int | None:
     """Return the length of a body, or `CHUNKED`; None if the headers do not say."""
-    if _TRANSFER_ENCODING in headers:
-        if [coding.lower() for coding in headers.getall(_TRANSFER_ENCODING)] != ["chunked"]:
+    if TRANSFER_ENCODING in headers:
+        if [coding.lower() for coding in headers.getall(TRANSFER_ENCODING)] != ["chunked"]:
             raise NotHttpError("a body has a transfer coding other than `chunked`")
-        if _CONTENT_LENGTH in headers:
+        if CONTENT_LENGTH in headers:
             raise NotHttpError("a body has both a length and a transfer coding")
         if not is_http_11:
             raise NotHttpError("HTTP/1.0 has no transfer codings")
         return CHUNKED
-    lengths = headers.getall(_CONTENT_LENGTH, ())
+    lengths = headers.getall(CONTENT_LENGTH, ())
     if not lengths:
         return None
     if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):

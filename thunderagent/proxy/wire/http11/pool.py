@@ -20,7 +20,7 @@ from yarl import URL
 from thunderagent.proxy.wire.failures import ClosedError, ConnectLateError, StaleError, UnreachedError
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.client import Connection
-from thunderagent.proxy.wire.http11.heads import known_answers, written
+from thunderagent.proxy.wire.http11.heads import CONTENT_LENGTH, known_answers, written
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 _BODILESS_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
@@ -111,9 +111,9 @@ class Pool:
         site = self._sites.get(base_url) or self._site(base_url)
         if not _SENDABLE.fullmatch(path):  # it is sent as it was checked, or not at all
             raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
-        if "Content-Length" in headers:
+        if CONTENT_LENGTH in headers:
             headers = headers.copy()
-            del headers["Content-Length"]
+            del headers[CONTENT_LENGTH]
         length_bytes = len(body) if body is not None else 0
         has_length = body is not None or method not in _BODILESS_METHODS
         lines = [f"{method} {site.path}{path} HTTP/1.1", *site.lines]
