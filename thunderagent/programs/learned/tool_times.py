@@ -127,7 +127,9 @@ class _LifeTable:
         at_risk = 0.0
         ratios = []
         for index in range(len(_STARTS_S) - 1, -1, -1):
-            returned, away = self.returned[index], max(0.0, self.away[index])
+            returned, away = self.returned[index], self.away[index]
+            if away < 0:
+                away = 0.0
             # A program that left in the interval without returning was at risk for half of it on average.
             exposed = at_risk + returned + away / 2
             ratios.append((returned + guess_count * guess[index]) / (exposed + guess_count))
