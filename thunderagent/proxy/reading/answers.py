@@ -53,22 +53,20 @@ def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, kee
 
     Cost: one decoding that builds only these, after a few searches for a possible call.
     """
-    plain = decoded(body, content_encoding)
+    plain = body if content_encoding is None else decoded(body, content_encoding)
     if not plain:
         return NO_USAGE, ""
-    if not may_call(plain):
-        return _usage_of(dialect, plain, keep_id), ""
+    calls = may_call(plain)
+    if calls:
+        try:
+            return dialect.read_calling(plain, keep_id)
+        except UNREADABLE:  # one of them is invalid; the other may be readable by itself
+            pass
     try:
-        return dialect.read_calling(plain, keep_id)
-    except UNREADABLE:  # one of them is invalid; the other may be readable by itself
-        return _usage_of(dialect, plain, keep_id), _tool_of(plain)
-
-
-def _usage_of(dialect: Dialect, plain: bytes, keep_id: KeepId) -> Usage:
-    try:
-        return dialect.read_answer(plain, keep_id)
+        usage = dialect.read_answer(plain, keep_id)
     except UNREADABLE:
-        return NO_USAGE
+        usage = NO_USAGE
+    return usage, _tool_of(plain) if calls else ""
 
 
 def _tool_of(plain: bytes) -> str:

@@ -128,6 +128,13 @@ def count(tokens: int | None) -> int | None:
     return tokens if tokens is not None and tokens >= 0 else None
 
 
+def usage_of(prompt_tokens: int | None, output_tokens: int | None, cached_tokens: int | None) -> Usage:
+    """Return a usage of those counts that are valid: mostly all."""
+    if (prompt_tokens or 0) >= 0 and (output_tokens or 0) >= 0 and (cached_tokens or 0) >= 0:
+        return Usage(prompt_tokens, output_tokens, cached_tokens)
+    return Usage(count(prompt_tokens), count(output_tokens), count(cached_tokens))
+
+
 def event_of(body: dict[str, Any], name: str = "") -> bytes:
     """Return a server-sent event."""
     return server_sent(msgspec.json.encode(body), kind=name)

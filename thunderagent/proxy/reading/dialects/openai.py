@@ -18,9 +18,9 @@ from thunderagent.proxy.reading.dialects.base import (
     KeepId,
     Usage,
     UsageReader,
-    count,
     event_of,
     read_events,
+    usage_of,
     written_ids,
 )
 from thunderagent.proxy.reading.tool_calls import Calls
@@ -41,7 +41,7 @@ class UsageObject(msgspec.Struct):
         """Convert it."""
         details = self.prompt_tokens_details
         cached_tokens = details.cached_tokens if details is not None else None
-        return Usage(count(self.prompt_tokens), count(self.completion_tokens), count(cached_tokens))
+        return usage_of(self.prompt_tokens, self.completion_tokens, cached_tokens)
 
 
 class _Answer(msgspec.Struct):

@@ -20,9 +20,9 @@ from thunderagent.proxy.reading.dialects.base import (
     KeepId,
     Usage,
     UsageReader,
-    count,
     event_of,
     read_events,
+    usage_of,
 )
 from thunderagent.proxy.reading.dialects.openai import error_body
 from thunderagent.proxy.reading.tool_calls import Calls
@@ -64,7 +64,7 @@ def _usage(usage: _UsageObject | None) -> Usage:
         return NO_USAGE
     details = usage.input_tokens_details
     cached_tokens = details.cached_tokens if details is not None else None
-    return Usage(count(usage.input_tokens), count(usage.output_tokens), count(cached_tokens))
+    return usage_of(usage.input_tokens, usage.output_tokens, cached_tokens)
 
 
 class _Reader:

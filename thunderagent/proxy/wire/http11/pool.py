@@ -121,7 +121,7 @@ class Pool:
         changes = method == "GET" and "Upgrade" in headers
         begun_s = self.pause.clock_s() if limits.total_s < inf else 0.0
         sent_s = self._loop.time()
-        kept = self._idle_connection(site)
+        kept = self._idle_connection(site, sent_s)
         if kept is not None:
             try:
                 self.requests_count += 1  # until the connection reports its end
@@ -142,12 +142,11 @@ class Pool:
         self.requests_count += 1
         return await connection.exchange(method, head, body, limits, begun_s, may_change=changes)
 
-    def _idle_connection(self, site: _Site) -> Connection | None:
+    def _idle_connection(self, site: _Site, now_s: float) -> Connection | None:
         """Return the valid connection that was idle for the shortest time; None if there is none.
 
         The others age and are closed, so only useful ones stay, and the engine rarely closes one first.
         """
-        now_s = self._loop.time()
         while site.idle:
             connection = site.idle.pop()
             if connection.is_open and connection.due_s > now_s:
