@@ -319,18 +319,17 @@ class Ledger:
         if cached_tokens is None:
             cached_tokens = int(prompt_tokens * account.hit_ratio)
         computed_tokens = max(0, prompt_tokens - cached_tokens) + loaded_tokens
-        recomputed_tokens = min(computed_tokens, max(0, ended.known_tokens - cached_tokens) + loaded_tokens)
+        recomputed_tokens = max(0, ended.known_tokens - cached_tokens) + loaded_tokens
         duration_s, first_token_s = ended.duration_s, ended.first_token_s
         held_s = min(duration_s, account.flight_s - turn.granted_flight_s)
         if first_token_s is None:
             prefill_weight = computed_tokens * PREFILL_TO_DECODE_RATIO
             prefill_s = held_s * (prefill_weight / (prefill_weight + output_tokens or 1.0))
-            queued_s = duration_s - held_s
+            queued_s, decode_s = duration_s - held_s, held_s - prefill_s
         else:
             computing_s = inf if prefill_token_s is None else computed_tokens * prefill_token_s
             prefill_s = min(first_token_s, computing_s, max(0.0, held_s - (duration_s - first_token_s)))
-            queued_s = first_token_s - prefill_s
-        decode_s = min(held_s - prefill_s, duration_s - (first_token_s or 0.0))
+            queued_s, decode_s = first_token_s - prefill_s, min(held_s - prefill_s, duration_s - first_token_s)
         recompute_ratio = recomputed_tokens / computed_tokens if computed_tokens else 0.0
         prefill_area, decode_area = prompt_tokens * prefill_s, (prompt_tokens + output_tokens / 2) * decode_s
         part_ratio = 1.0
