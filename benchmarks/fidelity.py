@@ -8,7 +8,7 @@ in prefix hits (points) and in turns per minute (per cent) go to the terminal an
 
 An engine's speed is known to about a tenth, and where the programs only just fit, a tenth decides whether they thrash.
 So each load is simulated on engines a little slower and faster too: the range that they span is the forecast. With
-`--calibrations 10` the engine is calibrated so often, and each load is simulated with each: how far they differ.
+`--calibrations 10` the engine is calibrated ten times, and each load is simulated with each: how far they differ.
 """
 
 from __future__ import annotations

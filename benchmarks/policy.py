@@ -271,7 +271,7 @@ def real(bench: Bench) -> list[Finding]:
 
     The engine's times are the last ones that `scripts/bench fidelity` measured.
     """
-    profile = json.loads((RESULTS / "fidelity.json").read_text())["profile"]
+    profile = json.loads((RESULTS / "fidelity.json").read_text())["profiles"][0]
     known = {field.name for field in fields(TimingProfile)}
     timing = TimingProfile(**{name: value for name, value in profile.items() if name in known})
     found = []

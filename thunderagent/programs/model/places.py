@@ -72,10 +72,10 @@ class Kind(StrEnum):
     ENDED = "ended"
 
 
+# What each turn asks for: looking up a member of an enum costs more than a call.
 ACTING: Final = Kind.ACTING
 LEAVING: Final = Kind.LEAVING
 REASONING: Final = Phase.REASONING
-"""What each turn asks for: looking up a member of an enum costs more than a call."""
 
 _PAUSED: Final = frozenset({Kind.AWAY, Kind.RESTING, Kind.WAITING})
 ALLOWED: dict[Kind, frozenset[Kind]] = {

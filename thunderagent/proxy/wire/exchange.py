@@ -21,7 +21,7 @@ client's in one call for each piece (`ReplicaClient.pipe`), and no task is woken
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -34,11 +34,14 @@ Sink = Callable[[bytes], Wait]
 """Takes a piece of a body as it arrives. While its result is awaited, no other comes and the sender waits."""
 
 
+_ONCE: Final = (None,)
+
+
 class _Others:
     """Lets other ready work of the event loop go first, cheaper than `asyncio.sleep(0)`."""
 
     def __await__(self) -> Generator[None, None, None]:
-        return cast("Generator[None, None, None]", iter((None,)))  # no frame to enter and to leave
+        return iter(_ONCE)  # type: ignore[return-value]  # no frame to enter and to leave
 
 
 OTHERS_FIRST = _Others()

@@ -68,12 +68,13 @@ def forwarded_response_headers(
 
     `notes` are those of its head, which heads with another length share.
     """
-    known: CIMultiDict[str] | None = None if notes is None else notes.get("forwarded")
-    if known is None:
-        known = _without(headers, _RESPONSE_DROPPED)
+    kept: CIMultiDict[str] | None = None if notes is None else notes.get("forwarded")
+    if kept is None:
+        kept = _without(headers, _RESPONSE_DROPPED)
         if notes is not None:
-            notes["forwarded"] = known
-    kept = CIMultiDict(known)
+            notes["forwarded"] = kept
+    if notes is not None:
+        kept = CIMultiDict(kept)
     if _CONTENT_LENGTH in kept:
         if keep_length:
             kept[_CONTENT_LENGTH] = headers[_CONTENT_LENGTH]

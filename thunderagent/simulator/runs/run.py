@@ -410,6 +410,8 @@ class Simulation:
                 self._lose_claim(decision.program_id)
             elif isinstance(decision, Reject):
                 self._agenda.at(self._agenda.now_s, partial(self._rejected, decision.turn_id))
+        if self._tools.waits:
+            self._tools.plan_soon()
 
     def _home_of(self, program_id: str) -> str:
         """Return where a program's last turn ran; empty if none did."""

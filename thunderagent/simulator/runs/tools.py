@@ -29,7 +29,7 @@ from thunderagent.tools.table import Prepare, SandboxTable
 from thunderagent.tools.template import Template
 
 PLAN_PERIOD_S: Final = 1.0
-"""The time between two plans while sandboxes wait, as in the proxy."""
+"""The longest time between two plans while sandboxes wait, as in the proxy."""
 
 Needs = Callable[[str], float]
 """In how many seconds a program will need its sandbox."""
@@ -97,7 +97,9 @@ class ToolHost:
         self._template = Template.model_construct(driver="callback", disk_bytes=settings.sandbox_disk_bytes)
         self._asked: dict[str, Sandbox] = {}
         """Those that the table knows, by their ids there."""
-        self._will_plan = False
+        self.waits = False
+        """Whether a sandbox waits for disk, a hand or its time."""
+        self._will_plan = self._plans_soon = False
 
     def __repr__(self) -> str:
         return f"<ToolHost {self._running_count} tools run, {len(self._waiting)} wait, {len(self._asked)} sandboxes>"
@@ -157,9 +159,17 @@ class ToolHost:
             del self._asked[planned.sandbox_id]
         self._plan()
 
+    def plan_soon(self) -> None:
+        """Plan once more at this moment: programs were admitted, so their sandboxes are due."""
+        if not self._plans_soon:
+            self._plans_soon = True
+            self._agenda.after(0.0, self._plan)
+
     def _plan(self) -> None:
-        table, figures = self._table, self.figures
-        for action in table.plan(self._agenda.now_s, self._needs()):
+        table, figures, reclaimed = self._table, self.figures, False
+        self._plans_soon = False
+        waits = any(each.stage is Stage.REQUESTED for each in table)
+        for action in table.plan(self._agenda.now_s, self._needs() if waits else lambda _: 0.0):
             planned = action.sandbox
             if isinstance(action, Prepare):
                 sandbox = self._asked[planned.sandbox_id]
@@ -168,18 +178,23 @@ class ToolHost:
             else:
                 table.reclaimed(planned)
                 del self._asked[planned.sandbox_id]
-        waiting_count = sum(each.stage is Stage.REQUESTED for each in table)
+                reclaimed = True
+        waiting_count = sum(each.stage is Stage.REQUESTED for each in table) if waits else 0
+        self.waits = waiting_count > 0
         there_count = len(table.sandboxes) - waiting_count
         figures.peak_sandbox_count = max(figures.peak_sandbox_count, there_count)
         disk_bytes = there_count * self._settings.sandbox_disk_bytes
         figures.peak_disk_bytes = max(figures.peak_disk_bytes, disk_bytes)
-        if waiting_count and not self._will_plan:
+        if self.waits and reclaimed:
+            self._plan()  # there is room again
+        elif self.waits and not self._will_plan:
             self._will_plan = True
             self._agenda.after(PLAN_PERIOD_S, self._plan_again)
 
     def _plan_again(self) -> None:
         self._will_plan = False
-        self._plan()
+        if self.waits:
+            self._plan()
 
     def _is_ready(self, sandbox: Sandbox, planned: Planned) -> None:
         if planned.stage is not Stage.PREPARING:  # its program ended meanwhile

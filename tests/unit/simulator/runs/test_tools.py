@@ -75,10 +75,9 @@ def test_a_preparation_waits_for_disk_until_a_program_ends() -> None:
     host = Host(prepare_min_s=5.0, prepare_max_s=5.0, sandbox_disk_bytes=10, disk_bytes=15, reclaim_after_s=2.0)
     first, second = host.tools.open("p0", 0), host.tools.open("p1", 1)
     host.run("second", 1.0, second)
-    host.until(100.0)
-    assert (host.ended_s, host.agenda.now_s) == ({}, 99.0)
-    host.tools.close(first)
-    assert host.until() == {"second": 99.0 + 2.0 + 5.0 + 1.0}
+    host.agenda.at(98.5, partial(host.tools.close, first))
+    assert host.until(98.0) == {}
+    assert host.until() == {"second": 98.5 + 2.0 + 5.0 + 1.0}  # no plan is due then
     assert (host.tools.figures.peak_disk_bytes, host.tools.figures.peak_sandbox_count) == (10, 1)
 
 
@@ -89,6 +88,21 @@ def test_one_hand_prepares_first_what_is_needed_first() -> None:
     for serial_id, program_id in enumerate(needed_s):
         host.run(program_id, 1.0, host.tools.open(program_id, serial_id))
     assert host.until() == {"p0": 6.0, "p3": 11.0, "p2": 16.0, "p1": 21.0}
+
+
+def test_an_admitted_programs_sandbox_is_begun_at_once() -> None:
+    host = Host(prepare_min_s=5.0, prepare_max_s=5.0, sandbox_disk_bytes=10, disk_bytes=20)
+    host.needs = lambda _: 60.0
+    host.tools.open("p0", 0)
+    host.run("p1", 1.0, host.tools.open("p1", 1))
+    assert host.until(7.25) == {}  # three quarters of the disk hold one
+
+    def admit() -> None:
+        host.needs = lambda _: 0.0
+        host.tools.plan_soon()
+
+    host.agenda.at(7.25, admit)
+    assert host.until() == {"p1": 7.25 + 5.0 + 1.0}
 
 
 def test_what_is_not_due_leaves_disk_to_what_is() -> None:
