@@ -353,6 +353,16 @@ def test_tools_and_sandboxes_delay_turns() -> None:
     assert result.tools.peak_sandbox_count == 2
 
 
+def test_the_sandboxes_of_held_programs_leave_a_hand_to_those_that_run() -> None:
+    """The scheduler expects holds once it has restored a program, here p1 after 30 s."""
+    tools = ToolSettings(hands_count=4, prepare_min_s=20.0, prepare_max_s=20.0)
+    arrivals_s = (0.0, 0.0, 40.0, 40.0, 40.0, 40.0, 40.0)
+    plans = [plan((10, 30, 0.0), name=f"p{number}", arrival_s=each_s) for number, each_s in enumerate(arrivals_s)]
+    scenario = small(loop="open", programs_count=len(plans), tools=tools, horizon_s=45.0)
+    one, all_ = (simulate(scenario, Recorded(plans), Cap(count)).tools.sandbox_count for count in (1, len(plans)))
+    assert (one, all_) == (2 + 3, 2 + 4)
+
+
 # --- what goes wrong
 
 
