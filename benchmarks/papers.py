@@ -262,8 +262,15 @@ def rows_of(result: ComparisonResult) -> list[dict[str, Any]]:
     return [
         {"programs": row.programs_count, "policy": row.contestant, "limited_by": row.limited_by}
         | {name: _pair(getattr(row, name)) for name in FIGURES}
+        | {"programs_per_hour": _pair(_programs_per_hour(result, row))}
         for row in result.rows()
     ]
+
+
+def _programs_per_hour(result: ComparisonResult, row: Row) -> Interval:
+    """Return how many programs end an hour: turns alone say little of a policy that brings programs to their end."""
+    runs = result.runs_of(row.contestant, row.programs_count)
+    return Interval.of([run.result.programs_per_hour_count for run in runs])
 
 
 def _pair(interval: Interval | None) -> str:
@@ -273,7 +280,18 @@ def _pair(interval: Interval | None) -> str:
 def table(title: str, result: ComparisonResult, caption: str) -> Table:
     """Return a table with a row for each contestant and load."""
     made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
-    for column in ("n", "policy", "turns/min", "x", "hits", "of limit", "turn mean", "p99 (s)", "program (s)"):
+    for column in (
+        "n",
+        "policy",
+        "turns/min",
+        "x",
+        "hits",
+        "of limit",
+        "turn mean",
+        "p99 (s)",
+        "program (s)",
+        "programs/h",
+    ):
         made.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for row in result.rows():
         made.add_row(
@@ -286,6 +304,7 @@ def table(title: str, result: ComparisonResult, caption: str) -> Table:
             f"{row.turn_mean_s.mean:.0f}",
             f"{row.turn_p99_s.mean:.0f}",
             f"{row.program_mean_s.mean:.0f}",
+            f"{_programs_per_hour(result, row).mean:.0f}",
         )
     return made
 
