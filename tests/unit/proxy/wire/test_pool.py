@@ -154,6 +154,19 @@ async def test_a_request_is_sent_again_to_the_same_replica_if_its_kept_connectio
         assert (asked_count, pool.requests_count) == (4, 0), "a new connection gets no second try"
 
 
+async def test_a_connection_is_not_kept_once_its_application_failed() -> None:
+    """The server closes it after that answer, perhaps just when the next request is sent, which it may not repeat."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writer.write(OK.replace(b"200 OK", b"500 Internal Server Error"))
+
+    async with pool_of(behaviour) as (server, pool):
+        for connections_count in (1, 2):
+            assert await ask(pool, server.url) == b"{}"
+            assert server.connections_count == connections_count
+
+
 @pytest.mark.parametrize(("may_repeat", "pause_s"), [(False, 0.0), (True, 1.2)])
 async def test_what_the_engine_may_have_done_is_not_sent_again(may_repeat: bool, pause_s: float) -> None:
     """Cases are a POST that changes something, and a request that the engine had for a while before the end."""

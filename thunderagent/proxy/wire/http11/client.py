@@ -52,6 +52,9 @@ STALL_LOOKS_COUNT: Final = 4
 ROUNDING_S: Final = 1e-6
 """Tolerance for rounding errors of a limit that has just passed."""
 
+FAILED: Final = 500
+"""Servers close the connection of an application that failed, just after its answer, and do not say so (uvicorn)."""
+
 
 class Connection:
     """One connection to a server; it has the methods of an asyncio protocol, like a client's connection."""
@@ -285,7 +288,7 @@ class Connection:
             if self._interim_bytes > MAX_HEAD_BYTES:  # each one ends a silence, so no limit would apply
                 raise NotHttpError(f"it sends more than {MAX_HEAD_BYTES} bytes of interim answers")
         self._buffer = b""
-        self._keeps_alive = head.keeps_alive
+        self._keeps_alive = head.keeps_alive and head.status != FAILED
         self._chunks = Chunks() if head.length == CHUNKED else None
         self._left_bytes = head.length
         answer = self._answer = Answer(head, self)
