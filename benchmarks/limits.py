@@ -36,6 +36,7 @@ from benchmarks.policy import AWAY_LIMIT_S, mean_context_tokens, programs_at
 from benchmarks.simulated import save_plot, scenario_of
 from thunderagent.programs.model.decisions import Decision, Grant, Reject
 from thunderagent.programs.model.events import Event, ProgramReleased, TurnArrived
+from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
 from thunderagent.simulator.comparison.processes import GoOn
 from thunderagent.simulator.figures.figures import Percentiles
@@ -259,14 +260,6 @@ def arguments() -> argparse.ArgumentParser:
     add("--for-s", type=float, default=math.inf, help="begin no run after that, to go on later")
     add("--name", default="policy-limits", help="what the result is called")
     return parser
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Read comma-separated words."""
-    found = tuple(part.strip() for part in text.split(","))
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"not names with commas between: {text!r}")
-    return found
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.findings import Finding
-from benchmarks.limits import Cell, Followed, Task, findings, loads, names, run_one, whole_numbers
+from benchmarks.limits import Cell, Followed, Task, findings, loads, run_one, whole_numbers
 from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.runs.agenda import Agenda
 from thunderagent.simulator.runs.run import Simulation

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--policies",
-        type=_names,
+        type=names,
         default="passthrough,sticky,cap-best,thunderagent",
         metavar="P,P",
         help="policies to compare, each NAME or NAME:SETTING=VALUE:... (default: %(default)s)",
@@ -175,11 +175,12 @@ def _as_typed(name: str, value: object) -> str:
     return f"{Decimal(repr(value)):f}".removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    if not all(names):
+def names(text: str) -> tuple[str, ...]:
+    """Read comma-separated words."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
         raise argparse.ArgumentTypeError(f"not names with commas between: {text!r}")
-    return names
+    return found
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:

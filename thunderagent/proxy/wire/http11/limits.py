@@ -96,7 +96,8 @@ class Pause:
         self._loop = loop
         self._clock_s = 0.0
         """Total of all ended pauses."""
-        self._since_s: float | None = None
+        self._since_s = 0.0
+        """When the pause began that is on."""
         self.is_on = False
         """Whether the replica is paused now."""
         self.ended_s = -inf
@@ -104,17 +105,18 @@ class Pause:
 
     def set(self, *, on: bool) -> None:
         """Start a pause, or end it. Idempotent."""
+        if on == self.is_on:
+            return
         now_s, self.is_on = self._loop.time(), on
-        if on and self._since_s is None:
+        if on:
             self._since_s = now_s
-        elif not on and self._since_s is not None:
+        else:
             self._clock_s += now_s - self._since_s
-            self._since_s = None
             self.ended_s = now_s
 
     def clock_s(self) -> float:
         """Return seconds without the pauses."""
-        return (self._loop.time() if self._since_s is None else self._since_s) - self._clock_s
+        return (self._since_s if self.is_on else self._loop.time()) - self._clock_s
 
 
 def notice_lost_peers(transport: asyncio.BaseTransport) -> None:
