@@ -18,9 +18,6 @@ from thunderagent.programs.model.events import (
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    SandboxesMeasured,
-    SandboxFailed,
-    SandboxReady,
     Tick,
     ToolEnded,
     ToolStarted,
@@ -49,6 +46,9 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    SandboxesMeasured,
+    SandboxFailed,
+    SandboxReady,
 )
 from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program

@@ -1,4 +1,4 @@
-"""Serve an aiohttp application to a test."""
+"""Serve an aiohttp application to a test, and find ports for servers that must be told one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+
+from thunderagent.provision.base import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -21,3 +23,11 @@ async def on_loopback(app: web.Application, **options: Any) -> AsyncIterator[str
         yield "http://{}:{}".format(*runner.addresses[0])
     finally:
         await runner.cleanup()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports that nobody listens on, and that no test beside this one gets before its server starts."""
+    ports: dict[int, None] = {}
+    while len(ports) < count:
+        ports[free_port()] = None
+    return list(ports)

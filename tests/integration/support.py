@@ -319,6 +319,10 @@ class Call:
         self.transport.close()
 
 
+HEAD_LIMIT_S = 5.0
+"""How long a connection to a fake replica may be open without a byte, as servers limit it."""
+
+
 class _Peer(asyncio.Protocol):
     """One connection to a fake replica."""
 
@@ -328,17 +332,21 @@ class _Peer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._call: Call | None = None
         self._task: asyncio.Task[None] | None = None
+        # A poll that is cancelled while it connects may leave its connection open.
+        self._head_limit = asyncio.get_running_loop().call_later(HEAD_LIMIT_S, self.abort)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._replica.peers.add(self)
 
     def data_received(self, data: bytes) -> None:
+        self._head_limit.cancel()
         self._buffer += data
         if self._task is None:
             self._next_call()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._head_limit.cancel()
         self._replica.peers.discard(self)
         if self._call is not None:
             self._call.left.set()
@@ -729,7 +737,7 @@ async def running_proxy(
         }
         if "policy" not in config:
             # Then a claim equals the context, to the token.
-            defaults["policy_args"] = {"reserve_tokens": "0", "growth_quantile": "0"}
+            defaults["policy_args"] = {"reserve_tokens": "0"}
         settings = ServeConfig.load(**{**defaults, **config})
         runtime, event_log = build_runtime(settings)
         assert event_log is not None

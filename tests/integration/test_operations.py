@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.integration.support import (
 from thunderagent.backends.discovery.base import PodSelection
 from thunderagent.backends.discovery.kubernetes import ClusterAccess
 from thunderagent.errors import ConfigurationError, ProvisionError
+from thunderagent.provision.base import free_port
 from thunderagent.provision.command import CommandProvisioner
 from thunderagent.provision.docker import DockerProvisioner, ReplicaImage
 from thunderagent.provision.kubernetes import KubernetesProvisioner, Workload
@@ -469,6 +471,24 @@ def test_a_command_that_is_none_is_refused(command: str, url: str, why: str) -> 
     """The refusal comes before anything is started."""
     with pytest.raises(ConfigurationError, match=why):
         CommandProvisioner(command, url)
+
+
+def test_a_port_is_none_that_the_system_gives_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be bound; if none can, that is an error, and not an endless search."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, given.read_text().split())
+    for _ in range(20):
+        port = free_port()
+        assert not first <= port <= last or (first <= 10_000 and last == 65_535)  # there all are given away
+        socket.create_server(("127.0.0.1", port)).close()
+
+    class Bound(socket.socket):
+        def bind(self, _address: object, /) -> None:
+            raise OSError("in use")
+
+    monkeypatch.setattr(socket, "socket", Bound)
+    with pytest.raises(ProvisionError, match="no port"):
+        free_port()
 
 
 async def test_what_a_command_writes_is_kept_if_that_is_wanted(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from tests.integration.support import DEADLINE_S, Wire, ask, cap, exchange, fake_replica, get, post, running_proxy, turn
-from tests.loopback import on_loopback
+from tests.loopback import free_ports, on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -70,9 +69,7 @@ async def proxy_with_sandboxes(**config: Any) -> AsyncIterator[tuple[RunningProx
 
 async def test_a_program_follows_its_own_sandboxes_on_the_data_port() -> None:
     """Operators see those of all programs, on the admin port alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        admin_port = probe.getsockname()[1]
+    (admin_port,) = free_ports(1)
     async with proxy_with_sandboxes(admin_port=admin_port) as (proxy, _):
         admin_url = f"http://127.0.0.1:{admin_port}"
         assert (await get(proxy.url, "/sandboxes/events")).error["code"] == "not_found"

@@ -24,9 +24,6 @@ from thunderagent.programs.model.events import (
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    SandboxesMeasured,
-    SandboxFailed,
-    SandboxReady,
     Tick,
     ToolEnded,
     ToolStarted,
@@ -60,6 +57,9 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    SandboxesMeasured,
+    SandboxFailed,
+    SandboxReady,
     TierPolled,
 )
 from thunderagent.programs.model.policy import HINT_RATIO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from benchmarks.engine_kinds import KINDS
 from benchmarks.environments import RealEngineError
 from benchmarks.processes import Server, thunderagent
 from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
+from tests.loopback import free_ports
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.support import until_all_up
 
@@ -108,7 +108,7 @@ def run_proxy(tmp_path_factory: pytest.TempPathFactory) -> RunProxy:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def proxy(engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy) -> AsyncIterator[Server]:
     """Run a proxy in front of both engines."""
-    exact = ("--policy-arg", "reserve_tokens=0", "--policy-arg", "growth_quantile=0")  # a claim is a context
+    exact = ("--policy-arg", "reserve_tokens=0")  # a claim is a context
     async with run_proxy(engines, *exact) as server:
         yield server
 
@@ -142,15 +142,3 @@ def _engine_config(port: int) -> RealEngineConfig:
         core=None,
         extra_args=("--max-num-seqs", str(MAX_SEQS), "--enable-scale-out"),  # which has /inference/v1/generate
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports, bound at the same time so that they differ."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

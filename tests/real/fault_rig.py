@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.integration.support import CommandProcess, command, get, metrics_of
-from tests.real.conftest import free_ports
+from tests.loopback import free_ports
 from tests.real.silent_link import SilentLink
 
 if TYPE_CHECKING:

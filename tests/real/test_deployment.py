@@ -15,9 +15,9 @@ import httpx2
 import pytest
 import yaml
 
+from tests.loopback import free_ports
 from tests.real import base_image
 from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, REDIS_IMAGE, make_base_images, make_redis_image
-from tests.real.conftest import free_ports
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
 from tests.real.support import Json, events, replicas, until, until_all_up
 

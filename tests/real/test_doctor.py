@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.real_engine import RealEngine, RealEngineConfig
-from tests.real.conftest import HIDDEN_SIZE, LAYERS, free_ports
+from tests.loopback import free_ports
+from tests.real.conftest import HIDDEN_SIZE, LAYERS
 from thunderagent.cli import build_parser
 from thunderagent.doctor.command import examine
 from thunderagent.doctor.findings import Finding, Level

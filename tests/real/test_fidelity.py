@@ -16,7 +16,8 @@ from benchmarks.engine_kinds import MODEL_NAME
 from benchmarks.fidelity import measure_all, table
 from benchmarks.real import Comparison
 from benchmarks.real_engine import RealEngineConfig
-from tests.real.conftest import MAX_SEQS, free_ports
+from tests.loopback import free_ports
+from tests.real.conftest import MAX_SEQS
 from tests.real.support import COMPLETIONS, completion
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.engine.engine import Engine

@@ -140,7 +140,7 @@ async def test_no_turn_is_delayed_by_a_judge(engine: RealEngine, run_proxy: RunP
     round, because it is asked after every turn, as far as its rate allows.
     """
     polls = ("--poll-interval-s", "2")
-    exact = ("--policy-arg", "reserve_tokens=0", "--policy-arg", "growth_quantile=0")  # so that no turn is held
+    exact = ("--policy-arg", "reserve_tokens=0")  # so that no turn is held
     parts = ("--order", "orbit-judge", "--priority", "orbit-judge")
     asking = ("--judge-model", "j", "--judge-every-turns", "1", "--judge-rate-per-s", "20", "--judge-timeout-s", "60")
     async with AsyncExitStack() as stack:

@@ -35,7 +35,7 @@ from tests.integration.support import (
     until,
     word,
 )
-from tests.real.conftest import free_ports
+from tests.loopback import free_ports
 from tests.real.envoy_server import ClientTls, configuration, envoy, packages
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import zmq
 from zmq.asyncio import Context
 
 from benchmarks.real_engine import RealEngine, RealEngineConfig
-from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN, free_ports
+from tests.loopback import free_ports
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import COMPLETIONS, Programs, completion, priorities_in, words
 from thunderagent.backends.kv_messages import BlocksStored, read_events, read_message
 

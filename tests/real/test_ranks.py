@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.processes import thunderagent
 from benchmarks.real_engine import RealEngine
-from tests.real.conftest import _engine_config, free_ports
+from tests.loopback import free_ports
+from tests.real.conftest import _engine_config
 from tests.real.support import until_all_up
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from benchmarks.engine_kinds import KINDS, MODEL_NAME
 from benchmarks.load import LoadSpec, run_load
 from benchmarks.real import serve_proxy
 from benchmarks.real_engine import RealEngine, RealEngineConfig
-from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN, free_ports
+from tests.loopback import free_ports
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import (
     CHAT,
     COMPLETIONS,

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 import uvloop
 
 from tests.integration.support import ask, command, engine, events_of, get, metrics_of
+from tests.loopback import free_ports
 from tests.real.redis_server import redis_server
 from thunderagent.errors import FencedError, StoreError
 
@@ -40,15 +40,6 @@ TOOL_S = 0.3
 ROOT = Path(__file__).parents[2]
 EARLIER = "f37a8ec2"
 """The first version with gateways, a store and a standby; none is released yet. Later this is the last release."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Cell:

@@ -47,11 +47,11 @@ def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_w
     assert names == [*core, "proxy/wire/heads.py", "runtime/writer.py"]
 
 
-def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_the_events_are_not() -> None:
-    """The event log reads the types of events' fields, and policy loading those of settings."""
+def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_fleet_events_are_not() -> None:
+    """The event log reads the types of their fields, and policy loading those of settings."""
     names = {path.name for path in compiled_sources(PACKAGE)}
-    assert {"scheduler.py", "letting_in.py", "areas.py", "heads.py", "server.py", "identity.py"} <= names
-    assert not {"events.py", "breakeven.py", "least_area.py"} & names
+    assert {"scheduler.py", "events.py", "areas.py", "heads.py", "server.py", "identity.py"} <= names
+    assert not {"fleet_events.py", "breakeven.py", "least_area.py"} & names
 
 
 def test_sources_alone_are_interpreted_and_compiled_ones_say_so(package: Path) -> None:

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from tests.builders import asked
-from thunderagent.leases import Lease, LeaseSource, OpenLease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.leases import Lease, LeaseSource, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler

@@ -16,7 +16,7 @@ import pytest
 import thunderagent
 
 PACKAGE = Path(thunderagent.__file__).parent
-CORE = ("__init__.py", "errors.py", "leases.py", "policy_loader.py")
+CORE = ("__init__.py", "errors.py", "leases/__init__.py", "policy_loader.py")
 """Parts of the package besides `programs/` that the builders of the tests need."""
 
 TOY_POLICY = '''\
@@ -92,8 +92,9 @@ class Longest:
 def core_at(folder: Path) -> Path:
     """Copy the core to be importable from `folder`; return its folder."""
     for name in CORE:
-        (folder / "thunderagent").mkdir(exist_ok=True)
-        shutil.copy(PACKAGE / name, folder / "thunderagent" / name)
+        copied = folder / "thunderagent" / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PACKAGE / name, copied)
     without = shutil.ignore_patterns("*.so", "__pycache__")
     return Path(shutil.copytree(PACKAGE / "programs", folder / "thunderagent" / "programs", ignore=without))
 

@@ -15,7 +15,8 @@ import structlog
 from multidict import CIMultiDict
 
 from thunderagent.errors import TooManyHeldError
-from thunderagent.leases import LeaseSource, OpenLease, TurnAsk
+from thunderagent.leases import LeaseSource, TurnAsk
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.picker import messages
 from thunderagent.picker.addresses import Addresses
 from thunderagent.picker.stream import Stream

@@ -30,7 +30,8 @@ import structlog
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import AdminKeyNeededError, NoReplicaError, ThunderAgentError
-from thunderagent.leases import Lease, OpenLease, TurnAsk
+from thunderagent.leases import Lease, TurnAsk
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.log_lines import line_writer
 from thunderagent.picker import messages
 from thunderagent.picker.addresses import endpoints_in

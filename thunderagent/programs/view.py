@@ -183,7 +183,7 @@ class SchedulerView:
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
-        return self._core.knowledge.break_even_s(replica_id, self._book.capacity_tokens_of(replica_id))
+        return self._core.knowledge.break_even_s(replica_id, self._book.memory_tokens_of(replica_id))
 
     @property
     def growth_tokens_per_s(self) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 from thunderagent.backends.discovery import wanted_of
-from thunderagent.errors import ConfigurationError, DiscoveryError
+from thunderagent.errors import ConfigurationError, DiscoveryError, ProvisionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,24 @@ class Provisioner(Protocol):
         """End started replicas that must not outlive the proxy. Never raises."""
 
 
+TRIED_PORTS_COUNT: Final = 100
+
+
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port of this machine that nobody listens on now, none of those that the system gives away.
+
+    An engine binds it some time later: a connection, or a server that takes any port, does not get it until then.
+    Raises `ProvisionError` if none can be bound.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, given.read_text().split()) if given.exists() else (32768, 60999)
+    port: int
+    outside = [*range(10_000, first), *range(last + 1, 65_536)] or range(10_000, 65_536)
+    for port in random.SystemRandom().sample(outside, min(TRIED_PORTS_COUNT, len(outside))):
+        with socket.socket() as probe, suppress(OSError):  # it is taken
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ProvisionError("no port of this machine can be bound, of many that were tried")
 
 
 def url_on(port: int, pattern: str) -> str:

@@ -20,7 +20,7 @@ from thunderagent.errors import EventLogError
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.events import Event, Media, PrefixCut, TurnAdopted, TurnArrived
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.pools import Handled, share
 from thunderagent.programs.scheduler import Scheduler
@@ -169,11 +169,30 @@ def _read_header(numbered: Iterator[tuple[int, bytes]]) -> Any:
 def _read_record(number: int, line: bytes) -> Record:
     try:
         name, fields, logged, *of_pool = msgspec.json.decode(line)
-        EVENTS[name](**fields)  # refuses fields that the event does not have
-        event = msgspec.convert(fields, EVENTS[name])
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        event = _event_of(EVENTS[name], fields)
+    except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise EventLogError(f"line {number}: not an event: {error!r}") from error
     return event, logged, int(of_pool[0][0]) if of_pool else 0
+
+
+def _event_of(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """Return the event with these fields. A compiled class checks their types itself, and keeps no names of them."""
+    if _is_interpreted(kind):
+        kind(**fields)  # refuses fields that the event does not have
+        return msgspec.convert(fields, kind)
+    read = {name: msgspec.convert(fields[name], shape) for name, shape in _SHAPES.items() if name in fields}
+    if kind is TurnAdopted:
+        read["arrived"] = _event_of(TurnArrived, fields["arrived"])
+    return kind(**fields | read)
+
+
+def _is_interpreted(kind: type[Any]) -> bool:
+    """Return whether a class keeps its annotations as they stand in its source, which are texts."""
+    return isinstance(kind.__annotations__["now_s"], str)
+
+
+_SHAPES = {"prefix": tuple[PrefixCut, ...], "media": Media, "program_ids": tuple[str, ...]}
+"""Fields of compiled events that are no single value."""
 
 
 def _without_empty_priorities(decisions: Any) -> None:

@@ -4,7 +4,7 @@ Theory of operation
 ===================
 Everything here runs on one event loop. `Runtime.lease` sends a `TurnArrived`. If the scheduler grants at once, the
 lease is returned without a single await; otherwise the caller waits on a future that a later event resolves.
-`leases.py` defines what is asked, granted and ended, and what else the carriers of bytes may know: the runtime pushes
+`leases/` defines what is asked, granted and ended, and what else the carriers of bytes may know: the runtime pushes
 the replicas after each event that changes them, and answers questions, so nobody else reads the scheduler.
 
 Nothing here knows HTTP: a trainer that calls its engines itself takes leases in the same way.
@@ -34,7 +34,8 @@ from thunderagent.errors import (
     TooManyProgramsError,
     TurnAbortedError,
 )
-from thunderagent.leases import UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd, TurnHint
+from thunderagent.leases import UNBOUNDED, Lease, TurnAsk, TurnEnd, TurnHint
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.model.decisions import Decision, Grant, Reject
 from thunderagent.programs.model.events import (
     Event,

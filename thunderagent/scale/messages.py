@@ -9,7 +9,7 @@ A scheduler's frames contain its epoch, and a gateway ignores frames of past epo
 A message is an array, its kind first. Both sides may have different versions: **fields are only added**, at the end,
 with a default. A field that an older side does not send has its default; further fields of a newer one are not read; an
 unknown kind is counted and dropped. `TurnAsk`, `TurnEnd` and `Lease` are the structs that a single process passes by
-reference (`leases.py`). Times are durations, because two processes share no clock.
+reference (`leases/`). Times are durations, because two processes share no clock.
 """
 
 from __future__ import annotations

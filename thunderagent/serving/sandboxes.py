@@ -11,7 +11,7 @@ from math import inf
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.events import SandboxesMeasured, SandboxFailed, SandboxReady
+from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.proxy.reading.header_words import check_program_id
 from thunderagent.proxy.reading.tool_calls import MAX_KEY_CHARS, first_word

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import pytest
 import structlog
 from aiohttp import web
 
+from tests.loopback import free_ports
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
@@ -120,9 +120,7 @@ async def engines() -> AsyncIterator[Callable[[], Engine]]:
     made: list[Engine] = []
 
     def make() -> Engine:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            made.append(Engine(port=probe.getsockname()[1]))
+        made.append(Engine(port=free_ports(1)[0]))
         return made[-1]
 
     yield make

@@ -27,6 +27,7 @@ from thunderagent.programs.learned.capacity import (
     _SeenTurn,
     _Window,
 )
+from thunderagent.programs.model.records.learned import CapacityRecord
 
 CONTEXT_TOKENS = 10_000
 
@@ -201,6 +202,19 @@ def test_the_end_of_a_block_of_each_turn_is_no_loss_in_counters() -> None:
     for second in range(1, 121):
         counting.poll(float(second), 0.0)
     assert set(counting.ratios(120.0)) == {1.0}
+
+
+@pytest.mark.parametrize(("ratio", "ends_at"), [(1.2, 1.0), (1.0, 1.0), (0.9, 0.9)])
+def test_a_small_loss_in_counters_is_taken_back_beyond_what_was_reported(ratio: float, ends_at: float) -> None:
+    """A twentieth is lost: too little for a step down elsewhere."""
+    correction = CapacityCorrection(0.0)
+    correction.adopt(CapacityRecord("r0", ratio, HIGHEST_RATIO))
+    counting = Counting(correction)
+    for number in range(1200):
+        counting.turn(number / 5 + 0.05, 0.1, 1344, 1500)
+    for second in range(1, 241):
+        counting.poll(float(second), 0.0)
+    assert counting.ratios(240.0)[-1] == ends_at
 
 
 def test_counters_that_begin_anew_are_compared_from_then_on() -> None:

@@ -21,7 +21,7 @@ THRESHOLD_S = 20.0
 
 def driver_with(policy: str = "breakeven", **settings: object) -> Driver:
     """Drive a policy whose break-even is `THRESHOLD_S`, and which itself would hold for a moment."""
-    plain = {"reserve_tokens": 0, "growth_quantile": 0, "foresight_ratio": 0, "low_ratio": 1, "adapt_capacity": False}
+    plain = {"reserve_tokens": 0, "foresight_ratio": 0, "low_ratio": 1, "adapt_capacity": False}
     settings = settings if policy != "breakeven" else plain | settings
     driver = Driver(load_policy(policy, settings), replicas={"r0": 1000})
     knowledge = driver.scheduler.knowledge

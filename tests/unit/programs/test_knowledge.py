@@ -172,6 +172,15 @@ def test_the_break_even_is_the_time_to_prefill_a_replica_s_own_memory() -> None:
     assert scheduler.view.break_even_s("r0") == 0
 
 
+def test_the_break_even_is_that_of_the_memory_that_there_really_is() -> None:
+    """A capacity that was reported twice too large would hold programs twice too long."""
+    driver = driver_with(None)
+    driver.comes_up("r1", 100_000)
+    scheduler = driver.scheduler
+    scheduler.replicas["r1"].account.set_limit(100_000, 0.5)
+    assert scheduler.view.break_even_s("r1") == scheduler.view.break_even_s(None) == pytest.approx(2.5)
+
+
 def test_a_small_replica_holds_by_its_own_break_even() -> None:
     """The other one is ten times as large: the longer a memory takes to fill, the longer holding pays."""
     driver = Driver(load_policy("breakeven", {"reserve_tokens": 0}), replicas={"small": 10_000, "large": 100_000})

@@ -49,7 +49,7 @@ def test_only_so_many_classes_are_remembered() -> None:
 
 def test_a_turn_claims_its_text_by_bytes_and_its_media_by_what_they_were() -> None:
     """Its first turn claims the guess; the next one knows all. Text alone is learned from text alone."""
-    driver = Driver(BreakEven(reserve_tokens=0, growth_quantile=0.0), replicas={"r0": 100_000})
+    driver = Driver(BreakEven(reserve_tokens=0), replicas={"r0": 100_000})
     driver.send(TurnArrived(driver.now_s, 1, "a", prompt_bytes=400, media=LARGE))
     assert driver.program("a").claim_tokens == 1600
     driver.finishes(1, 900, 50)

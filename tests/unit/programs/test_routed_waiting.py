@@ -21,8 +21,8 @@ STEP_COUNT = 60
 """Number of steps within which the waiting one must run."""
 
 BY_AGE: Mapping[str, tuple[str, Mapping[str, Setting]]] = {
-    "breakeven": ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0}),
-    "breakeven, nobody passes": ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0, "pass_count": 0}),
+    "breakeven": ("breakeven", {"reserve_tokens": 0}),
+    "breakeven, nobody passes": ("breakeven", {"reserve_tokens": 0, "pass_count": 0}),
     "ttl": ("ttl", {"reserve_tokens": 0}),
     "continuum": ("continuum", {}),
     "infercept": ("infercept", {"reserve_tokens": 0}),
@@ -36,7 +36,7 @@ BY_AGE: Mapping[str, tuple[str, Mapping[str, Setting]]] = {
 BY_SIZE: Mapping[str, tuple[str, Mapping[str, Setting]]] = {
     "thunderagent": ("thunderagent", {"reserve_tokens": 0}),
     "ttl, shortest first": ("ttl", {"reserve_tokens": 0, "order": "shortest"}),
-    "breakeven, shortest first": ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0, "order": "shortest"}),
+    "breakeven, shortest first": ("breakeven", {"reserve_tokens": 0, "order": "shortest"}),
 }
 """Policies in whose order smaller ones always go first: none is passed by one of equal size."""
 
@@ -196,9 +196,7 @@ def test_a_replica_with_room_is_not_closed_for_one_that_waits_for_another() -> N
 
 def test_breakeven_lets_pass_for_a_while_on_a_replica_for_which_one_waits() -> None:
     """It does as with the head of its queue, until that has waited for half of a program's median life."""
-    driver = driven(
-        ("breakeven", {"reserve_tokens": 0, "growth_quantile": 0.0, "foresight_ratio": 0.0, "order": "fcfs"})
-    )
+    driver = driven(("breakeven", {"reserve_tokens": 0, "foresight_ratio": 0.0, "order": "fcfs"}))
     for number in range(4):  # the life of programs is learned: 20 s
         turn_id = driver.arrives(f"earlier-{number}", 100)
         driver.passes(20.0)

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from tests.builders import asked
 from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
-from thunderagent.leases import OpenLease, TurnEnd, TurnHint
+from thunderagent.leases import TurnEnd, TurnHint
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.invariants import check
 from thunderagent.programs.model.decisions import Decision, Grant, Hold, Reason, Release, Restore
 from thunderagent.programs.model.events import Event, TurnArrived, TurnFinished

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 import pytest
 
 from thunderagent.errors import NoReplicaError
-from thunderagent.leases import FAIL_OPEN, Lease, OpenLease, ReplicaState, TurnAsk
+from thunderagent.leases import FAIL_OPEN, Lease, ReplicaState, TurnAsk
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
 from thunderagent.scale.messages import Frame, Hold, Lead, Message, Refusal, RemoteReplica, Replicas

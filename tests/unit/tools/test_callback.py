@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
 import time
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ import pytest
 import structlog
 from aiohttp import web
 
+from tests.loopback import free_ports
 from thunderagent.errors import (
     ConfigurationError,
     SandboxConflictError,
@@ -485,14 +485,12 @@ async def test_a_try_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None
 
 async def test_nobody_there(driver: CallbackDriver) -> None:
     """A failed connection may succeed later; nothing was begun, so there is no reclaim and no warning."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        with structlog.testing.capture_logs() as logs:
-            with pytest.raises(SandboxEngineError, match="cannot be reached"):
-                await driver.prepare(order_at(url))
-            with pytest.raises(SandboxEngineError, match="cannot be reached"):
-                await driver.reclaim((await driver.adopt("h", f"{url}/reclaim")).handle)
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with structlog.testing.capture_logs() as logs:
+        with pytest.raises(SandboxEngineError, match="cannot be reached"):
+            await driver.prepare(order_at(url))
+        with pytest.raises(SandboxEngineError, match="cannot be reached"):
+            await driver.reclaim((await driver.adopt("h", f"{url}/reclaim")).handle)
     assert logs == []
 
 

@@ -326,10 +326,11 @@ class Book:
             self.rooms.set_granting(self.granting_replicas)
         return self.rooms.first(count)
 
-    def capacity_tokens_of(self, replica_id: str | None) -> int:
-        """Return the size of a replica's memory; if unknown, that of the largest open one."""
+    def memory_tokens_of(self, replica_id: str | None) -> float:
+        """Return the corrected size of a replica's memory; if unknown, that of the largest open one."""
         accounts: Mapping[str, Account] = self.ledger.accounts
         account = accounts.get(replica_id) if replica_id is not None else None
         if account is not None and account.capacity_tokens is not None:
-            return account.capacity_tokens
-        return max((replica.account.capacity_tokens or 0 for replica in self.open_replicas), default=0)
+            return account.limit_tokens
+        known = [each.account for each in self.open_replicas if each.account.capacity_tokens is not None]
+        return max([account.limit_tokens for account in known], default=0.0)

@@ -16,13 +16,11 @@ from thunderagent.programs.model.events import (
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    SandboxesMeasured,
-    SandboxFailed,
-    SandboxReady,
     ToolEnded,
     ToolStarted,
     TurnArrived,
 )
+from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady
 from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program

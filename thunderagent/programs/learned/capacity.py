@@ -17,7 +17,9 @@ nothing of single turns, it is read late, and now and then it is not read at all
 a window of several polls. A turn is in the window only if the engine certainly looked it up in it: it was granted after
 the window's first reading arrived, and its first token was seen before the last reading was requested. What the engine
 found for any other turn only adds to the count. So a loss that the window shows is a loss. A loss that it does not show
-may still exist: before more is tried, what others may have found is subtracted. A window that shows neither goes on.
+may still exist: before more is tried, what others may have found is subtracted. Beyond what the engine reports, which
+is mostly right, such a loss is taken back at once, and steps up are small from then on. A window that shows neither
+goes on.
 
 **Idleness.** A correction that believes noise must undo itself. If an engine has no turn while turns wait for room, its
 memory is reserved for nothing: then what was taken from the capacity comes back, in proportion to that time.
@@ -72,6 +74,9 @@ WINDOW_TURNS_RATIO: Final = 2.0
 
 LOSS_FREE_RATIO: Final = 0.005
 """A loss below this ratio lets more be tried."""
+
+BEYOND_SLACK_RATIO: Final = 0.02
+"""Beyond the reported capacity a possible loss above this ratio is taken back, if only counters tell."""
 
 LONGEST_WINDOW_RATIO: Final = 4.0
 """A window of counters that shows nothing lasts at most for this many times the turns that it needs."""
@@ -273,6 +278,9 @@ class CapacityCorrection:
             lost_at_most_ratio = (self._lost_tokens + self._window.lost_at_most_tokens) / expected_tokens
         if lost_ratio > LOSS_SLACK_RATIO:
             self._step_down(now_s, lost_ratio)
+        elif self.ratio > 1.0 and not self._tells_cached and lost_at_most_ratio > BEYOND_SLACK_RATIO:
+            self.ratio = self._ceiling_ratio = max(1.0, self.ratio * (1.0 - lost_at_most_ratio))
+            self._up_ratio = STEP_UP_RATIO
         elif wanted and expected_tokens and lost_at_most_ratio < LOSS_FREE_RATIO:
             up_ratio = self._up_ratio if self.ratio < self._ceiling_ratio else NEAR_CEILING_STEP_RATIO
             self.ratio = min(HIGHEST_RATIO, self.ratio * (1.0 + up_ratio))

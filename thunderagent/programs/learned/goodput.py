@@ -17,10 +17,10 @@ from thunderagent.programs.learned.histogram import LogHistogram, check_range
 from thunderagent.programs.model.records.learned import HistogramRecord, PriceRecord
 from thunderagent.programs.model.turn import TurnEnded
 
-ALPHA_RATIOS = (1.0, 2.0, 3.0)
+ALPHA_RATIOS: Final[tuple[float, ...]] = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or program may take and still be in time."""
 
-LARGEST_ALPHA_RATIO = max(ALPHA_RATIOS)
+LARGEST_ALPHA_RATIO: Final[float] = ALPHA_RATIOS[-1]
 
 IDLE_RATIO: Final = 0.1
 """Ratio of turns that shared their engine with fewest others."""

@@ -212,13 +212,13 @@ class Knowledge:
         prefill_token_s = self.prefill_speed.token_s
         return self.tiers.lost_token_s(replica_id, prefill_token_s) if self.tiers.by_replica else prefill_token_s
 
-    def break_even_s(self, replica_id: str | None, capacity_tokens: int) -> float:
+    def break_even_s(self, replica_id: str | None, memory_tokens: float) -> float:
         """Return how long a replica takes to fill its whole memory, by prefill or from the tier behind it.
 
         Holding tokens pays at most for that long, compared with regaining them later: memory of C tokens that takes b·C
         seconds to fill does nothing else meanwhile.
         """
-        return self.lost_token_s(replica_id) * capacity_tokens
+        return self.lost_token_s(replica_id) * memory_tokens
 
     def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""

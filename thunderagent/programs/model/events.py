@@ -1,6 +1,8 @@
-"""The core's input. Every event carries `now_s`, monotonic seconds, because the core has no clock."""
+"""The core's input. Every event carries `now_s`, monotonic seconds, because the core has no clock.
 
-# interpreted: the event log reads the types of the fields, which a compiled class does not keep
+The two largest of each turn have an explicit `__init__`, because that of a dataclass is not compiled. Compiled, these
+two can neither be copied nor pickled.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class ProgramOpened:
     program_class: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class TurnArrived:
     """A turn wants a lease.
 
@@ -63,6 +65,46 @@ class TurnArrived:
     role: str = ""
     parent_branch_id: str = ""
     media: Media = ()
+
+    def __init__(
+        self,
+        now_s: float,
+        turn_id: int,
+        program_id: str | None,
+        branch_id: str = "",
+        prompt_bytes: int = 0,
+        avoid_replica_id: str | None = None,
+        prefix: tuple[PrefixCut, ...] = (),
+        group_id: str = "",
+        deadline_s: float | None = None,
+        supersedes_id: int | None = None,
+        waiting_since_s: float | None = None,
+        parent_id: str = "",
+        tenant: str = "",
+        wanted_replica_id: str | None = None,
+        program_class: str = "",
+        role: str = "",
+        parent_branch_id: str = "",
+        media: Media = (),
+    ) -> None:
+        self.now_s = now_s
+        self.turn_id = turn_id
+        self.program_id = program_id
+        self.branch_id = branch_id
+        self.prompt_bytes = prompt_bytes
+        self.avoid_replica_id = avoid_replica_id
+        self.prefix = prefix
+        self.group_id = group_id
+        self.deadline_s = deadline_s
+        self.supersedes_id = supersedes_id
+        self.waiting_since_s = waiting_since_s
+        self.parent_id = parent_id
+        self.tenant = tenant
+        self.wanted_replica_id = wanted_replica_id
+        self.program_class = program_class
+        self.role = role
+        self.parent_branch_id = parent_branch_id
+        self.media = media
 
 
 @dataclass(slots=True)
@@ -114,7 +156,7 @@ class TurnProgressed:
     output_tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class TurnFinished:
     """The answer is complete. A count is None if the engine did not report it.
 
@@ -129,6 +171,22 @@ class TurnFinished:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     tool: str = ""
+
+    def __init__(
+        self,
+        now_s: float,
+        turn_id: int,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        tool: str = "",
+    ) -> None:
+        self.now_s = now_s
+        self.turn_id = turn_id
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.cached_tokens = cached_tokens
+        self.tool = tool
 
 
 @dataclass(slots=True)
@@ -238,36 +296,6 @@ class ToolEnded:
 
 
 @dataclass(slots=True)
-class SandboxReady:
-    """A sandbox of a program is usable; making it took `prepare_s`."""
-
-    now_s: float
-    program_id: str
-    sandbox_id: str
-    prepare_s: float
-
-
-@dataclass(slots=True)
-class SandboxFailed:
-    """A sandbox of a program could not be made, or ended by itself; `why` is a sentence for the program's story."""
-
-    now_s: float
-    program_id: str
-    sandbox_id: str
-    why: str
-
-
-@dataclass(slots=True)
-class SandboxesMeasured:
-    """The resource use of all sandboxes. None is *not known*, never zero."""
-
-    now_s: float
-    sandbox_count: int
-    disk_bytes: int | None = None
-    memory_bytes: int | None = None
-
-
-@dataclass(slots=True)
 class TurnDue:
     """A held turn must get its lease now, or its client gives up: nothing else is checked."""
 
@@ -301,9 +329,6 @@ Event = (
     | ProgramsAdopted
     | ToolStarted
     | ToolEnded
-    | SandboxReady
-    | SandboxFailed
-    | SandboxesMeasured
     | TurnDue
     | FleetEvent
     | Tick

@@ -1,4 +1,4 @@
-"""The core's input about replicas, and from operators."""
+"""The core's input about replicas and sandboxes, and from operators."""
 
 # interpreted: the event log reads the types of the fields, which a compiled class does not keep
 
@@ -228,6 +228,36 @@ class ProvisionAsked:
     now_s: float
 
 
+@dataclass(slots=True)
+class SandboxReady:
+    """A sandbox of a program is usable; making it took `prepare_s`."""
+
+    now_s: float
+    program_id: str
+    sandbox_id: str
+    prepare_s: float
+
+
+@dataclass(slots=True)
+class SandboxFailed:
+    """A sandbox of a program could not be made, or ended by itself; `why` is a sentence for the program's story."""
+
+    now_s: float
+    program_id: str
+    sandbox_id: str
+    why: str
+
+
+@dataclass(slots=True)
+class SandboxesMeasured:
+    """The resource use of all sandboxes. None is *not known*, never zero."""
+
+    now_s: float
+    sandbox_count: int
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
+
+
 FleetEvent = (
     EncodesPolled
     | GrantsContinued
@@ -249,5 +279,8 @@ FleetEvent = (
     | ReplicaUp
     | ResidencyReported
     | RouteSet
+    | SandboxFailed
+    | SandboxReady
+    | SandboxesMeasured
     | TierPolled
 )

@@ -195,7 +195,7 @@ def least_loaded(candidates: Sequence[SomeReplica]) -> SomeReplica:
 
     A turn with unencoded images counts twice: encoding serves one at a time.
     """
-    return min(candidates, key=_load_of)
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=_load_of)
 
 
 def _load_of(replica: ReplicaView) -> tuple[int, int]:

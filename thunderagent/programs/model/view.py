@@ -123,7 +123,7 @@ class View(Protocol):
         """Seconds to prefill a token, as learned."""
 
     def break_even_s(self, replica_id: str | None) -> float:
-        """Return the learned seconds for a replica to fill its whole memory, by prefill or from its tier.
+        """Return the learned seconds for a replica to fill its whole memory, as corrected, by prefill or tier.
 
         If it is unknown, or does not report its size, the largest open replica stands in.
         """

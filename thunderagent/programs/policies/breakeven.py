@@ -2,17 +2,17 @@
 
 Theory of operation
 ===================
-A replica's memory is claimed by programs: each claims its context and what its next turn is expected to add, and what
-several prompts share is claimed once (`ClaimRules`). Four rules say who may claim it:
+A replica's memory is claimed by programs: each claims its context and a reserve for its next turn, and what several
+prompts share is claimed once (`ClaimRules`). Four rules say who may claim it:
 
 **Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
 memory; pausing costs computing the history again. Both grow with its size, so the break-even is a time, the same for
-all on a replica: β·C, the time in which it could prefill its whole memory (β seconds per token, C tokens), times
-`hold_ratio`; behind a pool with a tier, β is what a loss costs there (`tier_price.py`). It is unknown how long a tool
-will run, only how long tools of its name ran so far. So a program is held until its tool's rate of return falls below
-one in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the queue
-needs the room, and not before. A client's hint on its next turn replaces that guess, for at most the break-even time,
-and for at most `hint_ratio` of a replica (`verbs/hints.py`).
+all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens as corrected),
+times `hold_ratio`; behind a pool with a tier, β is what a loss costs there (`tier_price.py`). It is unknown how long a
+tool will run, only how long tools of its name ran so far. So a program is held until its tool's rate of return falls
+below one in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the
+queue needs the room, and not before. A client's hint on its next turn replaces that guess, for at most the break-even
+time, and for at most `hint_ratio` of a replica (`verbs/hints.py`).
 
 **Admission by area.** The program that will end for least memory times turns is restored first, on every event that
 frees room (`parts/least_area.py`, or another `order`). A program that has waited too long comes before all, which
@@ -72,12 +72,10 @@ class BreakEven:
     """Pause above this part of the limit. Lower it with `low_ratio` to leave memory to other users of the engines. A
     large number: pause nobody for memory.
     """
-    growth_quantile: float = 0.75
-    """A claim includes what the next turn adds in this quantile of cases, as learned. Raise it if turns outgrow their
-    claims (preemptions, `thrashing` with few programs). `0`: use `reserve_tokens`.
-    """
     reserve_tokens: int = 256
-    """What a turn adds until that is learned, or where `growth_quantile` is `0`."""
+    """What a claim holds beside its context, for the next turn. Raise it if turns outgrow their claims (preemptions,
+    `thrashing` with few programs).
+    """
     foresight_ratio: float = 1.5
     """How far ahead newcomers leave room for growth, in β·C. Raise it if programs are paused soon after they came;
     lower it if `unused` is large while newcomers wait. `0`: no room for growth.
@@ -122,8 +120,6 @@ class BreakEven:
             raise ConfigurationError(
                 f"breakeven: needs 0 < low_ratio <= high_ratio, not {self.low_ratio} and {self.high_ratio}"
             )
-        if not 0 <= self.growth_quantile < 1:
-            raise ConfigurationError(f"breakeven: growth_quantile is from 0 to under 1, not {self.growth_quantile}")
         rules = LettingIn(
             hold_ratio=self.hold_ratio,
             low_ratio=self.low_ratio,
@@ -143,7 +139,6 @@ class BreakEven:
         """Return what claims hold beyond contexts."""
         return ClaimRules(
             reserve_tokens=self.reserve_tokens,
-            growth_quantile=self.growth_quantile,
             share_prefixes=self.share_prefixes,
             adapt_capacity=self.adapt_capacity,
         )

@@ -258,17 +258,13 @@ class LettingIn:
                 return first[0]
         roomiest: list[ReplicaView] = []
         most_tokens = -inf
-        foreseen: dict[int | None, float] = {}
         for replica in candidates:  # a call for each would cost more than all the rest
             account = replica.account
             free_tokens = ratio * account.limit_tokens - account.demand_tokens
             if free_tokens < most_tokens or replica is reserved:
                 continue
             if foresees:
-                grown_tokens = foreseen.get(account.capacity_tokens)
-                if grown_tokens is None:
-                    grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
-                    foreseen[account.capacity_tokens] = grown_tokens
+                grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
                 free_tokens -= min(account.growth_tokens, account.active_count * grown_tokens)
             if free_tokens > most_tokens:
                 most_tokens, roomiest = free_tokens, [replica]

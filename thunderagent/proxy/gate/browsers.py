@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ipaddress import ip_address
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -64,9 +64,14 @@ def host_of(value: str) -> str:
     return host.rstrip(".")
 
 
-def comes_from_a_browser(headers: CIMultiDictProxy[str]) -> bool:
-    """Return whether a request is a browser's, by headers that all of them send."""
-    return _ORIGIN in headers or _SITE in headers or headers.get(_USER_AGENT, "").startswith("Mozilla/")
+def comes_from_a_browser(headers: CIMultiDictProxy[str], notes: dict[str, Any] | None = None) -> bool:
+    """Return whether a request is a browser's, by headers that all of them send; `notes` are those of its head."""
+    known: bool | None = None if notes is None else notes.get("browser")
+    if known is None:
+        known = _ORIGIN in headers or _SITE in headers or headers.get(_USER_AGENT, "").startswith("Mozilla/")
+        if notes is not None:
+            notes["browser"] = known
+    return known
 
 
 class Origins:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
@@ -170,7 +170,7 @@ class Guard:
         """
         headers = asked.head.headers
         REQUEST_ID.set(take_request_id(headers))
-        if self._hosts is not None and self._is_judged_by_name(headers, is_operators=for_admin):
+        if self._hosts is not None and self._is_judged_by_name(headers, asked.notes, is_operators=for_admin):
             self._hosts.check(headers)
         if for_admin:
             self.origins.check_site(asked)
@@ -259,9 +259,11 @@ class Guard:
             partial(_invite, request) if request.version >= HttpVersion11 else None,
         )
 
-    def _is_judged_by_name(self, headers: CIMultiDictProxy[str], *, is_operators: bool) -> bool:
+    def _is_judged_by_name(
+        self, headers: CIMultiDictProxy[str], notes: dict[str, Any] | None = None, *, is_operators: bool
+    ) -> bool:
         """Return whether a request's host name matters: without a key, on operators' routes and from browsers."""
-        if not (is_operators or comes_from_a_browser(headers)):
+        if not (is_operators or comes_from_a_browser(headers, notes)):
             return False
         return not self._keyring or self._keyring.key_of(headers) is None
 

@@ -6,6 +6,8 @@ such a program is refused.
 An engine has one order for all, so a stranger's `priority` takes from everybody with a lower one or none.
 """
 
+# compiled: each turn passes here
+
 from __future__ import annotations
 
 from typing import Literal, Protocol

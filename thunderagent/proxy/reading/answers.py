@@ -17,8 +17,9 @@ import msgspec
 
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Dialect, KeepId, Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
+from thunderagent.proxy.reading.dialects.structs import Calls
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
-from thunderagent.proxy.reading.tool_calls import Calls, may_call
+from thunderagent.proxy.reading.tool_calls import key_of, may_call
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
 """A stream with a longer event is relayed without looking for events any more."""
@@ -26,7 +27,7 @@ MAX_EVENT_BYTES: Final = 16 * 2**20
 MAX_PLAIN_BYTES: Final = 64 * 2**20
 """A compressed answer that expands beyond this is not read."""
 
-_decode_calls = msgspec.json.Decoder(Calls).decode
+_decode_calls: Final = msgspec.json.Decoder(Calls).decode
 
 MAX_KEPT_CHARS: Final = 4 * 2**20
 """A longer streamed answer is not kept."""
@@ -71,7 +72,7 @@ def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, kee
 
 def _tool_of(plain: bytes) -> str:
     try:
-        return _decode_calls(plain).key()
+        return key_of(_decode_calls(plain))
     except UNREADABLE:
         return ""
 

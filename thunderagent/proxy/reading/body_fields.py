@@ -1,64 +1,23 @@
 """The few fields of a request's body that matter: read in one pass, whatever else the body holds."""
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# compiled: each turn passes here
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import Raw
 
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
-from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
+from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
+from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, may_hold_media, media_of
 
-
-class PromptFields(msgspec.Struct):
-    """The top-level fields of a body's prompt, as sent; empty if missing.
-
-    Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of APIs that take a text or token ids. Messages
-    are separated in the pass that finds them.
-    """
-
-    model: Raw = Raw()
-    cache_salt: Raw = Raw()
-    tools: Raw = Raw()
-    system: Raw = Raw()
-    instructions: Raw = Raw()
-    messages: list[Raw] | None = None
-    input: Raw = Raw()
-    prompt: Raw = Raw()
-    text: Raw = Raw()
-    input_ids: Raw = Raw()
-    prompt_token_ids: Raw = Raw()
-    token_ids: Raw = Raw()
-
-
-class BodyFields(PromptFields):
-    """The few top-level fields that matter; everything else is skipped, not built."""
-
-    program_id: Any = UNSET
-    extra_body: Any = None
-    session_id: Any = None
-    session_params: Any = None
-    metadata: Any = None
-    vllm_xargs: Any = None
-    nvext: Any = None
-    agent_hint: Any = None
-    conversation_params: Any = None
-    prompt_cache_key: Any = None
-    user: Any = None
-    stream: Any = None
-    stream_options: Any = None
-    previous_response_id: Any = None
-    priority: Any = UNSET
-
-
-OTHERS_FIELDS = (
+OTHERS_FIELDS: Final[tuple[tuple[str, ...], ...]] = (
     ("session_id",),
     ("session_params", "session_id"),
     ("metadata", "program_id"),
@@ -71,10 +30,10 @@ OTHERS_FIELDS = (
 )
 """Where else a body may name its program, as paths to the value."""
 
-SIDE_CALL_TOKEN_FIELDS = ("tokens", "input", "prompt", "input_ids", "token_ids")
+SIDE_CALL_TOKEN_FIELDS: Final[tuple[str, ...]] = ("tokens", "input", "prompt", "input_ids", "token_ids")
 """Fields of side calls that may hold many token ids: of detokenize, of embeddings, and as in turns."""
 
-_BUILT_FIELDS = (
+_BUILT_FIELDS: Final[tuple[str, ...]] = (
     "program_id",
     "extra_body",
     "stream",
@@ -85,26 +44,26 @@ _BUILT_FIELDS = (
     "agent_hint",
     *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
 )
-UNREAD = BodyFields()
+UNREAD: Final = BodyFields()
 """For an object that is too large for the slow parser."""
-_decode_fields = msgspec.json.Decoder(BodyFields).decode
-_check_json = msgspec.json.Decoder(msgspec.Raw).decode
-_RawFields = msgspec.defstruct(
+_decode_fields: Final = msgspec.json.Decoder(BodyFields).decode
+_check_json: Final = msgspec.json.Decoder(msgspec.Raw).decode
+_RawFields: Final = msgspec.defstruct(
     "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BUILT_FIELDS], bases=(PromptFields,)
 )
-_decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
-LARGE_FIELD_BYTES = 64 * 1024
+_decode_raw_fields: Final = msgspec.json.Decoder(_RawFields).decode
+LARGE_FIELD_BYTES: Final = 64 * 1024
 """A larger value that is not a text is not built."""
 
-_TEXT_MESSAGE = re.compile(
+_TEXT_MESSAGE: Final = re.compile(
     rb'\s*\{(?:\s*"(?:role|name|tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,)*\s*"content"\s*:\s*["n]'
 )
 """Beginning of a message whose content is a text, or null. Quotes in a text are escaped, so it holds no media mark."""
 
-MAX_UNREAD_BYTES = 4096
+MAX_UNREAD_BYTES: Final = 4096
 """A body with no more than this beside its prompt and its tools has no media there."""
 
-SLOWLY_READ_BYTES = 2**20
+SLOWLY_READ_BYTES: Final = 2**20
 """Size limit for Python's own parser: 1 ms for a text, 0.1 s for a million empty lists."""
 
 
@@ -151,16 +110,19 @@ def read_fields(body: bytes) -> BodyFields | None:
     return fields
 
 
-_FORM_MODEL = b'name="model"'
-_FORM_VALUE = re.compile(rb"\r\n\r\n([^\r\n]{1,512})\r\n")
-FORM_ENDS_BYTES = 64 * 1024
+_FORM_MODEL: Final = b'name="model"'
+_FORM_VALUE: Final = re.compile(rb"\r\n\r\n([^\r\n]{1,512})\r\n")
+FORM_ENDS_BYTES: Final = 64 * 1024
 """How much of a form is searched for the model's name, at its begin and at its end: a file is between."""
 
 
 def model_named(model: Raw, body: bytes) -> str:
     """Return the model that a request names, by that field of its body, or by its form; empty if none."""
     if model:
-        name = msgspec.json.decode(model)
+        try:
+            name = msgspec.json.decode(model)
+        except (ValueError, RecursionError):  # as the engine will say
+            return ""
         return name if isinstance(name, str) else ""
     if body[:2] == b"--":
         for part in (body[:FORM_ENDS_BYTES], body[-FORM_ENDS_BYTES:]):
@@ -197,6 +159,8 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 
     Cost: a look at the beginning of each message if all of them are texts, however long they are.
     """
+    if len(body) <= MAX_UNREAD_BYTES and not may_hold_media(body):
+        return NO_MEDIA
     unread_bytes, others = len(body), []
     for message in fields.messages or ():
         unread_bytes -= len(message)
@@ -219,13 +183,13 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 # unknown fields, as an object or as its text, and `nvext.agent_hints` is Dynamo's. So they are read for recognisable
 # hints, anything else is ignored without an error, and the body goes on unchanged: an engine may know more.
 
-MAX_TEXT_CHARS = 4096
+MAX_TEXT_CHARS: Final = 4096
 """A longer text is not a hint."""
 
-MAX_EDITS_COUNT = 16
+MAX_EDITS_COUNT: Final = 16
 """How many edits are read."""
 
-_GIVES_AWAY = frozenset({"offload", "evict"})
+_GIVES_AWAY: Final = frozenset({"offload", "evict"})
 
 
 def hint_in(agent_hint: object, vllm_xargs: object, nvext: object) -> TurnHint | None:
@@ -242,7 +206,7 @@ def _said(agent_hint: object, vllm_xargs: object, nvext: object) -> Iterator[dic
     if isinstance(in_xargs, str) and len(in_xargs) <= MAX_TEXT_CHARS:
         try:
             in_xargs = msgspec.json.decode(in_xargs)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):  # half of a surrogate pair is a ValueError
             in_xargs = None
     in_nvext = nvext.get("agent_hints") if isinstance(nvext, dict) else None
     for said in (agent_hint, in_xargs, in_nvext):

@@ -26,7 +26,6 @@ from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
-    BodyFields,
     hint_in,
     media_in,
     model_named,
@@ -34,6 +33,7 @@ from thunderagent.proxy.reading.body_fields import (
 )
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
+from thunderagent.proxy.reading.dialects.structs import BodyFields
 from thunderagent.proxy.reading.header_words import (
     Said,
     check_program_id,

@@ -32,8 +32,8 @@ from uuid import uuid4
 import msgspec
 from msgspec import Raw
 
-from thunderagent.proxy.reading.body_fields import PromptFields
 from thunderagent.proxy.reading.dialects.base import Completion, Dialect, written_ids
+from thunderagent.proxy.reading.dialects.structs import PromptFields
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.sse import UNREADABLE

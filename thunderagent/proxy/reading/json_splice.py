@@ -8,6 +8,7 @@ that were checked to be JSON, and only if there is something to change.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -134,7 +135,8 @@ def set_include_usage(body: bytes, stream_options: object) -> bytes:
         options = dict(stream_options) if isinstance(stream_options, dict) else {}
         if options.pop("continuous_usage_stats", None):
             options["continuous_usage_stats"] = False  # it had no effect without usage
-        value = msgspec.json.encode({**options, "include_usage": True})
+        # msgspec does not write what only Python's parser reads, such as half of a surrogate pair
+        value = json.dumps({**options, "include_usage": True}, separators=(",", ":")).encode()
         return body[: member.value_start] + value + body[member.end :]
     return body[: opening + 1] + _INCLUDE_USAGE + b"," + body[opening + 1 :]
 

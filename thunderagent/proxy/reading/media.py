@@ -58,13 +58,18 @@ class MediaFound(NamedTuple):
 NO_MEDIA: Final = MediaFound(0, ())
 
 
+def may_hold_media(body: bytes) -> bool:
+    """Return whether there is one of the words that are in every body with a mark."""
+    return b"base64" in body or b"input_audio" in body or b"image_url" in body or b'"source"' in body
+
+
 def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:
     """Return what in a body is neither text nor token ids, by class: a model, a kind and a size within a factor 2.
 
     Cost: a search for each of a few words if there is nothing; otherwise one look at each byte.
     """
-    if b"base64" not in body and b"input_audio" not in body and b"image_url" not in body and b'"source"' not in body:
-        return NO_MEDIA  # one of them is in every body with a mark
+    if not may_hold_media(body):
+        return NO_MEDIA
     size_bytes, at = 0, 0
     tokens_by_class: Counter[str] = Counter()
     prefix = bytes(model)[:MAX_MODEL_CHARS].strip(b'"').decode("utf-8", "replace")

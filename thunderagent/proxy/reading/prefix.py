@@ -20,7 +20,8 @@ import msgspec
 from msgspec import Raw
 
 from thunderagent.programs.model.events import PrefixCut
-from thunderagent.proxy.reading.body_fields import PromptFields, begins_with
+from thunderagent.proxy.reading.body_fields import begins_with
+from thunderagent.proxy.reading.dialects.structs import PromptFields
 from thunderagent.proxy.reading.media import media_of
 from thunderagent.proxy.reading.outline import Outline
 

@@ -10,15 +10,17 @@ from typing import Final
 
 import msgspec
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding an engine's bytes may raise; unreadable data is ignored."""
 
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_EVENT_ENDS: Final[tuple[bytes, ...]] = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BLANK_LINE: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 
 
 def end_of_last_event(data: bytes, start: int) -> int:
     """Return the offset past the last blank line at or after `start`, 0 if there is none."""
+    if data.endswith(b"\n\n", start):  # as most pieces do
+        return len(data)
     return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end, start)) >= 0), default=0)
 
 

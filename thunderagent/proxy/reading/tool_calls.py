@@ -6,37 +6,46 @@ Responses API. Agents without tool calls write one fenced shell block into their
 own API. Unreadable answers call nothing: a key is a hint, and the bytes of the answer are never touched.
 """
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# compiled: each answer passes here
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Final
 
 import msgspec
 from msgspec import Raw
 
+from thunderagent.proxy.reading.dialects.structs import (
+    CallingChoice,
+    CallingMessage,
+    Calls,
+    ChoicesEvent,
+    Item,
+    ItemEvent,
+    TextEvent,
+)
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
 
-MAX_KEY_CHARS = 64
-MAX_NAMES = 3
+MAX_KEY_CHARS: Final = 64
+MAX_NAMES: Final = 3
 """If an answer calls several tools, this many names make the key."""
 
-MAX_CALLS = 16
-MAX_KEPT_CHARS = 4096
+MAX_CALLS: Final = 16
+MAX_KEPT_CHARS: Final = 4096
 """How much is kept of a call's arguments, or of a text from its first fence on: commands are near the beginning."""
 
-_STRING = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'  # without its end, which may be cut off
-_STRINGS = re.compile(rf'({_STRING})"?')
-_COMMAND = re.compile(
+_STRING: Final = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*'  # without its end, which may be cut off
+_STRINGS: Final = re.compile(rf'({_STRING})"?')
+_COMMAND: Final = re.compile(
     rf'"(?:commands?|cmd|script)"\s*:\s*(?P<strings>{_STRING}|\[(?:\s*{_STRING}"\s*,?)*(?:\s*{_STRING})?)'
 )
-_OPENING_FENCE = re.compile(r"^[ \t]*```(?:bash|sh|shell|mswea_bash_command)[ \t]*\r?\n", re.MULTILINE)
-_NOT_PRINTABLE = re.compile(r"[^!-~]+")
+_OPENING_FENCE: Final = re.compile(r"^[ \t]*```(?:bash|sh|shell|mswea_bash_command)[ \t]*\r?\n", re.MULTILINE)
+_NOT_PRINTABLE: Final = re.compile(r"[^!-~]+")
 
-_NOT_YET_THE_COMMAND = re.compile(
+_NOT_YET_THE_COMMAND: Final = re.compile(
     r"""
       [\s\\(){};&|!'"]+                                          # what stands between commands
     | \#[^\n]*                                                   # a comment
@@ -48,89 +57,26 @@ _NOT_YET_THE_COMMAND = re.compile(
     """,
     re.VERBOSE,
 )
-_WORD = re.compile(r"""[^\s(){};&|<>'"]+""")
+_WORD: Final = re.compile(r"""[^\s(){};&|<>'"]+""")
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: Raw = Raw()
+_decode_choices_event: Final = msgspec.json.Decoder(ChoicesEvent).decode
+_decode_text_event: Final = msgspec.json.Decoder(TextEvent).decode
+_decode_item_event: Final = msgspec.json.Decoder(ItemEvent).decode
+_decode_string: Final[Callable[[bytes], str]] = msgspec.json.Decoder(str).decode
 
 
-class _ToolCall(msgspec.Struct):
-    index: int = 0
-    function: _Function | None = None
-
-
-class _Message(msgspec.Struct):
-    content: Any = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    text: Any = None
-    message: _Message | None = None
-    delta: _Message | None = None
-
-
-class _Item(msgspec.Struct):
-    """A content block of Anthropic, or an output item of the Responses API."""
-
-    type: str | None = None
-    name: str | None = None
-    input: Raw = Raw()
-    arguments: Raw = Raw()
-    action: Raw = Raw()
-
-
-class Calls(msgspec.Struct):
-    """The tool calls of a whole answer, in any of the APIs. Subclasses add the usage of those that report it there."""
-
-    choices: list[_Choice] | None = None
-    content: list[_Item] | None = None
-    output: list[_Item] | None = None
-    text: Any = None
-
-    def key(self) -> str:
-        """Return the key of its calls; empty if there are none."""
-        choice = self.choices[0] if self.choices else _Choice()
-        message = choice.message or _Message()
-        functions = [call.function for call in message.tool_calls or () if call.function is not None]
-        keys = [_key(function.name, _plain(function.arguments)) for function in functions]
-        keys += [_key_of_item(item) for item in (self.content or []) + (self.output or []) if _is_call(item)]
-        if keys:
-            return _joined_key(keys)
-        text = next((text for text in (message.content, choice.text, self.text) if text is not None), None)
-        return _key_of_text(text) if isinstance(text, str) else ""
-
-
-class _Delta(msgspec.Struct):
-    partial_json: str = ""
-
-
-class _ChoicesEvent(msgspec.Struct):
-    choices: list[_Choice] | None = None
-
-
-class _TextEvent(msgspec.Struct):
-    """An event of SGLang's own API, with all the text so far."""
-
-    text: Any = None
-
-
-class _ItemEvent(msgspec.Struct):
-    type: str | None = None
-    index: int = 0
-    content_block: _Item | None = None
-    delta: _Delta | None = None
-    output_index: int = 0
-    item: _Item | None = None
-
-
-_decode_choices_event = msgspec.json.Decoder(_ChoicesEvent).decode
-_decode_text_event = msgspec.json.Decoder(_TextEvent).decode
-_decode_item_event = msgspec.json.Decoder(_ItemEvent).decode
-_decode_string = msgspec.json.Decoder(str).decode
+def key_of(calls: Calls) -> str:
+    """Return the key of the calls of a whole answer; empty if there are none."""
+    choice = calls.choices[0] if calls.choices else CallingChoice()
+    message = choice.message or CallingMessage()
+    functions = [call.function for call in message.tool_calls or () if call.function is not None]
+    keys = [_key(function.name, _plain(function.arguments)) for function in functions]
+    keys += [_key_of_item(item) for item in (calls.content or []) + (calls.output or []) if _is_call(item)]
+    if keys:
+        return _joined_key(keys)
+    text = next((text for text in (message.content, choice.text, calls.text) if text is not None), None)
+    return _key_of_text(text) if isinstance(text, str) else ""
 
 
 class StreamToolCalls:
@@ -180,9 +126,9 @@ class StreamToolCalls:
         else:
             self._read_item_event(_decode_item_event(data_of(event)))
 
-    def _read_choice(self, choice: _Choice) -> None:
+    def _read_choice(self, choice: CallingChoice) -> None:
         """Read a piece of the first choice: of the chat API, or of a text completion."""
-        delta = choice.delta or _Message()
+        delta = choice.delta or CallingMessage()
         for call in delta.tool_calls or ():
             if call.function is not None:
                 self._add(call.index, call.function.name, _plain(call.function.arguments))
@@ -190,7 +136,7 @@ class StreamToolCalls:
         if isinstance(text, str) and (self._text is not None or "```" in text):
             self._text = _head((self._text or "") + text)
 
-    def _read_item_event(self, event: _ItemEvent) -> None:
+    def _read_item_event(self, event: ItemEvent) -> None:
         """Read an event of Anthropic's, or one of the Responses API."""
         if event.type == "content_block_start" and event.content_block is not None and _is_call(event.content_block):
             self._add(event.index, event.content_block.name, "")
@@ -217,23 +163,23 @@ def may_call(data: bytes) -> bool:
     )
 
 
-_SHELL_CALLS = {"local_shell_call", "shell_call"}
+_SHELL_CALLS: Final = {"local_shell_call", "shell_call"}
 """The Responses API's own shell: no name, and an action instead of arguments."""
 
 
-def _is_call(item: _Item) -> bool:
+def _is_call(item: Item) -> bool:
     return item.type in {"tool_use", "function_call", "custom_tool_call", *_SHELL_CALLS}
 
 
-def _key_of_item(item: _Item) -> str:
+def _key_of_item(item: Item) -> str:
     return _key(_name(item), _arguments(item))
 
 
-def _name(item: _Item) -> str | None:
+def _name(item: Item) -> str | None:
     return "shell" if item.type in _SHELL_CALLS else item.name
 
 
-def _arguments(item: _Item) -> str:
+def _arguments(item: Item) -> str:
     return _plain(item.input) or _plain(item.arguments) or _plain(item.action)
 
 

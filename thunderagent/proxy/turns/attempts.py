@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
@@ -44,23 +43,44 @@ TOLD_BYTES: Final = 2**12
 """The end of a body by which another gateway knows it, together with its size and its client's key."""
 
 
-@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt at a turn, while it is here."""
 
-    turn: TurnRequest
-    path: str
-    patience: Patience
-    since_s: float
-    """When the first attempt at this turn arrived."""
-    task: asyncio.Task[object] | None
-    turn_id: int
-    supersedes_id: int | None = None
-    is_sample: bool = False
-    """Whether another of the same body ran beside it."""
-    superseded: bool = False
-    key: str | None = None
-    """What attempts at one turn certainly share; None for an anonymous one without it."""
+    __slots__ = (
+        "is_sample",
+        "key",
+        "path",
+        "patience",
+        "since_s",
+        "superseded",
+        "supersedes_id",
+        "task",
+        "turn",
+        "turn_id",
+    )
+
+    def __init__(
+        self,
+        turn: TurnRequest,
+        path: str,
+        patience: Patience,
+        since_s: float,
+        task: asyncio.Task[object] | None,
+        turn_id: int,
+    ) -> None:
+        """Begin one; the first attempt at this turn arrived at `since_s`."""
+        self.turn = turn
+        self.path = path
+        self.patience = patience
+        self.since_s = since_s
+        self.task = task
+        self.turn_id = turn_id
+        self.supersedes_id: int | None = None
+        self.is_sample = False
+        """Whether another of the same body ran beside it."""
+        self.superseded = False
+        self.key: str | None = None
+        """What attempts at one turn certainly share; None for an anonymous one without it."""
 
     def is_same(self, other: Attempt) -> bool:
         """Return whether two attempts of one program ask for the same."""

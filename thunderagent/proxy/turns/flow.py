@@ -18,6 +18,7 @@ heartbeats (`heartbeat.py`), and the program may be inferred (`reading/inference
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -28,7 +29,8 @@ from msgspec.structs import replace
 from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaError, RequestError, ThunderAgentError, TurnAbortedError, TurnSupersededError
-from thunderagent.leases import LeaseSource, OpenLease
+from thunderagent.leases import Lease, LeaseSource
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.log_lines import line_writer
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
@@ -231,7 +233,14 @@ class Turns:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
         deadline_s = self._deadline_s(record, attempt)
         while True:
-            with await self._lease(exchange, record, attempt, deadline_s, avoid_replica_id) as lease:
+            asked_s = monotonic()
+            try:
+                lease = await self._ask_for_lease(exchange, record, attempt, deadline_s, avoid_replica_id)
+            except BaseException:
+                record.held_s += monotonic() - asked_s
+                raise
+            with lease:
+                self._note_grant(record, attempt, lease.granted)
                 if exchange.kept is not None:
                     exchange.kept.release()  # the scheduler limits how many run
                 granted = lease.granted
@@ -260,38 +269,40 @@ class Turns:
                     if named is not None:
                         forwarding.left(record, granted, named, authorization)
 
-    async def _lease(
+    def _ask_for_lease(
         self,
         exchange: Exchange,
         record: Record,
         attempt: Attempt,
         deadline_s: float | None,
         avoid_replica_id: str | None,
-    ) -> OpenLease:
-        """Wait for a lease, with heartbeats if wanted; a second one is for a turn that kept its age."""
+    ) -> Awaitable[OpenLease]:
+        """Ask for a lease, with heartbeats meanwhile if wanted; a second one is for a turn that kept its age."""
         if record.tries_count:
             attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
             if record.tenancy is not None:
                 record.tenancy.check(record.turn.program_id)  # again: it may belong to another tenant by now
-        asked_s, lease = monotonic(), None
         home_id = self._leases.home_of(record.turn.told_id, record.model) if record.turn.told_id else None
         ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
         if self._settings.tells_attempts and (key := told_key(attempt)):
             ask = replace(ask, attempt_key=key)
         waiting = self._leases.lease(ask, HeldTurn(self._held, exchange.kept, record.held_bytes))
+        return waiting if record.held_stream is None else self._with_heartbeats(record.held_stream, waiting)
+
+    async def _with_heartbeats(self, stream: HeldStream, waiting: Awaitable[OpenLease]) -> OpenLease:
+        lease = None
         try:
-            if record.held_stream is None:
+            async with stream.beating():
                 lease = await waiting
-            else:
-                async with record.held_stream.beating():
-                    lease = await waiting
         except BaseException:
-            record.held_s += monotonic() - asked_s
             if lease is not None:  # the client left while the last heartbeat went out
                 lease.abandoned()
             raise
+        return lease
+
+    def _note_grant(self, record: Record, attempt: Attempt, granted: Lease) -> None:
+        """Note where a turn runs, and how long it was held."""
         attempt.supersedes_id = None
-        granted = lease.granted
         record.replica_id = granted.replica_id
         record.generation = granted.generation
         record.reason = granted.reason
@@ -305,7 +316,6 @@ class Turns:
                 maker_id=record.maker_id,
                 request_id=REQUEST_ID.get(),
             )
-        return lease
 
     def _may_beat(self, exchange: Exchange, record: Record, period_s: float) -> None:
         turn = record.turn

@@ -23,7 +23,8 @@ from thunderagent.errors import (
     ReplicaTrippedError,
     ReplicaUnreachableError,
 )
-from thunderagent.leases import Lease, OpenLease
+from thunderagent.leases import Lease
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.reading.outline import read_aside

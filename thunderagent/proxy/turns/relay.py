@@ -18,7 +18,7 @@ from typing import Final
 from multidict import CIMultiDict, istr
 
 from thunderagent.errors import ReplicaError
-from thunderagent.leases import OpenLease
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.reading.answers import StreamUsage, read_answer

@@ -29,7 +29,6 @@ from thunderagent.programs.model.decisions import Decision, Reject
 from thunderagent.programs.model.events import (
     Event,
     ProgramsReleased,
-    SandboxesMeasured,
     Tick,
     TurnAbandoned,
     TurnDue,
@@ -42,6 +41,7 @@ from thunderagent.programs.model.fleet_events import (
     ModelAsked,
     ReplicaPolled,
     ResidencyReported,
+    SandboxesMeasured,
     TierPolled,
 )
 from thunderagent.programs.model.records.signals import GpuFirstToken, Signal

@@ -271,7 +271,7 @@ class StateCollector:
     def _learned(self) -> Iterator[Metric]:
         break_even = GaugeMetricFamily(
             "thunderagent_break_even_seconds",
-            "Time to prefill a replica's whole memory, as learned; absent if its capacity is unknown.",
+            "Time to prefill a replica's whole memory, as corrected and learned; absent if its capacity is unknown.",
             labels=["replica"],
         )
         for scheduler in self._runtime.pools.schedulers:

@@ -19,7 +19,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 _USABLE: Final = re.compile(r"[!-~]{1,256}")
 _BEGIN: Final = token_hex(8)  # per process; a random id for each request would cost a system call
-_numbers = count(1)
+_numbers: Final = count(1)
 
 
 def take_request_id(headers: CIMultiDictProxy[str]) -> str:

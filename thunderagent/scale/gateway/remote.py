@@ -24,7 +24,8 @@ from time import monotonic
 import structlog
 
 from thunderagent.errors import ShuttingDownError
-from thunderagent.leases import UNBOUNDED, Lease, OpenLease, TurnAsk, TurnEnd
+from thunderagent.leases import UNBOUNDED, Lease, TurnAsk, TurnEnd
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.failing_open import FailingOpen
 from thunderagent.scale.gateway.fleet import RemoteFleet

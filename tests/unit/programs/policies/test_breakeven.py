@@ -27,7 +27,6 @@ def driver_with(
     low_ratio: float = 1.0,
     foresight_ratio: float = 0.0,
     reserve_tokens: int = 0,
-    growth_quantile: float = 0.0,
     adapt_capacity: bool = False,
     wait_ratio: float = FOREVER,
     replicas: dict[str, int | None] | None = None,
@@ -40,7 +39,6 @@ def driver_with(
         low_ratio=low_ratio,
         foresight_ratio=foresight_ratio,
         reserve_tokens=reserve_tokens,
-        growth_quantile=growth_quantile,
         adapt_capacity=adapt_capacity,
         wait_ratio=wait_ratio,
         **more,
@@ -419,20 +417,15 @@ def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
     assert driver.program("a").growth_tokens == 0
 
 
-def test_every_program_claims_what_its_next_turn_is_expected_to_add() -> None:
-    """That is the reserve, or the learned quantile once there is one."""
-    driver = driver_with(reserve_tokens=100, growth_quantile=0.75)
+def test_every_program_claims_a_reserve_for_its_next_turn() -> None:
+    """It stays the same, whatever turns add."""
+    driver = driver_with(reserve_tokens=100)
     opens(driver, a=400)
     assert driver.demand() == 500
     for _ in range(20):
         driver.scheduler.knowledge.growth.turn_ended(grew(200, 40, 10.0))
     driver.finishes(driver.arrives("a", 400), 400)
-    assert 400 + 150 <= driver.demand() <= 400 + 260
-    fixed = driver_with(reserve_tokens=100, growth_quantile=0.0)
-    for _ in range(20):
-        fixed.scheduler.knowledge.growth.turn_ended(grew(200, 40, 10.0))
-    opens(fixed, a=400)
-    assert fixed.demand() == 500
+    assert driver.demand() == 500
 
 
 @pytest.mark.parametrize(("share_prefixes", "fitting_count"), [(True, 16), (False, 4)])
@@ -702,9 +695,6 @@ def test_the_capacity_is_corrected_by_what_is_lost_unless_that_is_switched_off()
         ({"low_ratio": 0.0}, "0 < low_ratio <= high_ratio"),
         ({"low_ratio": 0.9, "high_ratio": 0.8}, "0 < low_ratio <= high_ratio"),
         ({"high_ratio": float("nan")}, "0 < low_ratio <= high_ratio"),
-        ({"growth_quantile": 1.0}, "growth_quantile is from 0 to under 1"),
-        ({"growth_quantile": -0.1}, "growth_quantile is from 0 to under 1"),
-        ({"growth_quantile": float("nan")}, "growth_quantile is from 0 to under 1"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float], named: str) -> None:

@@ -18,7 +18,7 @@ from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.proxy.admin.story import ProgramStoryReport, WaitingReport, program_story
 from thunderagent.runtime import Runtime
 
-PLAIN = BreakEven(reserve_tokens=0, growth_quantile=0, foresight_ratio=0, low_ratio=1, hold_ratio=1e9)
+PLAIN = BreakEven(reserve_tokens=0, foresight_ratio=0, low_ratio=1, hold_ratio=1e9)
 """Claims are contexts, and nothing is kept free, so figures are round."""
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thunderagent.leases import TurnHint
-from thunderagent.proxy.reading.body_fields import hint_in, read_fields
+from thunderagent.proxy.reading.body_fields import hint_in, model_named, read_fields
 
 RETAIN, OFFLOAD = TurnHint(keep="retain"), TurnHint(keep="offload")
 
@@ -47,6 +47,16 @@ def test_each_field_is_read_for_what_is_meant(said: Any, hint: TurnHint | None) 
     assert hint_in(None, {"agentic_context": said}, None) == hint
     assert hint_in(None, {"agentic_context": json.dumps(said)}, None) == hint
     assert hint_in(None, None, {"agent_hints": said}) == hint
+
+
+@pytest.mark.parametrize("text", ["\ud800", "{", "[" * 4000, "NaN"])
+def test_a_text_that_is_no_json_says_nothing(text: str) -> None:
+    assert hint_in(None, {"agentic_context": text}, None) is None
+
+
+@pytest.mark.parametrize("model", [b'"\\ud800"', b'"\xed\xa0\x80"', b"NaN", b"[", b"3", b'{"a": 1}'])
+def test_what_is_no_name_of_a_model_is_left_to_the_engine(model: bytes) -> None:
+    assert model_named(msgspec.Raw(model), b"") == ""
 
 
 def test_the_first_that_says_something_counts() -> None:

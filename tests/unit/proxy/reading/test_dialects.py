@@ -145,6 +145,26 @@ def test_what_cannot_be_read_says_nothing(dialect: Dialect, data: str) -> None:
     assert fed(dialect, event(data), more).usage in {NO_USAGE, Usage(None, None, None)}
 
 
+COUNTS = (
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "input_tokens",
+    "output_tokens",
+    "cache_read_input_tokens",
+)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_count_that_no_answer_has_is_missing(dialect: Dialect) -> None:
+    """JSON has no largest number; one that is no `float` any more would end the scheduler."""
+    tokens = str(10**310)
+    counts = ", ".join(f'"{name}": {tokens}' for name in COUNTS)
+    answer = f'{{"usage": {{{counts}}}, "meta_info": {{{counts}}}}}'
+    assert set(usage_of(dialect, answer.encode())) <= {None, 0}
+    assert set(fed(dialect, event(answer), event(f'{{"response": {answer}}}')).usage) <= {None, 0}
+
+
 def test_messages_that_say_the_cached_tokens_once_are_not_made_smaller() -> None:
     """Some gateways end with the input without the cached tokens."""
     start = {"type": "message_start", "message": {"usage": {**MESSAGE["usage"], "output_tokens": 1}}}

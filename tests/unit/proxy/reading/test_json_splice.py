@@ -162,6 +162,12 @@ def test_usage_is_added_to_the_options_that_are_there(case: tuple[dict[str, Any]
     assert list(json.loads(spliced)) == list(members)
 
 
+def test_options_that_only_python_reads_are_written_as_they_were() -> None:
+    options = {"include_usage": False, "x": "\ud800", "y": float("inf")}
+    spliced = set_include_usage(json.dumps({"stream_options": options}).encode(), options)
+    assert json.loads(spliced)["stream_options"] == {**options, "include_usage": True}
+
+
 def test_usage_in_every_event_is_not_switched_on_by_the_way() -> None:
     """`continuous_usage_stats` has no effect without usage, and must not get one through ours."""
     options = {"include_usage": False, "continuous_usage_stats": True}

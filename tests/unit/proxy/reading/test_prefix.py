@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.proxy.reading.body_fields import PromptFields
+from thunderagent.proxy.reading.dialects.structs import PromptFields
 from thunderagent.proxy.reading.identity import identify
 from thunderagent.proxy.reading.prefix import MAX_HASHED_BYTES, prefix_of
 
@@ -112,7 +112,7 @@ def test_an_input_that_is_a_text_is_one_message() -> None:
 def test_the_chain_is_the_same_in_every_process() -> None:
     """A restarted proxy knows its earlier prompts."""
     code = (
-        "import json, sys; from thunderagent.proxy.reading.body_fields import PromptFields;"
+        "import json, sys; from thunderagent.proxy.reading.dialects.structs import PromptFields;"
         "from thunderagent.proxy.reading.prefix import prefix_of; import msgspec;"
         "print(json.dumps(prefix_of(msgspec.json.decode(sys.argv[1], type=PromptFields))))"
     )

@@ -230,6 +230,7 @@ def test_events_are_counted_for_the_progress_of_a_turn() -> None:
         ({"usage": {"prompt_tokens": 5}}, Usage(5, None, None)),
         ({"usage": {"prompt_tokens": 5, "prompt_tokens_details": None}}, Usage(5, None, None)),
         ({"usage": {"prompt_tokens": -1, "completion_tokens": 0}}, Usage(None, 0, None)),
+        ({"usage": {"prompt_tokens": 10**310, "completion_tokens": 2**40}}, Usage(None, 2**40, None)),
         ({"usage": None}, NO_USAGE),
         ({"usage": []}, NO_USAGE),
         ({"usage": {"prompt_tokens": "many"}}, NO_USAGE),
@@ -238,7 +239,7 @@ def test_events_are_counted_for_the_progress_of_a_turn() -> None:
     ],
 )
 def test_the_usage_of_a_whole_answer(answer: object, usage: Usage) -> None:
-    """It may be plain or gzipped; missing counts and counts below zero are None."""
+    """It may be plain or gzipped; missing and impossible counts are None."""
     body = json.dumps(answer).encode()
     assert usage_of_answer(body, None) == usage
     assert usage_of_answer(gzip.compress(body), "gzip") == usage

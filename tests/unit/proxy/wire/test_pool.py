@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from multidict import CIMultiDict
 
-from thunderagent.proxy.wire.failures import ClosedError, SilentError, TotalError
+from thunderagent.proxy.wire.failures import ClosedError, SilentError, TotalError, UnreachedError
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.pool import Pool
 
@@ -278,6 +278,107 @@ async def test_what_comes_unasked_on_an_idle_connection_is_nobody_s_answer() -> 
         await came.wait()
         await asyncio.sleep(0.05)
         assert await ask(pool, server.url) == b"02"
+
+
+@asynccontextmanager
+async def two_kept() -> AsyncIterator[tuple[Server, Pool, list[bytes]]]:
+    """A pool that keeps two connections, after two requests at once, and the heads that the server has seen."""
+    seen: list[bytes] = []
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for head in heads(reader):
+            seen.append(head)
+            writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        assert await asyncio.gather(ask(pool, server.url), ask(pool, server.url)) == [b"{}", b"{}"]
+        yield server, pool, seen
+
+
+async def test_a_request_that_is_not_alone_is_not_sent_once_it_is_given_up() -> None:
+    """It is sent after what else is ready, and the pool is closed before."""
+    async with two_kept() as (server, pool, seen):
+        asking = [asyncio.create_task(ask(pool, server.url)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert pool.requests_count == 2
+        await pool.close()
+        assert [type(error) for error in await asyncio.gather(*asking, return_exceptions=True)] == [ClosedError] * 2
+        assert (len(seen), server.connections_count) == (2, 2)
+
+
+async def test_a_connection_that_is_made_after_the_pool_was_closed_is_closed_at_once() -> None:
+    """Otherwise nobody would: its request would be answered, and then it would stay open."""
+    ended = asyncio.Event()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b""
+        ended.set()
+
+    async with pool_of(behaviour) as (server, pool):
+        asking = asyncio.create_task(ask(pool, server.url))
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(UnreachedError, match="the pool is closed"):
+            await asking
+        assert pool.requests_count == 0
+        async with asyncio.timeout(5):
+            await ended.wait()
+
+
+async def test_what_comes_before_a_request_is_sent_is_not_its_answer() -> None:
+    """The connection is dropped, and the request goes out on another one: the server never saw it."""
+    async with two_kept() as (server, pool, _):
+        asking = [asyncio.create_task(ask(pool, server.url)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for connection in list(pool._connections):
+            connection.data_received(OK.replace(b"{}", b"[]"))
+        assert await asyncio.gather(*asking) == [b"{}", b"{}"]
+        assert server.connections_count == 4
+
+
+async def test_a_client_that_leaves_before_its_request_is_sent_costs_the_server_nothing() -> None:
+    async with two_kept() as (server, pool, seen):
+        asking = [asyncio.create_task(ask(pool, server.url)) for _ in range(2)]
+        await asyncio.sleep(0)
+        asking[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking[0]
+        assert await asking[1] == b"{}"
+        assert (len(seen), pool.requests_count) == (3, 0)
+
+
+async def test_an_answer_that_comes_as_its_client_leaves_takes_nobody_else_s_connection() -> None:
+    """Otherwise the next request went out on that connection, and was given up with the one whose client left."""
+    sent = asyncio.Event()
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            sent.set()
+            if server.connections_count > 1:
+                writer.write(OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        leaving = asyncio.create_task(ask(pool, server.url))
+        await sent.wait()
+        (connection,) = pool._connections
+        next_one = asyncio.create_task(ask(pool, server.url))
+        leaving.cancel()
+        connection.data_received(OK)  # the next one runs now, and then the one that left
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert await next_one == b"{}"
+        assert pool.requests_count == 0
+
+
+async def test_an_answer_that_follows_a_chunked_one_at_once_is_no_part_of_it() -> None:
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async for _ in heads(reader):
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n" + OK)
+
+    async with pool_of(behaviour) as (server, pool):
+        for number in range(2):
+            assert await ask(pool, server.url) == b"{}"
+            assert server.connections_count == number + 1, "the connection is not used again"
 
 
 async def test_a_connection_that_is_idle_for_too_long_is_closed_and_gets_no_request() -> None:

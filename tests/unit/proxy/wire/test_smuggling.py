@@ -329,8 +329,7 @@ async def answer_by_us(parts: list[bytes], method: str, heads: KnownHeads[Answer
     ended: list[client.Connection] = []
     connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None, heads)
     connection.connection_made(pipe)
-    asking = asyncio.create_task(connection.exchange(method, b"", None, Limits(60.0, 60.0, 60.0), loop.time()))
-    await asyncio.sleep(0)
+    waiter = connection.request(method, b"", None, Limits(60.0, 60.0, 60.0), loop.time())
     for part in parts:
         if not pipe.is_closed:
             connection.data_received(part)
@@ -340,7 +339,7 @@ async def answer_by_us(parts: list[bytes], method: str, heads: KnownHeads[Answer
         connection.eof_received()
     connection.connection_lost(None)
     try:
-        found = await asking
+        found = connection.answered(await waiter)
         body = await found.read()
         reading.messages.append((b"", str(found.status).encode(), raw(found.headers), body))
         reading.end = "idle" if is_kept else "closed"

@@ -16,6 +16,8 @@ from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.workloads.distributions import workload
 
 DEFAULT = ServeConfig().policy
+SEEDS = (0, 1, 2, 3)
+"""A run of fifteen minutes alone is a fifth over or under."""
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,9 @@ def test_the_default_beats_passing_through_where_memory_is_short_and_harms_nowhe
     engine = EngineConfig(kv_tokens=timing.kv_tokens, timing=timing, max_num_batched_tokens=batched_tokens)
     scenario = Scenario(engine=engine, replica_count=1, loop="closed", horizon_s=15 * 60, warmup_s=5 * 60)
     contestants = ("passthrough", DEFAULT)
-    plan = ComparisonPlan(scenario, workload(programs), contestants, (programs_count,), (0,), process_count=1)
+    plan = ComparisonPlan(scenario, workload(programs), contestants, (programs_count,), SEEDS, process_count=1)
     result = compare(plan)
-    through, default = (result.runs_of(policy, programs_count)[0].result.turns_per_min_count for policy in contestants)
+    through, default = (
+        sum(run.result.turns_per_min_count for run in result.runs_of(policy, programs_count)) for policy in contestants
+    )
     assert default / through >= at_least

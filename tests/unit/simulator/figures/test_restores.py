@@ -70,7 +70,7 @@ def test_a_move_from_a_home_with_room_counts_as_that() -> None:
 
 def test_a_home_that_is_kept_for_the_first_in_the_queue_is_none_with_room() -> None:
     """It has waited for over half of the median residence: until then such a move leaves a home with room."""
-    scheduler = Scheduler(BreakEven(foresight_ratio=0.0, reserve_tokens=0, growth_quantile=0.0))
+    scheduler = Scheduler(BreakEven(foresight_ratio=0.0, reserve_tokens=0))
     for replica_id in ("r0", "r1"):
         scheduler.handle(ReplicaPolled(0.0, replica_id, 1000))
         scheduler.handle(ReplicaUp(0.0, replica_id))

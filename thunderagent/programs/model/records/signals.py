@@ -3,7 +3,8 @@
 Names and fields are those of MARS, section 4.1 and Table 1. `ProgramEnd` is added, so that parts with their own state
 know what to forget. Signals follow from the events that the scheduler handles anyway, in the same order, and need
 nothing from clients: a running tool follows from the turn that ended. The scheduler gives each signal to its policy
-(`observe`, if it has one) and to listeners at the runtime; if there is neither, it makes none.
+(`observe`, if it has one) and to listeners at the runtime; if there is neither, it makes none. Those of each turn have
+a constructor of their own, which can be compiled: a dataclass's own cannot.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class GpuSubmit:
     """A turn goes to a replica; `projected_tokens` of KV cache are expected for its prompt and answer.
 
@@ -25,6 +26,22 @@ class GpuSubmit:
     projected_tokens: int
     held_s: float = 0.0
 
+    def __init__(
+        self,
+        now_s: float,
+        program_id: str,
+        turn_id: int,
+        replica_id: str,
+        projected_tokens: int,
+        held_s: float = 0.0,
+    ) -> None:
+        self.now_s = now_s
+        self.program_id = program_id
+        self.turn_id = turn_id
+        self.replica_id = replica_id
+        self.projected_tokens = projected_tokens
+        self.held_s = held_s
+
 
 @dataclass(slots=True)
 class GpuFirstToken:
@@ -37,7 +54,7 @@ class GpuFirstToken:
     launch_delay_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class GpuEnd:
     """A turn is over, `served_s` after it went to its replica.
 
@@ -53,6 +70,26 @@ class GpuEnd:
     computed_tokens: int
     served_s: float
     finished: bool
+
+    def __init__(
+        self,
+        now_s: float,
+        program_id: str,
+        turn_id: int,
+        replica_id: str,
+        freed_tokens: int,
+        computed_tokens: int,
+        served_s: float,
+        finished: bool,
+    ) -> None:
+        self.now_s = now_s
+        self.program_id = program_id
+        self.turn_id = turn_id
+        self.replica_id = replica_id
+        self.freed_tokens = freed_tokens
+        self.computed_tokens = computed_tokens
+        self.served_s = served_s
+        self.finished = finished
 
 
 @dataclass(slots=True)

@@ -77,9 +77,9 @@ class Mars:
     warm_ratio: float = 1.0
     """Higher keeps memory through longer tools."""
     reserve_tokens: int = 256
-    """Tokens added to each context: room for what the next turn adds."""
+    """Tokens added to each context: room for what the next turn adds, until that is learned."""
     growth_quantile: float = 0.75
-    """As for `breakeven`: what the next turn adds."""
+    """A claim includes what the next turn adds in this quantile of cases, as learned. `0`: `reserve_tokens`."""
     admission: MarsAdmission = field(init=False)
     priority: MarsPriority = field(init=False)
     order: MarsOrder = field(init=False)

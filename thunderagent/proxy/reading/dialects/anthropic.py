@@ -23,7 +23,8 @@ from thunderagent.proxy.reading.dialects.base import (
     event_of,
     read_events,
 )
-from thunderagent.proxy.reading.tool_calls import Calls
+from thunderagent.proxy.reading.dialects.structs import Calls
+from thunderagent.proxy.reading.tool_calls import key_of
 
 _KINDS = {
     400: "invalid_request_error",
@@ -175,7 +176,7 @@ class Anthropic:
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole message, and the key of what it calls."""
         read = _decode_calling(answer)
-        return _merged(NO_USAGE, read.usage), read.key()
+        return _merged(NO_USAGE, read.usage), key_of(read)
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return a reader of a stream."""

@@ -4,10 +4,12 @@ A dialect says which paths are turns, reads usage and text from answers, and wri
 expects. It never touches the bytes of an answer.
 """
 
+# compiled: each answer passes here
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -36,7 +38,7 @@ class Usage(NamedTuple):
     cached_tokens: int | None = None
 
 
-NO_USAGE = Usage()
+NO_USAGE: Final = Usage()
 
 KeepId = Callable[[str], None]
 """Gets the id by which a client may request an answer again, as soon as it is known."""
@@ -123,15 +125,17 @@ def written_ids(token_ids: bytes) -> bytes:
     return digits[1:-1] + b","
 
 
+MOST_TOKENS: Final = 2**40
+"""No answer has more; JSON has no largest number, and one of 310 digits is no `float` any more."""
+
+
 def count(tokens: int | None) -> int | None:
     """Return a count if it is a valid one."""
-    return tokens if tokens is not None and tokens >= 0 else None
+    return tokens if tokens is not None and 0 <= tokens <= MOST_TOKENS else None
 
 
 def usage_of(prompt_tokens: int | None, output_tokens: int | None, cached_tokens: int | None) -> Usage:
-    """Return a usage of those counts that are valid: mostly all."""
-    if (prompt_tokens or 0) >= 0 and (output_tokens or 0) >= 0 and (cached_tokens or 0) >= 0:
-        return Usage(prompt_tokens, output_tokens, cached_tokens)
+    """Return a usage of those counts that are valid."""
     return Usage(count(prompt_tokens), count(output_tokens), count(cached_tokens))
 
 

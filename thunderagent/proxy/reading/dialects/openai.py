@@ -3,11 +3,11 @@
 Usage is in `usage`; in a stream it is in an event without choices, if it was requested.
 """
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# compiled: each turn passes here
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -23,37 +23,26 @@ from thunderagent.proxy.reading.dialects.base import (
     usage_of,
     written_ids,
 )
-from thunderagent.proxy.reading.tool_calls import Calls
+from thunderagent.proxy.reading.dialects.structs import (
+    CallsAndUsage,
+    SaidCall,
+    SaidChoice,
+    SaidChoices,
+    UsageObject,
+    UsageOnly,
+)
+from thunderagent.proxy.reading.tool_calls import key_of
+
+_decode_answer: Final = msgspec.json.Decoder(UsageOnly).decode
+_decode_calling: Final = msgspec.json.Decoder(CallsAndUsage).decode
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class UsageObject(msgspec.Struct):
-    """The usage object of the chat API."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-    def read(self) -> Usage:
-        """Convert it."""
-        details = self.prompt_tokens_details
-        cached_tokens = details.cached_tokens if details is not None else None
-        return usage_of(self.prompt_tokens, self.completion_tokens, cached_tokens)
-
-
-class _Answer(msgspec.Struct):
-    usage: UsageObject | None = None
-
-
-class _Calling(Calls):
-    usage: UsageObject | None = None
-
-
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_calling = msgspec.json.Decoder(_Calling).decode
+def _usage_of(read: UsageObject | None) -> Usage:
+    if read is None:
+        return NO_USAGE
+    details = read.prompt_tokens_details
+    cached_tokens = details.cached_tokens if details is not None else None
+    return usage_of(read.prompt_tokens, read.completion_tokens, cached_tokens)
 
 
 class ChoicesReader:
@@ -71,40 +60,10 @@ class ChoicesReader:
             return
         for answer in read_events(events, b'"usage"', _decode_answer):
             if answer.usage is not None:
-                self.usage = answer.usage.read()
+                self.usage = _usage_of(answer.usage)
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: Any = None
-
-
-class _Call(msgspec.Struct):
-    index: int | None = None
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Choice(msgspec.Struct):
-    """A choice of a whole answer, or a piece of it."""
-
-    index: int = 0
-    text: str | None = None
-    token_ids: msgspec.Raw = msgspec.Raw()
-    message: _Message | None = None
-    delta: _Message | None = None
-
-
-class _Choices(msgspec.Struct):
-    choices: list[_Choice] | None = None
-
-
-_decode_choices = msgspec.json.Decoder(_Choices).decode
+_decode_choices: Final = msgspec.json.Decoder(SaidChoices).decode
 
 
 class _Said:
@@ -119,7 +78,7 @@ class _Said:
         self.calls: dict[int, list[str]] = {}
         """Id, name and arguments of each call."""
 
-    def add(self, choice: _Choice) -> int:
+    def add(self, choice: SaidChoice) -> int:
         """Add a piece; return its number of characters."""
         message = choice.message or choice.delta
         text = (choice.text or "") + ((message.content or "") if message is not None else "")
@@ -132,7 +91,7 @@ class _Said:
                 kept_chars += self._add_call(place if call.index is None else call.index, call)
         return kept_chars
 
-    def _add_call(self, place: int, call: _Call) -> int:
+    def _add_call(self, place: int, call: SaidCall) -> int:
         kept = self.calls.setdefault(place, ["", "", ""])
         kept[0] = kept[0] or call.id or ""
         if call.function is None:
@@ -197,13 +156,12 @@ class OpenAI:
 
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole answer."""
-        usage = _decode_answer(answer).usage
-        return usage.read() if usage is not None else NO_USAGE
+        return _usage_of(_decode_answer(answer).usage)
 
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole answer, and the key of what it calls."""
         read = _decode_calling(answer)
-        return read.usage.read() if read.usage is not None else NO_USAGE, read.key()
+        return _usage_of(read.usage), key_of(read)
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return a reader of a stream."""

@@ -25,7 +25,8 @@ from thunderagent.proxy.reading.dialects.base import (
     usage_of,
 )
 from thunderagent.proxy.reading.dialects.openai import error_body
-from thunderagent.proxy.reading.tool_calls import Calls
+from thunderagent.proxy.reading.dialects.structs import Calls
+from thunderagent.proxy.reading.tool_calls import key_of
 
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
 
@@ -191,7 +192,7 @@ class Responses:
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:
         """Return the usage of a whole response, and the key of what it calls; report its id."""
         response = _decode_calling(answer)
-        tool = response.key()
+        tool = key_of(response)
         if response.id:
             keep_id(response.id)
         return _usage(response.usage), tool

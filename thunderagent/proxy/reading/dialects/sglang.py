@@ -24,8 +24,9 @@ from thunderagent.proxy.reading.dialects.base import (
     event_of,
     written_ids,
 )
+from thunderagent.proxy.reading.dialects.structs import Calls
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
-from thunderagent.proxy.reading.tool_calls import Calls
+from thunderagent.proxy.reading.tool_calls import key_of
 
 MAX_INDEXES = 1024
 """How many answers in one stream are distinguished."""
@@ -181,7 +182,7 @@ class SGLang:
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
         """Return the usage of one answer, and the key of what it calls; a list of them calls nothing."""
         read = _decode_calling(answer)
-        return _sum([_Answer(read.meta_info)]), read.key()
+        return _sum([_Answer(read.meta_info)]), key_of(read)
 
     def reader(self, keep_id: KeepId) -> UsageReader:  # noqa: ARG002 - the protocol's
         """Return a reader of a stream."""

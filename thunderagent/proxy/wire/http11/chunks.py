@@ -69,8 +69,9 @@ class Chunks:
         self._parser = None
 
     def on_body(self, piece: bytes) -> None:
-        """Take a piece of data from the parser."""
-        self._pieces.append(piece)
+        """Take a piece of data from the parser; not of another message, which may follow."""
+        if not self.is_whole:
+            self._pieces.append(piece)
 
     def on_message_begin(self) -> None:
         """Note that another message begins, which is not part of this body."""

@@ -67,6 +67,8 @@ TRANSFER_ENCODING: Final = istr("Transfer-Encoding")
 CONTENT_LENGTH: Final = istr("Content-Length")
 DATE: Final = istr("Date")
 _ASCII: Final = bytes(range(0x21, 0x7F)).decode()
+_ENDS: Final = b"\r\n\0"
+"""What ends a line, or for some parsers a value."""
 
 
 class RequestHead(NamedTuple):
@@ -322,7 +324,7 @@ def written(lines: list[str], headers: CIMultiDict[str], last_line: str = "") ->
     if last_line:
         lines.append(last_line)
     lines.append("\r\n")
-    text, count = "\r\n".join(lines), len(lines)
-    if text.count("\n") != count or text.count("\r") != count or "\0" in text:
+    head = "\r\n".join(lines).encode("utf-8", "surrogateescape")
+    if len(head) - len(head.translate(None, _ENDS)) != 2 * len(lines):
         raise ValueError("a header or the request line contains a line break or a zero byte")
-    return text.encode("utf-8", "surrogateescape")
+    return head

@@ -29,6 +29,9 @@ _BODILESS_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _IDEMPOTENT_METHODS: Final = _BODILESS_METHODS | {"PUT", "DELETE"}
 """RFC 9110, 9.2.2."""
 
+CROWD_S: Final = 0.1
+"""A request is alone if no two were on their way for this long."""
+
 STALE_WITHIN_S: Final = 1.0
 """A kept connection that dies later than this after a request was not stale: the engine had the request."""
 
@@ -78,6 +81,8 @@ class Pool:
         self._loop = asyncio.get_running_loop()
         self.rank_headers = rank_headers
         self.requests_count = 0
+        self._crowded_s = -inf
+        """When two requests were last on their way at once."""
         self._is_closed = False
         self._all_closed: asyncio.Future[None] | None = None
 
@@ -104,9 +109,9 @@ class Pool:
         """Send a request and return its answer's head; the request counts until the answer is complete or closed.
 
         It is sent again, on a new connection, if a kept one dies at once: the engine just closed it. It is not if that
-        might execute something twice: neither the method nor `may_repeat` allows it. Raises `UnreachedError`,
-        `ConnectLateError`, `ClosedError`, `SilentError` or `TotalError`, which reading the body may raise, too; and
-        `ValueError` for a URL or headers that cannot be sent.
+        might execute something twice: it was written, and neither the method nor `may_repeat` allows it. Raises
+        `UnreachedError`, `ConnectLateError`, `ClosedError`, `SilentError` or `TotalError`, which reading the body may
+        raise, too; and `ValueError` for a URL or headers that cannot be sent.
         """
         site = self._sites.get(base_url) or self._site(base_url)
         if not _SENDABLE.fullmatch(path):  # it is sent as it was checked, or not at all
@@ -121,26 +126,37 @@ class Pool:
         changes = method == "GET" and "Upgrade" in headers
         begun_s = self.pause.clock_s() if limits.total_s < inf else 0.0
         sent_s = self._loop.time()
-        kept = self._idle_connection(site, sent_s)
-        if kept is not None:
+        if self.requests_count:
+            self._crowded_s = sent_s
+        kept = connection = self._idle_connection(site, sent_s)
+        while True:
+            if connection is None:
+                connection = await self._connected(site, limits.connect_s, was_sent=kept is not None)
+            self.requests_count += 1  # until the connection reports its end
+            alone = sent_s - self._crowded_s > CROWD_S
+            waiter = connection.request(method, head, body, limits, begun_s, may_change=changes, is_alone=alone)
             try:
-                self.requests_count += 1  # until the connection reports its end
-                return await kept.exchange(method, head, body, limits, begun_s, may_change=changes)
+                return connection.answered(await waiter)
             except StaleError:
-                if not (may_repeat or method in _IDEMPOTENT_METHODS) or self._loop.time() - sent_s > STALE_WITHIN_S:
+                may_repeat = may_repeat or connection.is_unsent or method in _IDEMPOTENT_METHODS
+                if not may_repeat or self._loop.time() - sent_s > STALE_WITHIN_S:
                     raise
+                connection = None
+            except BaseException:
+                connection.abandoned(waiter)
+                raise
+
+    async def _connected(self, site: _Site, connect_s: float, *, was_sent: bool) -> Connection:
+        """Return a new connection, for a request that perhaps was sent before: then one had been made."""
         self.requests_count += 1  # connecting is a part of it
         try:
-            connection = await self._connect(site, limits.connect_s)
+            return await self._connect(site, connect_s)
         except (UnreachedError, ConnectLateError) as error:
-            if kept is None:
-                raise
-            # It was sent before, so the connection had been made.
-            raise ClosedError(f"it is gone: {error}") from None
+            if was_sent:
+                raise ClosedError(f"it is gone: {error}") from None
+            raise
         finally:
             self.requests_count -= 1
-        self.requests_count += 1
-        return await connection.exchange(method, head, body, limits, begun_s, may_change=changes)
 
     def _idle_connection(self, site: _Site, now_s: float) -> Connection | None:
         """Return the valid connection that was idle for the shortest time; None if there is none.
@@ -155,8 +171,6 @@ class Pool:
         return None
 
     async def _connect(self, site: _Site, connect_s: float) -> Connection:
-        if self._is_closed:
-            raise UnreachedError("the pool is closed")
         ended, closed = partial(self._ended, site), partial(self._closed, site)
         make: Any = partial(Connection, self._loop, self._sweep, self.pause, ended, closed, self._heads)
         context = (self._ssl_context or _trusting_the_system()) if site.is_secure else None
@@ -171,9 +185,11 @@ class Pool:
             unreached.is_refused = isinstance(error, ConnectionRefusedError)
             raise unreached from None
         self._connections.add(connection)
+        if self._is_closed:
+            connection.give_up()
         if not connection.is_open:
             self._connections.discard(connection)
-            raise UnreachedError("it was closed at once")
+            raise UnreachedError("the pool is closed" if self._is_closed else "it was closed at once")
         return connection
 
     def _ended(self, site: _Site, connection: Connection) -> None:

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType, TracebackType
-from typing import Literal, Protocol, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Media, PrefixCut
+
+if TYPE_CHECKING:
+    from thunderagent.leases.open_lease import OpenLease
 
 Outcome = Literal["finished", "failed", "refused", "abandoned"]
 """How a turn ended: its answer is complete, its replica failed it, its engine refused it, or its client left."""
@@ -171,103 +174,6 @@ class ReplicaMap:
             self.open_ids = tuple(state.replica_id for state in self._states.values() if state.is_open)
         if self.on_push is not None:
             self.on_push(states, removed_ids)
-
-
-class LeaseKeeper(Protocol):
-    """Hears how a turn with a lease goes. Reports on an unknown turn change nothing."""
-
-    def unverified(self, turn_id: int) -> None:
-        """Record that nobody trusted will report how it goes: nothing shared may be learned from it."""
-
-    def started(self, turn_id: int) -> None:
-        """Record that the first byte of the answer arrived."""
-
-    def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Record about how many tokens were generated so far."""
-
-    def ended(self, end: TurnEnd) -> None:
-        """Take a lease back."""
-
-
-class OpenLease:
-    """A held lease. Use it in a `with` block and end it with the result.
-
-    It ends exactly once, by the first report; leaving its block ends it as abandoned. So a handler that is cancelled,
-    or raises, always returns its lease.
-    """
-
-    __slots__ = ("_ended", "_keeper", "granted")
-
-    def __init__(self, keeper: LeaseKeeper, granted: Lease) -> None:
-        """Hold the grant, until its end is reported to `keeper`."""
-        self._keeper = keeper
-        self._ended = False
-        self.granted = granted
-
-    def __repr__(self) -> str:
-        granted = self.granted
-        return f"<Lease of turn {granted.turn_id} on {granted.replica_id}{', ended' if self._ended else ''}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._ended:
-            self.abandoned()
-
-    def unverified(self) -> None:
-        """Mark further reports on this turn as a stranger's."""
-        self._keeper.unverified(self.granted.turn_id)
-
-    def started(self) -> None:
-        """Report that the first byte of the answer arrived."""
-        self._keeper.started(self.granted.turn_id)
-
-    def progressed(self, output_tokens: int) -> None:
-        """Report about how many tokens were generated so far."""
-        self._keeper.progressed(self.granted.turn_id, output_tokens)
-
-    def finished(
-        self,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-        cached_tokens: int | None = None,
-        tool: str = "",
-    ) -> None:
-        """End it: the answer is complete, with this usage as far as the engine reported it, and calls this tool."""
-        self._end("finished", prompt_tokens, output_tokens, cached_tokens, tool)
-
-    def failed(self) -> None:
-        """End it: the replica failed the turn."""
-        self._end("failed")
-
-    def refused(self) -> None:
-        """End it: the engine refused the turn."""
-        self._end("refused")
-
-    def abandoned(self) -> None:
-        """End it: the client left."""
-        self._end("abandoned")
-
-    def _end(
-        self,
-        outcome: Outcome,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-        cached_tokens: int | None = None,
-        tool: str = "",
-    ) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        of = self.granted
-        self._keeper.ended(
-            TurnEnd(
-                of.turn_id, of.program_id, of.generation, outcome, prompt_tokens, output_tokens, cached_tokens, tool
-            )
-        )
 
 
 class LeaseSource(Protocol):
