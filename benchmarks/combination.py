@@ -134,6 +134,7 @@ CASES = (
     Case("coding-assistant", "glm-4.6-h100x8", 3, 10, 0.05),
     Case("mini-swe-agent", "glm-4.6-h100x8", 10, 44, 0.06),
     Case("gaia-magentic-one", "qwen3-14b-h100", 6, 64),
+    Case("computer-use", "qwen3-14b-h100", 8, 48, 0.08),
     Case("openhands", "qwen3-32b-h200", 10, 48, 0.06, replicas_count=2),
     Case("grpo", "glm-4.6-h100x8", 9, 40, loop="batch"),
 )

@@ -23,7 +23,8 @@ import uvloop
 
 from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import save_results
-from benchmarks.overhead import free_port, target
+from benchmarks.overhead import target
+from thunderagent.provision.base import free_port
 
 BODIES_BYTES = {"small": 4_000, "large": 400_000}
 PROGRAMS_COUNT = 50

@@ -19,7 +19,8 @@ import uvloop
 
 from benchmarks.machine import save_results
 from benchmarks.processes import thunderagent
-from thunderagent.leases import Lease, OpenLease, TurnAsk, TurnEnd
+from thunderagent.leases import Lease, TurnAsk, TurnEnd
+from thunderagent.leases.open_lease import OpenLease
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.dialling import Dialling
 from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings

@@ -3,7 +3,7 @@
 The proxy does its full work for every turn: identity, lease, ledger, usage, log line, metrics. It is compared with the
 same proxy under the policy `passthrough`, a relay on aiohttp, a relay on the proxy's own protocols (the least that a
 turn can cost), a gateway with its scheduler, and the stock routers of vLLM and SGLang, each pinned to the same core.
-All are measured in turn several times in one run, and the medians of the ratios are reported. The processor time of
+All are measured in turn several times in one run; ratios are reported with their 95 % intervals. The processor time of
 each, including its children, is reported too: it is valid even if the core has other work.
 """
 
@@ -13,12 +13,12 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain
+from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +29,9 @@ from benchmarks.environments import RealEngineError, ensure_environment
 from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import save_results
 from benchmarks.processes import resident_mb
+from thunderagent.provision.base import free_port
 from thunderagent.serving.process import raise_file_limit
+from thunderagent.simulator.figures.intervals import Interval
 
 PROGRAMS_COUNT = 1000
 LARGE_BODY_BYTES = 400_000
@@ -44,14 +46,6 @@ ROUTERS = {
 
 LOADS_OF = {"passthrough": ("whole",), **dict.fromkeys(("gateways", *ROUTERS), ("whole", "single"))}
 """The measurements of targets that are not measured in full."""
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager
@@ -168,6 +162,18 @@ async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse
     return runs
 
 
+def of_ratios(name: str, ratios: list[float]) -> dict[str, float]:
+    """Return the median of ratios, their geometric mean, and the ends of its 95 % interval."""
+    logs = Interval.of([log(ratio) for ratio in ratios])
+    return {name: median(ratios), **{f"{name}_{end}": exp(getattr(logs, end)) for end in ("mean", "low", "high")}}
+
+
+def of_times(name: str, values: list[float]) -> dict[str, float]:
+    """Return the median of times, their mean, and the ends of its 95 % interval."""
+    times = Interval.of(values)
+    return {name: median(values), **{f"{name}_{end}": getattr(times, end) for end in ("mean", "low", "high")}}
+
+
 def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     """Return the promised figures."""
     ratios, passthrough_ratios = (
@@ -189,15 +195,17 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         if whole := runs.get(f"{name}_whole"):
             pairs = zip(runs["proxy_whole"], whole, strict=True)
             routed[f"{name}_requests_per_s"] = median(run["requests_per_s"] for run in whole)
-            routed[f"ratio_to_{name}"] = median(ours["requests_per_s"] / its["requests_per_s"] for ours, its in pairs)
+            routed |= of_ratios(
+                f"ratio_to_{name}", [ours["requests_per_s"] / its["requests_per_s"] for ours, its in pairs]
+            )
     return {
         **routed,
         "proxy_requests_per_s": median(run["requests_per_s"] for run in runs["proxy_whole"]),
         "relay_requests_per_s": median(run["requests_per_s"] for run in runs["relay_whole"]),
-        "ratio_to_relay": median(ratios),
-        "passthrough_ratio_to_relay": median(passthrough_ratios),
-        "added_p50_ms": median(added),
-        "added_large_p50_ms": median(added_large),
+        **of_ratios("ratio_to_relay", ratios),
+        **of_ratios("passthrough_ratio_to_relay", passthrough_ratios),
+        **of_times("added_p50_ms", added),
+        **of_times("added_large_p50_ms", added_large),
         "wire_requests_per_s": median(run["requests_per_s"] for run in runs["wire_whole"]),
         **{
             f"{name}_{load}_cpu_us": median(run["cpu_us"] for run in runs[f"{name}_{load}"])

@@ -3,7 +3,7 @@
     scripts/bench policy union       # the gain from counting a shared prefix once
     scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
     scripts/bench policy told        # a reported capacity that is wrong by a factor of 2
-    scripts/bench policy real        # the load and the engine of `scripts/bench real`, simulated, beside the oracle
+    scripts/bench policy real        # the load and the engine of `scripts/bench real`, beside the oracle and caps
     scripts/bench policy counters    # engines that do not report cached tokens per turn, at several speeds and polls
     scripts/bench policy silent      # programs that are never released
     scripts/bench policy homes       # four replicas: restores that moved although there was room, prefix hits
@@ -67,7 +67,6 @@ NO_UNION = "share_prefixes=false"
 ABLATIONS = {
     "prefixes counted once": NO_UNION,
     "capacity corrected": "adapt_capacity=false",
-    "growth of a turn learned": "growth_quantile=0",
     "growth foreseen": "foresight_ratio=0",
     "letting go at break-even": "hold_ratio=inf",
     "passing who does not fit": "pass_count=0",
@@ -77,6 +76,8 @@ ABLATIONS = {
 
 AWAY_LIMIT_S = 300.0
 REAL_PROGRAMS_COUNT = 16
+CAPS = ("cap:n=5", "cap:n=6", "cap:n=7")
+"""Fixed numbers of programs, about as many as fit."""
 SAMPLED_PLANS_COUNT = 200
 IDLE_PROGRAMS_COUNT, IDLE_TICKS_COUNT, IDLE_TICK_S = 32, 1000, 0.25
 
@@ -280,12 +281,15 @@ def real(bench: Bench) -> list[Finding]:
         scenario = replace(bench.scenario(SMALL), engine=engine)
         for tells in (False, True):
             at = f"16 programs, speed x {speed_ratio:g}, {'told' if tells else 'counted'}"
-            policies = (bench.policy, "thunderagent", "passthrough", "oracle")
+            policies = (bench.policy, "thunderagent", "passthrough", "oracle", *CAPS)
             scene = replace(scenario, engine_tells_cached=tells)
             runs = bench.runs(at, scene, RealLoad(), policies, REAL_PROGRAMS_COUNT)
             for policy in (bench.policy, "oracle"):
                 ratio = ratio_of(runs[policy], runs["thunderagent"], turns_per_min)
                 found.append(Finding(at, policy, "turns/min / thunderagent", ratio))
+            for other in ("passthrough", *CAPS):
+                ratio = ratio_of(runs[bench.policy], runs[other], turns_per_min)
+                found.append(Finding(at, bench.policy, f"turns/min / {other}", ratio))
     return found
 
 

@@ -29,8 +29,9 @@ import uvloop
 from benchmarks.drip import DripEngine, Plan, event_of, whole
 from benchmarks.load import percentile
 from benchmarks.machine import save_results
-from benchmarks.overhead import commands, free_port, target
+from benchmarks.overhead import commands, target
 from benchmarks.processes import resident_mb
+from thunderagent.provision.base import free_port
 from thunderagent.serving.process import raise_file_limit
 
 CAPACITY_TOKENS = 1_000_000_000
