@@ -34,6 +34,7 @@ from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.dialling import Dialling
 from thunderagent.scale.gateway.polling import SharedPolls
 from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
+from thunderagent.scale.leader.candidacy import Candidacy
 from thunderagent.scale.leader.leading import Leading
 from thunderagent.scale.leader.store import Store
 from thunderagent.scale.leader.writing import Writing
@@ -100,8 +101,9 @@ async def serve_scheduler(
     stop = begin_process()
     if ends_with_stdin:
         await _end_with_stdin(stop)
+    led_in = 0
     while not stop.is_set():
-        async with scheduler(config) as (url, name, leading):
+        async with scheduler(config, led_in) as (url, name, leading):
             if ready is not None:
                 ready(url, name)
                 ready = None
@@ -110,6 +112,7 @@ async def serve_scheduler(
             log.info("shutting_down" if stop.is_set() else "stands_by_again")
             if leading is not None:
                 await leading.give_up()
+                led_in = leading.epoch
 
 
 async def _first_of(*events: asyncio.Event) -> None:
@@ -152,8 +155,11 @@ def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
 
 
 @asynccontextmanager
-async def scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leading | None]]:
-    """Run a scheduler; yield its URL, its policy's name, and its leader role, if there may be several."""
+async def scheduler(config: ServeConfig, led_in: int = 0) -> AsyncIterator[tuple[str, str, Leading | None]]:
+    """Run a scheduler; yield its URL, its policy's name, and its leader role, if there may be several.
+
+    `led_in` is the last epoch in which this process led.
+    """
     check_security(config)
     store = _store_of(config)
     runtime, event_log = build_runtime(config)
@@ -173,7 +179,7 @@ async def scheduler(config: ServeConfig) -> AsyncIterator[tuple[str, str, Leadin
             return links[0]
         assert learned is not None, "what is learned is kept where there is a store"
         url = config.reached_at or _own_url(config)
-        leading = Leading(store, runtime, links[0], learned, url=url, lock_s=config.lock_s)
+        leading = Leading(store, runtime, links[0], learned, Candidacy(config.lock_s, led_in), url=url)
         return leading
 
     async with AsyncExitStack() as stack:

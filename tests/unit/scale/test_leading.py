@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from tests.unit.scale.test_links import Unwatched
 from thunderagent.errors import StoreError
 from thunderagent.programs.model.events import ProgramOpened, ProgramReleased
@@ -16,6 +18,7 @@ from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import LearnedState
+from thunderagent.scale.leader.candidacy import Candidacy
 from thunderagent.scale.leader.kept import Kept, decode
 from thunderagent.scale.leader.leading import Leading
 from thunderagent.scale.leader.store import Seen, Store
@@ -32,7 +35,7 @@ class MemoryStore:
         self.owner: str | None = None
         self.epoch = 0
         self.log: list[bytes] = []
-        self.is_away = self.loses_the_answer_of_take = self.fails_for_standby = False
+        self.is_away = self.loses_the_answer_of_take = self.fails_for_standby = self.has_another = False
         self.renews_as = 0
         """The answer to the next renewal, if it is not 0."""
         self.on_take = asyncio.Event()
@@ -103,7 +106,7 @@ class MemoryStore:
     async def has_standby(self, owner: str) -> bool:
         if self.fails_for_standby:
             raise StoreError("it does not say")
-        return False
+        return self.has_another
 
     async def warnings(self) -> list[str]:
         return []
@@ -114,12 +117,13 @@ class MemoryStore:
 class Member:
     """A scheduler with a store."""
 
-    def __init__(self, store: MemoryStore, leads_by: Store | None = None) -> None:
+    def __init__(self, store: MemoryStore, leads_by: Store | None, led_in: int) -> None:
         self.store = store
         self.runtime = Runtime(Scheduler(Cap(n=1)))
         links = Links(self.runtime, Replicas(self.runtime, []), Unwatched(), gateway_lost_s=5.0)
         learned = LearnedState(None, self.runtime)
-        self.leading = Leading(leads_by or store, self.runtime, links, learned, url="", lock_s=LOCK_S)
+        candidacy = Candidacy(LOCK_S, led_in)
+        self.leading = Leading(leads_by or store, self.runtime, links, learned, candidacy, url="")
 
     def opens(self, program_id: str) -> None:
         self.runtime.dispatch(ProgramOpened(self.runtime.now_s(), program_id))
@@ -146,9 +150,9 @@ class Member:
 
 
 @asynccontextmanager
-async def running(store: MemoryStore, leads_by: Store | None = None) -> AsyncIterator[Member]:
+async def running(store: MemoryStore, leads_by: Store | None = None, led_in: int = 0) -> AsyncIterator[Member]:
     """Run one; its lock is in the same store, unless `leads_by` has it."""
-    member = Member(store, leads_by)
+    member = Member(store, leads_by, led_in)
     async with asyncio.timeout(30):
         task = asyncio.create_task(member.leading.run())
         yield member
@@ -228,6 +232,32 @@ async def test_who_leaves_does_not_touch_another_ones_lock() -> None:
         async with running(store) as other:
             await other.leading.give_up()
             assert (store.owner, other.leading.role) == (member.leading.owner, "over")
+
+
+@pytest.mark.parametrize("ends_by", ["no other", "another epoch", "its time"])
+async def test_who_gave_the_lock_up_lets_another_take_it_first(ends_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thunderagent.scale.leader.leading.LOOK_S", 0)
+    monkeypatch.setattr("thunderagent.scale.leader.candidacy.YIELD_LOCKS", 3 if ends_by == "its time" else 1e6)
+    store = MemoryStore()
+    store.owner, store.epoch, store.has_another = "", 4, True
+    async with running(store, led_in=4) as member:
+        if ends_by != "its time":
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert (store.owner, member.leading.role) == ("", "standby")
+        if ends_by == "no other":
+            store.has_another = False
+        elif ends_by == "another epoch":  # the other one led, and gave up as well
+            store.epoch = 5
+        await until_leading(member)
+
+
+async def test_who_never_led_takes_the_lock_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thunderagent.scale.leader.candidacy.YIELD_LOCKS", 1e6)
+    store = MemoryStore()
+    store.owner, store.has_another = "", True
+    async with running(store) as member:
+        await until_leading(member)
 
 
 async def test_a_store_that_lost_entries_between_two_commands_is_told_all_again() -> None:

@@ -11,6 +11,9 @@ are three exceptions:
 - a store that was away, or lost its data, may have dropped a lock that its owner still believes to have. The owner may
   come first, for as long as a lock lasts. A store counts as new if this scheduler never saw a lock or an epoch there,
   and always had its answers.
+
+Who has just given up the lock lets another one that stands by take it first, in case that is slow. It does so for a
+few locks' time: a standby may announce itself and yet not be able to take the lock.
 """
 
 from __future__ import annotations
@@ -18,13 +21,21 @@ from __future__ import annotations
 GIVEN_UP = ""
 """Content of the lock when its owner gave it up."""
 
+YIELD_LOCKS = 3
+"""How long a scheduler that gave up the lock lets another take it first, in durations of a lock."""
+
 
 class Candidacy:
     """What one scheduler saw of the lock."""
 
-    def __init__(self, lock_s: float) -> None:
-        """Start without knowledge; a lock expires `lock_s` after its last renewal."""
-        self._lock_s = lock_s
+    def __init__(self, lock_s: float, led_in: int = 0) -> None:
+        """Start without knowledge; a lock expires `lock_s` after its last renewal.
+
+        `led_in` is the last epoch in which this scheduler's process led; 0 if it did not.
+        """
+        self.lock_s = lock_s
+        self._led_in = led_in
+        self._yields_until_s: float | None = None
         self._answers_since_s: float | None = None
         self._dead: str | None = None
         self._is_new = True
@@ -54,4 +65,12 @@ class Candidacy:
             self._answers_since_s = now_s
         if owner is not None:
             return owner if owner in (GIVEN_UP, self._dead) else None
-        return GIVEN_UP if self._is_new or now_s - self._answers_since_s >= self._lock_s else None
+        return GIVEN_UP if self._is_new or now_s - self._answers_since_s >= self.lock_s else None
+
+    def yields(self, owner: str | None, epoch: int, now_s: float) -> bool:
+        """Return whether the lock is as this process gave it up: any other scheduler that stands by comes first."""
+        if owner != GIVEN_UP or not 0 < epoch == self._led_in:
+            return False
+        if self._yields_until_s is None:
+            self._yields_until_s = now_s + YIELD_LOCKS * self.lock_s
+        return now_s < self._yields_until_s

@@ -4,9 +4,9 @@ Theory of operation
 ===================
 A standby runs all of a scheduler except its grants: replicas are polled, and gateways wait to connect. It reads the
 store many times a second, follows the log into `Kept`, and watches an idle connection to the leader's port. When that
-ends, and nobody listens there any more, the leader's process is gone, and its lock is not waited for. Once it has the
-lock it reads the log to its end (nobody else can write there any more), lets the core adopt the programs, and lets
-gateways in.
+ends, and nobody listens there any more, the leader's process is gone, and its lock is not waited for. Who has just
+given up the lock lets another standby take it first. Who has the lock reads the log to its end (nobody else can write
+there any more), lets the core adopt the programs, and lets gateways in.
 
 The leader writes its `Journal` in batches, and renews the lock. **A store that does not answer is no reason to stop**:
 nobody else can lead without it either. When it is back everything is written again, because it may have lost data. But
@@ -58,7 +58,7 @@ class Leading:
     """The role of a scheduler in its cell. All methods belong to one event loop."""
 
     def __init__(
-        self, store: Store, runtime: Runtime, links: Links, learned: LearnedState, *, url: str, lock_s: float
+        self, store: Store, runtime: Runtime, links: Links, learned: LearnedState, candidacy: Candidacy, *, url: str
     ) -> None:
         """Start as standby. Others find this scheduler's process at `url`; empty: they cannot check it."""
         self.role = "standby"
@@ -76,8 +76,8 @@ class Leading:
         self._runtime = runtime
         self._links = links
         self._learned = learned
-        self._lock_s = lock_s
-        self._candidacy = Candidacy(lock_s)
+        self._lock_s = candidacy.lock_s
+        self._candidacy = candidacy
         self._at = "0"
         self._watch = LeaderWatch(self._candidacy.died, lambda: self._at)
         self._asking: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class Leading:
                 expected = self.owner
             try:
                 if expected is not None:
-                    await self._take(expected)
+                    await self._take(expected, seen)
                 elif now_s() - said_s >= self._lock_s / 3:
                     said_s = now_s()
                     await self._store.stand_by(self.owner)
@@ -144,8 +144,11 @@ class Leading:
             if not self.epoch:
                 await asyncio.sleep(LOOK_S)
 
-    async def _take(self, expected: str) -> None:
-        """Take the lock, unless this scheduler leaves."""
+    async def _take(self, expected: str, seen: Seen) -> None:
+        """Take the lock, unless this scheduler leaves, or another one comes first."""
+        yields = self._candidacy.yields(seen.owner, seen.epoch, self._runtime.now_s())
+        if yields and await self._store.has_standby(self.owner):
+            return
         async with self._taking:
             if self.role == "standby":
                 self.epoch = await self._store.take(self.owner, expected, self.kept.epoch)
