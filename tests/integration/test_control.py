@@ -353,7 +353,7 @@ async def test_an_engine_that_is_paused_no_longer_has_its_limits_again(limit: st
         began_s = monotonic()
         answer = await waiting
         assert (answer.status, answer.error["code"]) == (504, LIMIT_CODES[limit])
-        assert 0.1 < monotonic() - began_s < 1.5
+        assert 0.1 < monotonic() - began_s < 10
 
 
 async def test_sleep_lasts_until_all_of_the_engine_is_awake() -> None:

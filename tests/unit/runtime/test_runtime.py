@@ -317,7 +317,7 @@ async def test_a_shutdown_refuses_who_waits_and_who_comes_and_lets_turns_in_flig
         await asyncio.sleep(0.01)
         assert not closing.done()
         lease.finished()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await closing
 
 
@@ -325,7 +325,7 @@ async def test_the_grace_period_bounds_a_shutdown() -> None:
     """A turn that does not end is cut off afterwards."""
     async with running(grace_s=0.02) as (runtime, _):
         lease = await runtime.lease(asked(runtime, "a"))
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await runtime.close()
         assert runtime.leases_count == 1
         lease.abandoned()
@@ -344,7 +344,7 @@ async def test_a_turn_that_was_granted_just_before_a_shutdown_is_waited_for() ->
         granted_last = asyncio.ensure_future(turn(await held_lease(runtime, "b")))
         first.finished()
         runtime.release("a")
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await runtime.close()
         assert runtime.outcome_counts == {"finished": 2}
         await granted_last
@@ -353,7 +353,7 @@ async def test_a_turn_that_was_granted_just_before_a_shutdown_is_waited_for() ->
 async def test_a_shutdown_without_turns_takes_no_time() -> None:
     """The grace period is an upper bound."""
     async with running(grace_s=60.0) as (runtime, _):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await runtime.close()
 
 

@@ -391,13 +391,13 @@ async def test_a_connection_that_is_idle_for_too_long_is_closed_and_gets_no_requ
         finally:
             ended.set()
 
-    async with pool_of(behaviour, keepalive_s=0.1) as (server, pool):
-        for pause_s, connections_count in ((0.0, 1), (0.05, 1), (0.15, 2)):
+    async with pool_of(behaviour, keepalive_s=0.5) as (server, pool):
+        for pause_s, connections_count in ((0.0, 1), (0.05, 1), (0.75, 2)):
             await asyncio.sleep(pause_s)
             assert await ask(pool, server.url) == b"{}"
             assert server.connections_count == connections_count
         ended.clear()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             await ended.wait()
         assert await ask(pool, server.url) == b"{}"
         assert server.connections_count == 3
