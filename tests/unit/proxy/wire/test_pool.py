@@ -9,6 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.failures import ClosedError, SilentError, TotalError, UnreachedError
@@ -323,6 +324,31 @@ async def test_a_connection_that_is_made_after_the_pool_was_closed_is_closed_at_
         assert pool.requests_count == 0
         async with asyncio.timeout(5):
             await ended.wait()
+
+
+def test_who_leaves_as_the_connection_is_made_leaves_nothing_behind() -> None:
+    """On the loop of `thunderagent serve`, which closes such a connection without telling it so."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        sweep, server = Sweep(loop), Server(behaviour)
+        pool = Pool(sweep, Pause(loop))
+        async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+            server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            for passes_count in range(12):
+                asking = asyncio.create_task(ask(pool, server.url))
+                for _ in range(passes_count):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+            await pool.close()
+        assert (len(sweep), pool.requests_count) == (0, 0)
+
+    uvloop.run(main())
 
 
 async def test_what_comes_before_a_request_is_sent_is_not_its_answer() -> None:

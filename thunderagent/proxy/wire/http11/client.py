@@ -227,7 +227,6 @@ class Connection:
         """Start before anything was sent."""
         self._transport = cast("asyncio.Transport", transport)
         notice_lost_peers(transport)
-        self._sweep.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Fail all waiters: the connection is gone."""

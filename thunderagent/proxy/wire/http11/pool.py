@@ -184,12 +184,12 @@ class Pool:
             unreached = UnreachedError(str(error) or type(error).__name__)
             unreached.is_refused = isinstance(error, ConnectionRefusedError)
             raise unreached from None
-        self._connections.add(connection)
         if self._is_closed:
             connection.give_up()
         if not connection.is_open:
-            self._connections.discard(connection)
             raise UnreachedError("the pool is closed" if self._is_closed else "it was closed at once")
+        self._connections.add(connection)
+        self._sweep.add(connection)
         return connection
 
     def _ended(self, site: _Site, connection: Connection) -> None:
