@@ -436,7 +436,7 @@ async def test_past_what_patience_may_overdraw_a_turn_is_told_the_truth() -> Non
             if task.done():
                 assert (task.result().status, task.result().error["code"]) == (503, "no_room_in_time")
                 assert int(task.result().header("Retry-After") or 0) > 0
-        assert len(replica.calls) == 2
+        await until(lambda: len(replica.calls) == 2)
         gate.open()
         assert (await running).status == 200
         assert sorted(answer.status for answer in await asyncio.gather(*tasks)) == [200, *[503] * 9]
