@@ -108,6 +108,7 @@ class MadeUpEngine:
 
     max_model_len: int | None = 2048
     most_tokens: int | None = None
+    prompt_token_s: float = 0.00005
     metrics: str | None = None
     version: str | None = None
     api_key: str | None = None
@@ -145,7 +146,7 @@ class MadeUpEngine:
             return web.Response(text="too long", status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await asyncio.sleep(0.00005 * len(prompt))
+        await asyncio.sleep(self.prompt_token_s * len(prompt))
         for number in range(body["max_tokens"]):
             await asyncio.sleep(0.002)
             event = {"choices": [{"text": "a"}]} if number != self.error_after_tokens else {"error": "broken"}
@@ -190,6 +191,13 @@ async def test_an_engine_that_is_not_vllm_is_measured() -> None:
     lengths = [len(prompt) for prompt in made_up.prompts]
     assert lengths.count(512) <= 1  # it was refused
     assert 256 in lengths
+
+
+async def test_an_engine_too_slow_to_find_its_limit_is_asked_for_no_more_than_it_took() -> None:
+    """Prompts behind a context, and what is decoded there, stay within the longest prompt that it accepted."""
+    made_up = MadeUpEngine(max_model_len=None, most_tokens=400, prompt_token_s=0.0005)
+    await calibrated(made_up)
+    assert max(len(prompt) for prompt in made_up.prompts) == 256
 
 
 async def test_a_broken_line_of_metrics_says_nothing_and_the_others_are_read() -> None:

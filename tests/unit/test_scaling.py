@@ -1,13 +1,21 @@
-"""Refusals before several processes start."""
+"""What begins several processes: refusals, and what a scheduler knows of its last life."""
 
 from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.one_machine import serve_with_gateways
-from thunderagent.scaling import check_gateways
+from thunderagent.scaling import check_gateways, serve_scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 
 async def test_one_command_with_gateways_shares_no_store() -> None:
@@ -16,3 +24,28 @@ async def test_one_command_with_gateways_shares_no_store() -> None:
     with pytest.raises(ConfigurationError, match="thunderagent scheduler"):
         await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
     check_gateways(config)  # then `scheduler` may be given the same file
+
+
+async def test_a_scheduler_that_stands_by_again_knows_in_which_epoch_it_led(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it lets others take what it gave up."""
+    stop, over = asyncio.Event(), asyncio.Event()
+    over.set()
+    lives: list[int] = []
+
+    async def give_up() -> None:
+        if len(lives) == 2:
+            stop.set()
+
+    @asynccontextmanager
+    async def scheduler(config: ServeConfig, led_in: int) -> AsyncIterator[tuple[str, str, Any]]:
+        lives.append(led_in)
+        yield (
+            f"http://127.0.0.1:{config.port or 1}",
+            "passthrough",
+            SimpleNamespace(epoch=7, over=over, give_up=give_up),
+        )
+
+    monkeypatch.setattr("thunderagent.scaling.scheduler", scheduler)
+    monkeypatch.setattr("thunderagent.scaling.begin_process", lambda: stop)
+    await serve_scheduler(ServeConfig.load(port=0), ready=None)
+    assert lives == [0, 7]

@@ -97,6 +97,8 @@ class Measurement:
     # Prompts must differ from each other and from the last calibration's; they need not be secret.
     _random: random.Random = field(default_factory=random.Random)
     _last_sizes: dict[str, int] = field(default_factory=dict)
+    _taken_tokens: int | None = None
+    """Stands for an unknown limit once prompts became too slow to look for it: what it took, and a token."""
     _output_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
     _interval_s: float = 0.01
 
@@ -121,6 +123,8 @@ class Measurement:
     @property
     def _limit_tokens(self) -> int:
         """Return the limit of a prompt and its answer; less exact for a text."""
+        if self.facts.limit_tokens is None and self._taken_tokens is not None:
+            return self._taken_tokens
         limit_tokens = min(self.facts.limit_tokens or LONGEST_PROMPT_TOKENS, LONGEST_PROMPT_TOKENS)
         return limit_tokens if self.client.speaks_ids else int(0.8 * limit_tokens)
 
@@ -162,6 +166,7 @@ class Measurement:
                 self._last_sizes["prefill"] = prompt_tokens // 2  # it accepted that: the limit is in between
                 self.facts = replace(self.facts, limit_tokens=prompt_tokens // 2 + 1)
                 return
+        self._taken_tokens = self._last_sizes["prefill"] + 1
 
     async def _measure_contexts(self) -> None:
         """Measure prefill and decode behind two lengths of cached context."""

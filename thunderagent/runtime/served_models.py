@@ -244,7 +244,7 @@ class ServedModels:
         return pool
 
     def _told_models(self) -> str:
-        names = self.pools.models
+        names = sorted(self.pools.models)
         more = f", and {len(names) - TOLD_MODELS_COUNT} more" if len(names) > TOLD_MODELS_COUNT else ""
         return f"there are: {', '.join(names[:TOLD_MODELS_COUNT])}{more}"
 

@@ -99,6 +99,7 @@ async def test_a_client_that_leaves_in_any_stage_leaves_nothing_behind(stage: st
             assert time.monotonic() < deadline, engine.stats()
             await asyncio.sleep(0.005)
         assert not engine._clients
+        assert engine.stats().stage_passes["decode"] < 60, "it decodes for nobody"
     finally:
         await engine.stop()
 

@@ -120,7 +120,7 @@ class Member:
     def __init__(self, store: MemoryStore, leads_by: Store | None, led_in: int) -> None:
         self.store = store
         self.runtime = Runtime(Scheduler(Cap(n=1)))
-        links = Links(self.runtime, Replicas(self.runtime, []), Unwatched(), gateway_lost_s=5.0)
+        links = self.links = Links(self.runtime, Replicas(self.runtime, []), Unwatched(), gateway_lost_s=5.0)
         learned = LearnedState(None, self.runtime)
         candidacy = Candidacy(LOCK_S, led_in)
         self.leading = Leading(leads_by or store, self.runtime, links, learned, candidacy, url="")
@@ -234,26 +234,43 @@ async def test_who_leaves_does_not_touch_another_ones_lock() -> None:
             assert (store.owner, other.leading.role) == (member.leading.owner, "over")
 
 
-@pytest.mark.parametrize("ends_by", ["no other", "another epoch", "its time"])
+@pytest.mark.parametrize("ends_by", ["no other", "another epoch"])
 async def test_who_gave_the_lock_up_lets_another_take_it_first(ends_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thunderagent.scale.leader.leading.LOOK_S", 0)
-    monkeypatch.setattr("thunderagent.scale.leader.candidacy.YIELD_LOCKS", 3 if ends_by == "its time" else 1e6)
     store = MemoryStore()
     store.owner, store.epoch, store.has_another = "", 4, True
     async with running(store, led_in=4) as member:
-        if ends_by != "its time":
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert (store.owner, member.leading.role) == ("", "standby")
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert (store.owner, member.leading.role) == ("", "standby")
         if ends_by == "no other":
             store.has_another = False
-        elif ends_by == "another epoch":  # the other one led, and gave up as well
+        else:  # the other one led, and gave up as well
             store.epoch = 5
         await until_leading(member)
 
 
-async def test_who_never_led_takes_the_lock_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thunderagent.scale.leader.candidacy.YIELD_LOCKS", 1e6)
+async def test_who_gives_the_lock_up_asks_for_it_no_more_while_gateways_leave() -> None:
+    """A renewal would find an empty lock, and end that time; with a Lease it would take it again."""
+    store = MemoryStore()
+    store.has_another = True
+    async with running(store) as member:
+        await until_leading(member)
+        await member.until_renewed()
+        leaves = asyncio.Event()
+        member.links.until_left = leaves.wait
+        giving_up = asyncio.create_task(member.leading.give_up())
+        while store.owner:
+            await asyncio.sleep(0)
+        renewals_count = store.renewals_count
+        await asyncio.sleep(3 * LOCK_S)
+        assert (store.renewals_count, member.leading.role, giving_up.done()) == (renewals_count, "leader", False)
+        leaves.set()
+        await giving_up
+        assert (store.owner, member.leading.role) == ("", "over")
+
+
+async def test_who_never_led_takes_the_lock_at_once() -> None:
     store = MemoryStore()
     store.owner, store.has_another = "", True
     async with running(store) as member:

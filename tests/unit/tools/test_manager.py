@@ -700,7 +700,7 @@ async def test_an_engine_that_hangs_keeps_no_other_from_reclaiming() -> None:
         caps=Caps(),
         templates={},
         new_id=lambda: "s1",
-        settings=replace(FAST, reclaims_count=1),
+        settings=replace(FAST, reclaims_count=1, reclaim_timeout_s=60.0),
     )
     task = asyncio.create_task(manager.run())
     try:

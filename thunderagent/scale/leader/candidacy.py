@@ -12,17 +12,14 @@ are three exceptions:
   come first, for as long as a lock lasts. A store counts as new if this scheduler never saw a lock or an epoch there,
   and always had its answers.
 
-Who has just given up the lock lets another one that stands by take it first, in case that is slow. It does so for a
-few locks' time: a standby may announce itself and yet not be able to take the lock.
+Who has just given up the lock lets another one that stands by take it first, in case that is slow. It does so as long
+as that is announced: nobody is announced for longer than a lock lasts while the lock is empty.
 """
 
 from __future__ import annotations
 
 GIVEN_UP = ""
 """Content of the lock when its owner gave it up."""
-
-YIELD_LOCKS = 3
-"""How long a scheduler that gave up the lock lets another take it first, in durations of a lock."""
 
 
 class Candidacy:
@@ -35,7 +32,6 @@ class Candidacy:
         """
         self.lock_s = lock_s
         self._led_in = led_in
-        self._yields_until_s: float | None = None
         self._answers_since_s: float | None = None
         self._dead: str | None = None
         self._is_new = True
@@ -67,10 +63,6 @@ class Candidacy:
             return owner if owner in (GIVEN_UP, self._dead) else None
         return GIVEN_UP if self._is_new or now_s - self._answers_since_s >= self.lock_s else None
 
-    def yields(self, owner: str | None, epoch: int, now_s: float) -> bool:
+    def yields(self, owner: str | None, epoch: int) -> bool:
         """Return whether the lock is as this process gave it up: any other scheduler that stands by comes first."""
-        if owner != GIVEN_UP or not 0 < epoch == self._led_in:
-            return False
-        if self._yields_until_s is None:
-            self._yields_until_s = now_s + YIELD_LOCKS * self.lock_s
-        return now_s < self._yields_until_s
+        return owner == GIVEN_UP and 0 < epoch == self._led_in

@@ -81,6 +81,7 @@ class Leading:
         self._at = "0"
         self._watch = LeaderWatch(self._candidacy.died, lambda: self._at)
         self._asking: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._since_s: float | None = None
         self._has_standby = False
         self._taking = asyncio.Lock()
@@ -146,8 +147,7 @@ class Leading:
 
     async def _take(self, expected: str, seen: Seen) -> None:
         """Take the lock, unless this scheduler leaves, or another one comes first."""
-        yields = self._candidacy.yields(seen.owner, seen.epoch, self._runtime.now_s())
-        if yields and await self._store.has_standby(self.owner):
+        if self._candidacy.yields(seen.owner, seen.epoch) and await self._store.has_standby(self.owner):
             return
         async with self._taking:
             if self.role == "standby":
@@ -194,17 +194,17 @@ class Leading:
         self.role, self._since_s = "leader", self._runtime.now_s()
         self._watch.stop()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._renew())]
+            self._renewing = group.create_task(self._renew())
             await self._take_over()
             if self.role == "over":  # it had to step down before it granted anything
-                tasks[0].cancel()
+                self._renewing.cancel()
                 return
             self.took_over_s = self._runtime.now_s() - self._since_s
             log.warning(
                 "leads", epoch=self.epoch, programs_count=self.kept.programs_count, took_s=round(self.took_over_s, 3)
             )
             beside = let_go(self.kept), self.writing.run(), self.writing.note_learned()
-            tasks += [group.create_task(each) for each in beside]
+            tasks = [self._renewing, *(group.create_task(each) for each in beside)]
             self.kept = Kept()
             await self.over.wait()
             for task in tasks:
@@ -295,6 +295,9 @@ class Leading:
         with suppress(StoreError, TimeoutError):
             async with asyncio.timeout(FINISH_LIMIT_S):
                 await self.writing.finish()
+        if self._renewing is not None:  # it would find the lock empty, and step down, or take a Lease again
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
         with suppress(StoreError, TimeoutError):
             await self._store.give_up(self.owner)  # even if not all was written: gateways repeat the rest
             log.warning("gives_up", epoch=self.epoch)
