@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.instant import instant_engine
 from benchmarks.machine import ROOT, save_results
 from benchmarks.processes import die_with_parent
-from benchmarks.takeover import free_ports
+from thunderagent.provision.base import free_port
 
 WARM_COUNT, PROGRAMS_COUNT = 200, 20
 IDLE_S = 4.0
@@ -55,7 +55,7 @@ async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 async def measure(package: Path, turns_count: int) -> dict[str, float]:
     """Return the instructions of a turn, and of a second without one, for the package in a folder."""
     with TemporaryDirectory() as folder:
-        (port,) = free_ports(1)
+        port = free_port()
         out = Path(folder, "callgrind.out")
 
         def control(*words: str) -> None:

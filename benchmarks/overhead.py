@@ -28,7 +28,7 @@ import uvloop
 from benchmarks.environments import RealEngineError, ensure_environment
 from benchmarks.instant import chat_requests, drive, instant_engine
 from benchmarks.machine import save_results
-from benchmarks.processes import resident_mb
+from benchmarks.processes import die_with_parent, resident_mb
 from thunderagent.provision.base import free_port
 from thunderagent.serving.process import raise_file_limit
 from thunderagent.simulator.figures.intervals import Interval
@@ -52,7 +52,8 @@ LOADS_OF = {"passthrough": ("whole",), **dict.fromkeys(("gateways", *ROUTERS), (
 async def target(command: list[str], port: int, core: int, log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
     """Run a server pinned to a core during the block; it listens when the block begins."""
     with log.open("wb") as output:
-        process = subprocess.Popen(["taskset", "-c", str(core), *command], stdout=output, stderr=output)
+        pinned = [*die_with_parent(), "taskset", "-c", str(core), *command]
+        process = subprocess.Popen(pinned, stdout=output, stderr=output)
     try:
         deadline_s = asyncio.get_running_loop().time() + START_S
         while True:

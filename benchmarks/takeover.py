@@ -15,7 +15,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from asyncio.subprocess import Process
@@ -38,6 +37,7 @@ from benchmarks.instant import instant_engine
 from benchmarks.machine import save_results
 from benchmarks.processes import die_with_parent, resident_mb
 from thunderagent.leases import TurnAsk
+from thunderagent.provision.base import free_port
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.dialling import Dialling
 from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
@@ -139,7 +139,7 @@ class Cell:
             stack.callback(self._kill_all)
             self._http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(2)))
             await self.start_redis()
-            ports = free_ports(2)
+            ports = free_port(), free_port()
             for port in ports:
                 await self.start_scheduler(port)
                 await self.leader(followed=False)
@@ -317,15 +317,6 @@ class Cell:
             "leases_leaked": round(values["thunderagent_leases_active"]),
             "held_leaked": round(values["thunderagent_turns_held"]),
         }
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
