@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import TYPE_CHECKING
 
@@ -20,19 +19,8 @@ if TYPE_CHECKING:
 @pytest.hookimpl(optionalhook=True)  # pytest-asyncio has it since 1.4; before, the loop is asyncio's own
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run on the event loop of `thunderagent serve`."""
-    return {"uvloop": _CollectingLoop}
+    return {"uvloop": uvloop.new_event_loop}
 
-
-class _CollectingLoop(uvloop.Loop):
-    """An event loop that collects garbage before it closes.
-
-    anyio forgets a connection whose maker is cancelled just as it is made, as a late poll may be: it is closed when it
-    is collected, and uvloop warns of those that are open at its end.
-    """
-
-    def close(self) -> None:
-        gc.collect()
-        super().close()
 
 
 @pytest.fixture(autouse=True)

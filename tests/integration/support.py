@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import re
@@ -61,13 +60,6 @@ def sockets_count() -> int:
         with contextlib.suppress(OSError):
             count += stat.S_ISSOCK(os.fstat(int(name)).st_mode)
     return count
-
-
-def has_closed_all_but(count: int) -> bool:
-    """Return whether no more sockets than that are open; some close when they are collected (see `conftest.py`)."""
-    if sockets_count() > count:
-        gc.collect()
-    return sockets_count() <= count
 
 
 def end_to_end(headers: Iterable[Header], *dropped: str) -> list[Header]:
@@ -469,7 +461,7 @@ class FakeReplica:
             text = self.metrics
             status = "404 Not Found" if text is None else "200 OK"
             call.write(_whole_answer((text or "").encode(), status=status, headers=[("content-type", "text/plain")]))
-        elif call.target == "/v1/models" and "httpx" in (call.header("User-Agent") or ""):
+        elif call.target == "/v1/models" and call.header("User-Agent") == "thunderagent":
             said = json.dumps({"data": [{"id": name} for name in self.models or ()]}).encode()
             call.write(_whole_answer(said, status="404 Not Found" if self.models is None else "200 OK"))
         else:
@@ -761,7 +753,7 @@ async def running_proxy(
                     await running.up(len(urls) if up is None else up)
                 yield running
                 await running.nothing_left()
-        await until(lambda: has_closed_all_but(sockets_before))
+        await until(lambda: sockets_count() <= sockets_before)
         with settings.event_log.open("rb") as lines:
             report = replay(lines, after_event=invariants.check)
         assert report.difference is None, report.difference

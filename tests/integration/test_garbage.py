@@ -61,7 +61,7 @@ def collecting() -> Iterator[Counter[str]]:
         gc.set_debug(0)
         gc.garbage.clear()
     for name in list(found):
-        if not name.startswith(("thunderagent.", "httpx2.Response")):
+        if not name.startswith("thunderagent."):
             del found[name]
 
 

@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import fields
 from functools import cache
-from ssl import SSLContext
+from ssl import SSLContext, create_default_context
 from typing import Annotated, NamedTuple
 
-import httpx2
+import aiohttp
 import msgspec
 from msgspec import Meta, Struct
+from yarl import URL
 
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
 from thunderagent.backends.ranks import of_rank, rank_count_of
@@ -23,6 +24,9 @@ from thunderagent.errors import ConfigurationError
 MODELS_PATH = "/v1/models"
 MODELS_EVERY_POLLS = 10
 """How often an engine that is up is asked for its models; at once when it is suspected."""
+
+KEEPALIVE_S = 4.0
+"""uvicorn, which engines run on, closes a connection that is idle for 5 s."""
 
 _FIGURES = tuple(each.name for each in fields(ReplicaReading) if each.compare)
 
@@ -109,15 +113,21 @@ class Asker:
         """How many polls until it is asked for its models."""
         self._deadline_s = deadline_s
 
-    def client(self, authorization: str, ssl_context: SSLContext | None) -> httpx2.AsyncClient:
+    def client(self, authorization: str, ssl_context: SSLContext | None) -> aiohttp.ClientSession:
         """Return a client of its own, so that its connections close with it."""
-        # Redirects are not followed: a server without TLS needs no trusted certificates. httpx2's timeouts are for each
-        # read, but our deadline is for the whole answer.
+        # Redirects are not followed: a server without TLS needs no trusted certificates.
         tls = (ssl_context or _system_trust()) if self.health_url.scheme == "https" else False
-        headers = {"Authorization": authorization} if authorization else None
-        return httpx2.AsyncClient(verify=tls, trust_env=False, timeout=None, headers=headers)
+        headers = {"User-Agent": "thunderagent"}
+        if authorization and self.health_url.user is None:  # a login in the URL goes first
+            headers["Authorization"] = authorization
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls, keepalive_timeout=KEEPALIVE_S, use_dns_cache=False),
+            timeout=aiohttp.ClientTimeout(),  # of its parts; the deadline is for the whole answer
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
-    async def ask(self, client: httpx2.AsyncClient) -> Answers:
+    async def ask(self, client: aiohttp.ClientSession) -> Answers:
         """Ask for health and metrics at the same time, then for everything else needed."""
         asked_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
@@ -133,7 +143,7 @@ class Asker:
         self.polls_to_models -= 1
         return Answers(asked_s, failure, metrics, await self._info(metrics, client), models)
 
-    async def _info(self, metrics: str | Failure, client: httpx2.AsyncClient) -> str | None:
+    async def _info(self, metrics: str | Failure, client: aiohttp.ClientSession) -> str | None:
         """Ask for the capacity if its kind reports it beside the metrics, and those lack it."""
         reading = NOTHING_READ if isinstance(metrics, Failure) else self.backend.read_metrics(metrics)
         if reading.capacity_tokens is None:
@@ -143,26 +153,21 @@ class Asker:
                     return info
         return None
 
-    async def _get(self, client: httpx2.AsyncClient, url: httpx2.URL) -> str | Failure:
+    async def _get(self, client: aiohttp.ClientSession, url: URL) -> str | Failure:
         """Return the body of a 2xx answer, or how the request failed. Expected failures end here."""
         deadline_s = self._deadline_s
-        response: httpx2.Response | None = None
         try:
-            async with asyncio.timeout(deadline_s), client.stream("GET", url) as response:
-                await response.aread()
+            async with asyncio.timeout(deadline_s), client.get(url, allow_redirects=False) as response:
+                text = await response.text(errors="replace")
         except TimeoutError:
             return Failure(f"no answer within {deadline_s:g} s", is_silence=True)
-        except httpx2.HTTPError as error:
-            if _is_refusal(error):
+        except aiohttp.ClientError as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
                 return Failure("connection refused", is_refusal=True)
             return Failure(f"{type(error).__name__}: {error}")
-        finally:
-            if response is not None:  # it, its stream, body and connection form a reference cycle
-                del response.stream
-        assert response is not None
-        if not response.is_success:
-            return Failure(f"{url.path} answered {response.status_code}", is_answer=True)
-        return response.text
+        if not 200 <= response.status < 300:
+            return Failure(f"{url.path} answered {response.status}", is_answer=True)
+        return text
 
     def found(self, answers: Answers, rank_ids: Collection[int | None], *, finds_ranks: bool) -> Found:
         """Read the answers, for these ranks and, if they are to be found, for all."""
@@ -203,11 +208,11 @@ def models_in(answer: str) -> tuple[str, ...]:
         return ()
 
 
-def url_of(url: str, path: str) -> httpx2.URL:
+def url_of(url: str, path: str) -> URL:
     """Return the URL of a path below another one. Raises `ConfigurationError` if that is invalid."""
     try:
-        joined = httpx2.URL(url.rstrip("/") + path)
-    except httpx2.InvalidURL as error:
+        joined = URL(url.rstrip("/") + path)
+    except ValueError as error:
         raise ConfigurationError("its URL is none") from error
     if joined.scheme not in {"http", "https"} or not joined.host:
         raise ConfigurationError("its URL is not an http or https URL")
@@ -217,13 +222,4 @@ def url_of(url: str, path: str) -> httpx2.URL:
 @cache
 def _system_trust() -> SSLContext:
     """Return the system's trusted certificates. Reading them takes 20 ms."""
-    return httpx2.create_ssl_context(trust_env=False)
-
-
-def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether nobody listens there: the connection was refused, at every address that was tried."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(_is_refusal(each) for each in error.exceptions)
-    if error is None or isinstance(error, ConnectionRefusedError):
-        return error is not None
-    return _is_refusal(error.__cause__ or error.__context__)
+    return create_default_context()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
-import httpx2
+import aiohttp
 import structlog
 
 from thunderagent.backends.asking import Asker, Failure, Found, Watch
@@ -243,7 +243,7 @@ class Poller:
         async with watched.asker.client(settings.authorization, settings.ssl_context) as client:
             await self._watch(watched, client)
 
-    async def _watch(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
+    async def _watch(self, watched: _Watched, client: aiohttp.ClientSession) -> None:
         """Poll one URL, in the rhythm of its first poll, and between when it is suspected."""
         loop = asyncio.get_running_loop()
         origin_s = loop.time() + watched.first_poll_after_s
@@ -270,7 +270,7 @@ class Poller:
         limit_s = ELSEWHERE_POLLS_COUNT * self.settings.interval_s + self.settings.deadline_s
         return watched.told_s is not None and asyncio.get_running_loop().time() - watched.told_s < limit_s
 
-    async def _poll(self, watched: _Watched, client: httpx2.AsyncClient) -> None:
+    async def _poll(self, watched: _Watched, client: aiohttp.ClientSession) -> None:
         answers = await watched.asker.ask(client)
         if not watched.endpoints:  # it was removed meanwhile
             return
@@ -365,7 +365,7 @@ class Poller:
             trouble = "capacity unknown"
         if trouble != watched.trouble.get(endpoint.replica_id):
             watched.trouble[endpoint.replica_id] = trouble
-            metrics_url = watched.asker.metrics_url.copy_with(userinfo=b"")
+            metrics_url = watched.asker.metrics_url.with_user(None)
             log = _log.bind(replica_id=endpoint.replica_id, url=str(metrics_url))
             if trouble is None:
                 log.info("replica metrics are usable again")

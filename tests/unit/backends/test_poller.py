@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import structlog
+import uvloop
 from aiohttp import web
 
 from tests.loopback import free_ports
 from thunderagent.backends import backend_of
+from thunderagent.backends.asking import Asker
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
 from thunderagent.errors import ConfigurationError
@@ -127,6 +130,48 @@ async def engines() -> AsyncIterator[Callable[[], Engine]]:
     for engine in made:
         engine.hangs = False
         await engine.stop()
+
+
+def test_a_poll_that_is_cancelled_leaves_no_connection_open() -> None:
+    """Even if it is while it closes those that the engine has closed meanwhile."""
+    transports: set[asyncio.BaseTransport] = set()
+
+    class Answering(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = cast("asyncio.Transport", transport)
+            transports.add(transport)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            transports.discard(self.transport)
+
+        def data_received(self, data: bytes) -> None:
+            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    async def main() -> None:
+        server = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        asker = Asker(f"http://127.0.0.1:{port}", backend_of("vllm"), DEADLINE_S)
+        async with server:
+            for passes_count in range(25):
+                async with asker.client("", None) as client:
+                    await asker.ask(client)
+                    for transport in list(transports):
+                        transport.close()
+                    await asyncio.sleep(0.005)
+                    asking = asyncio.create_task(asker.ask(client))
+                    for _ in range(passes_count):
+                        await asyncio.sleep(0)
+                    asking.cancel()
+                    await asyncio.wait([asking])
+                async with asyncio.timeout(5):
+                    await eventually(lambda: not transports)
+
+    gc.collect()
+    gc.disable()  # it would close what is lost
+    try:
+        uvloop.run(main())
+    finally:
+        gc.enable()
 
 
 def endpoint(engine: Engine, replica_id: str = "a") -> ReplicaEndpoint:
