@@ -22,7 +22,6 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return {"uvloop": uvloop.new_event_loop}
 
 
-
 @pytest.fixture(autouse=True)
 def _only_warnings_are_logged() -> Iterator[None]:
     """Log only warnings, which help when a test fails, and no line for each turn."""
