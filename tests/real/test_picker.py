@@ -264,16 +264,16 @@ async def test_bodies_are_bounded_in_sum_while_they_come(
 async def test_replicas_with_names_are_picked_among_a_subset_of_names(
     require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
-    """Envoy does not accept 127.1 as an address, so it is looked up; the answer names the server by address."""
+    """Envoy does not accept 0x7f.1 as an address, so it is looked up; the answer names the server by address."""
     async with engine(kv_tokens=64_000) as one:
         port = one.url.rpartition(":")[2]
-        for hint, status in ((f"127.1:{port}", 200), (f"127.0.0.1:{port}", 200), (f"127.2:{port}", 503)):
-            async with front(require_real, tmp_path, one.url, subset=[hint], host="127.1") as running:
+        for hint, status in ((f"0x7f.1:{port}", 200), (f"127.0.0.1:{port}", 200), (f"0x7f.2:{port}", 503)):
+            async with front(require_real, tmp_path, one.url, subset=[hint], host="0x7f.1") as running:
                 answer = await ask(running.url, "p", max_tokens=4)
                 assert answer.status == status, hint
                 assert (await get(running.url, "/v1/models")).status == status
                 if status == 200:
-                    assert answer.header("x-replica-id") == f"127.1:{port}"
+                    assert answer.header("x-replica-id") == f"0x7f.1:{port}"
                     assert await running.metric("turns_total", "finished") == 1
                     assert "turn_moved" not in running.picker.log
                 else:
