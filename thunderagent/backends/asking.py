@@ -25,6 +25,8 @@ MODELS_PATH = "/v1/models"
 MODELS_EVERY_POLLS = 10
 """How often an engine that is up is asked for its models; at once when it is suspected."""
 
+MOST_WHY_CHARS = 200
+
 KEEPALIVE_S = 4.0
 """uvicorn, which engines run on, closes a connection that is idle for 5 s."""
 
@@ -161,10 +163,11 @@ class Asker:
                 text = await response.text(errors="replace")
         except TimeoutError:
             return Failure(f"no answer within {deadline_s:g} s", is_silence=True)
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, LookupError, ValueError) as error:  # also what cannot be sent, or decoded
             if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
                 return Failure("connection refused", is_refusal=True)
-            return Failure(f"{type(error).__name__}: {error}")
+            why = " ".join(str(error).split())  # it may quote what the engine sent
+            return Failure(f"{type(error).__name__}: {why[:MOST_WHY_CHARS]}")
         if not 200 <= response.status < 300:
             return Failure(f"{url.path} answered {response.status}", is_answer=True)
         return text
@@ -212,9 +215,10 @@ def url_of(url: str, path: str) -> URL:
     """Return the URL of a path below another one. Raises `ConfigurationError` if that is invalid."""
     try:
         joined = URL(url.rstrip("/") + path)
+        is_http = joined.scheme in {"http", "https"} and bool(joined.host)
     except ValueError as error:
         raise ConfigurationError("its URL is none") from error
-    if joined.scheme not in {"http", "https"} or not joined.host:
+    if not is_http:
         raise ConfigurationError("its URL is not an http or https URL")
     return joined
 

@@ -174,6 +174,46 @@ def test_a_poll_that_is_cancelled_leaves_no_connection_open() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=hex\r\nContent-Length: 2\r\n\r\nab",
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=punycode\r\nContent-Length: 2\r\n\r\n\xff\xfe",
+        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"not\nHTTP\r\n\r\n",
+    ],
+)
+async def test_an_answer_that_cannot_be_read_is_a_failure(answer: bytes) -> None:
+    """Its text is short, one line, and without the login of the URL."""
+
+    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(behaviour, "127.0.0.1", 0) as server:
+        asker = Asker(f"http://u:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}", backend_of("vllm"), DEADLINE_S)
+        async with asker.client("", None) as client:
+            failure = (await asker.ask(client)).failure
+    assert failure is not None
+    assert not failure.is_silence
+    assert len(failure.why) < 300
+    assert "\n" not in failure.why
+    assert "secret" not in failure.why
+
+
+@pytest.mark.parametrize("where", ["u:%D0%BF@127.0.0.1", "a..b", f"{'x' * 70}.example"])
+async def test_a_url_that_cannot_be_asked_is_a_failure(where: str) -> None:
+    asker = Asker(f"http://{where}:1", backend_of("vllm"), DEADLINE_S)
+    async with asker.client("", None) as client:
+        assert (await asker.ask(client)).failure is not None
+
+
+def test_a_host_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="its URL is none"):
+        Asker("http://xn--:1", backend_of("vllm"), DEADLINE_S)
+
+
 def endpoint(engine: Engine, replica_id: str = "a") -> ReplicaEndpoint:
     return ReplicaEndpoint(replica_id, f"http://127.0.0.1:{engine.port}/", backend_of("vllm"))
 
