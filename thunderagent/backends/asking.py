@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import fields
-from functools import cache
-from ssl import SSLContext, create_default_context
+from ssl import SSLContext
 from typing import Annotated, NamedTuple
 
 import aiohttp
@@ -116,14 +115,12 @@ class Asker:
         self._deadline_s = deadline_s
 
     def client(self, authorization: str, ssl_context: SSLContext | None) -> aiohttp.ClientSession:
-        """Return a client of its own, so that its connections close with it."""
-        # Redirects are not followed: a server without TLS needs no trusted certificates.
-        tls = (ssl_context or _system_trust()) if self.health_url.scheme == "https" else False
+        """Return a client of its own, so that its connections close with it; without a context it trusts the system."""
         headers = {"User-Agent": "thunderagent"}
         if authorization and self.health_url.user is None:  # a login in the URL goes first
             headers["Authorization"] = authorization
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls, keepalive_timeout=KEEPALIVE_S, use_dns_cache=False),
+            connector=aiohttp.TCPConnector(ssl=ssl_context or True, keepalive_timeout=KEEPALIVE_S, use_dns_cache=False),
             timeout=aiohttp.ClientTimeout(),  # of its parts; the deadline is for the whole answer
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -221,9 +218,3 @@ def url_of(url: str, path: str) -> URL:
     if not is_http:
         raise ConfigurationError("its URL is not an http or https URL")
     return joined
-
-
-@cache
-def _system_trust() -> SSLContext:
-    """Return the system's trusted certificates. Reading them takes 20 ms."""
-    return create_default_context()

@@ -87,15 +87,20 @@ async def heads(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield head
 
 
-async def test_a_request_says_what_it_was_given_and_no_more() -> None:
-    seen: list[bytes] = []
+def recording(seen: list[bytes]) -> Behaviour:
+    """Keep each head, and answer it."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for head in heads(reader):
             seen.append(head)
             writer.write(OK)
 
-    async with pool_of(behaviour) as (server, pool):
+    return behaviour
+
+
+async def test_a_request_says_what_it_was_given_and_no_more() -> None:
+    seen: list[bytes] = []
+    async with pool_of(recording(seen)) as (server, pool):
         headers = CIMultiDict([("Accept", "a"), ("X-Mine", "ü"), ("accept", "b")])
         answer = await pool.request("POST", server.url + "/under", "/v1/x?y=%20", headers, b"{}", LIMITS)
         assert (answer.status, answer.reason, await answer.read()) == (200, "OK", b"{}")
@@ -285,13 +290,7 @@ async def test_what_comes_unasked_on_an_idle_connection_is_nobody_s_answer() -> 
 async def two_kept() -> AsyncIterator[tuple[Server, Pool, list[bytes]]]:
     """A pool that keeps two connections, after two requests at once, and the heads that the server has seen."""
     seen: list[bytes] = []
-
-    async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async for head in heads(reader):
-            seen.append(head)
-            writer.write(OK)
-
-    async with pool_of(behaviour) as (server, pool):
+    async with pool_of(recording(seen)) as (server, pool):
         assert await asyncio.gather(ask(pool, server.url), ask(pool, server.url)) == [b"{}", b"{}"]
         yield server, pool, seen
 
