@@ -155,6 +155,8 @@ class LettingIn:
         if home is not None and self._fits(view, program, home, foresees, make_room):
             return home, Reason.FITS
         if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
+            if len(candidates) > 1:
+                return self._least_crowded(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
             return roomiest, Reason.FITS
         return None, Reason.NO_ROOM
 
@@ -272,6 +274,27 @@ class LettingIn:
                 roomiest.append(replica)
         return roomiest[0] if len(roomiest) == 1 else least_loaded(roomiest or candidates)
 
+    def _least_crowded(
+        self,
+        view: View,
+        program: ProgramView,
+        candidates: Sequence[ReplicaView],
+        reserved: ReplicaView | None,
+        roomiest: ReplicaView,
+        foresees: bool,
+    ) -> ReplicaView:
+        """Return the replica with fewest programs for its size, of those where this one fits as it does in `roomiest`.
+
+        Turns slow each other down, and claims do not tell how many there are: what programs share counts once, so a
+        replica would seem the emptier the more of them it has.
+        """
+        found, fewest = roomiest, _crowd(roomiest.account)
+        for replica in candidates if fewest else ():
+            crowd = _crowd(replica.account)
+            if (crowd < fewest and replica is not reserved) and self._fits(view, program, replica, foresees, False):
+                found, fewest = replica, crowd
+        return found
+
     def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
         """Return what nobody claims now or by growing; a program grows by `grown_tokens`, as far as foreseen."""
         free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
@@ -298,6 +321,11 @@ class LettingIn:
                 break
             if not view.propose_unmark(marked, Reason.RELIEVED):
                 break
+
+
+def _crowd(account: AccountView) -> float:
+    """Return the number of programs, and of turns beyond one of each, by memory; 0 if its size is unknown."""
+    return (account.active_count + account.turn_count - account.reasoning_count) / max(1.0, account.limit_tokens)
 
 
 def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:

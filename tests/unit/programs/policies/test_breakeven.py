@@ -581,14 +581,37 @@ def test_a_program_whose_home_is_full_goes_where_most_room_is() -> None:
     assert driver.granted_on[driver.arrives("a", 500)] == "r1"
 
 
-def test_new_ones_go_where_most_room_is() -> None:
-    """Room counts in tokens, not in programs."""
+def test_new_ones_go_where_fewest_programs_are_for_the_memory_and_among_equals_where_most_room_is() -> None:
+    """Twice the memory takes twice as many."""
     driver = driver_with(replicas={"r0": 1000, "r1": 2000})
     homes = []
-    for number in range(4):
-        driver.takes_turn(f"p{number}", 400)
+    for number in range(6):
+        driver.takes_turn(f"p{number}", 200)
         homes.append(driver.home(f"p{number}"))
-    assert homes == ["r1", "r1", "r1", "r0"]
+    assert homes == ["r1", "r0", "r1", "r1", "r0", "r1"]
+
+
+@pytest.mark.parametrize(("tokens", "home"), [(300, "r0"), (500, "r1")])
+def test_a_large_program_counts_as_one_where_there_is_room(tokens: int, home: str) -> None:
+    """There is more room beside two small ones, but their turns slow each other down."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    driver.takes_turn("large", 600)
+    driver.takes_turn("small", 100)
+    driver.takes_turn("smaller", 50)
+    assert [driver.home(each) for each in ("large", "small", "smaller")] == ["r0", "r1", "r1"]
+    assert driver.granted_on[driver.arrives("a", tokens)] == home
+
+
+def test_what_programs_share_draws_no_more_of_them() -> None:
+    """Each adds little to what is claimed beside the others, but as many turns as any."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    driver.takes_turn("other", 300)
+    homes = []
+    for number in range(5):
+        driver.takes_turn(f"p{number}", 210, prefix={"system": 200})
+        homes.append(driver.home(f"p{number}"))
+    assert driver.home("other") == "r0"
+    assert homes == ["r1", "r1", "r0", "r1", "r0"]
 
 
 def test_a_turn_that_its_home_failed_does_not_wait_for_it() -> None:
