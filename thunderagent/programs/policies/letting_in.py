@@ -154,10 +154,11 @@ class LettingIn:
             return roomiest, Reason.OVERSIZE
         if home is not None and self._fits(view, program, home, foresees, make_room):
             return home, Reason.FITS
+        active_count = roomiest.account.active_count
         if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
-            if len(candidates) > 1:
-                return self._least_crowded(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
-            return roomiest, Reason.FITS
+            if len(candidates) == 1 or roomiest.account.active_count < active_count:  # expired ones went for it
+                return roomiest, Reason.FITS
+            return self._least_crowded(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
         return None, Reason.NO_ROOM
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:

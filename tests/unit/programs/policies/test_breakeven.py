@@ -614,6 +614,19 @@ def test_what_programs_share_draws_no_more_of_them() -> None:
     assert homes == ["r1", "r1", "r0", "r1", "r0"]
 
 
+def test_one_for_which_others_went_takes_their_room() -> None:
+    """It would fit beside fewer programs, whose beginning it shares, but then they would have gone for nothing."""
+    driver = driver_with(hold_ratio=0.0, replicas={"r0": 500})
+    driver.takes_turn("alike", 400, prefix={"system": 360})
+    driver.comes_up("r1", 2000)
+    for name in "abcdef":
+        driver.takes_turn(name, 270)
+        assert driver.home(name) == "r1"
+    turn = driver.arrives("n", 450, prefix={"system": 360})
+    assert driver.granted_on[turn] == "r1"
+    assert of_kind(Pause, driver.decisions) == ["a"]
+
+
 def test_a_turn_that_its_home_failed_does_not_wait_for_it() -> None:
     """It is tried elsewhere at once, if there is room."""
     driver = driver_with(replicas={"r0": 1000, "r1": 1000})
