@@ -158,7 +158,7 @@ class LettingIn:
         if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
             if len(candidates) == 1 or roomiest.account.active_count < active_count:  # expired ones went for it
                 return roomiest, Reason.FITS
-            return self._least_crowded(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
+            return self._with_fewest_programs(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
         return None, Reason.NO_ROOM
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
@@ -213,12 +213,7 @@ class LettingIn:
         account = replica.account
         if not account.active_count:
             return True
-        needed_tokens = float(view.claim_tokens_on(program, replica) if view.some_share else program.claim_tokens)
-        grown_tokens, free_tokens = 0.0, self.low_ratio * account.limit_tokens - account.demand_tokens
-        if foresees:
-            grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
-            needed_tokens += min(program.growth_tokens, grown_tokens)
-            free_tokens = self._free_tokens(account, grown_tokens)
+        needed_tokens, free_tokens, grown_tokens = self._measure(view, program, replica, foresees)
         if needed_tokens <= free_tokens:
             return True
         if not make_room:
@@ -232,6 +227,15 @@ class LettingIn:
         for each in going:
             view.propose_pause(each, Reason.EXPIRED)
         return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
+
+    def _measure(
+        self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool
+    ) -> tuple[float, float, float]:
+        """Return what a program needs on a replica, what is free there, and the foreseen growth of each program."""
+        needed_tokens = float(view.claim_tokens_on(program, replica) if view.some_share else program.claim_tokens)
+        grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio) if foresees else 0.0
+        needed_tokens += min(program.growth_tokens, grown_tokens)
+        return needed_tokens, self._free_tokens(replica.account, grown_tokens), grown_tokens
 
     def _foresees(self, view: View, program: ProgramView) -> bool:
         """Return whether a program leaves room for growth: a newcomer does if memory is short."""
@@ -275,7 +279,7 @@ class LettingIn:
                 roomiest.append(replica)
         return roomiest[0] if len(roomiest) == 1 else least_loaded(roomiest or candidates)
 
-    def _least_crowded(
+    def _with_fewest_programs(
         self,
         view: View,
         program: ProgramView,
@@ -284,16 +288,19 @@ class LettingIn:
         roomiest: ReplicaView,
         foresees: bool,
     ) -> ReplicaView:
-        """Return the replica with fewest programs for its size, of those where this one fits as it does in `roomiest`.
+        """Return the replica with fewest programs for its memory, of `roomiest` and those with room as things stand.
 
-        Turns slow each other down, and claims do not tell how many there are: what programs share counts once, so a
-        replica would seem the emptier the more of them it has.
+        Among equals it is the one with most room. Turns slow each other down, and claims do not tell how many there
+        are: what programs share counts once, so a replica with many seems to have as much room as one with few.
         """
-        found, fewest = roomiest, _crowd(roomiest.account)
-        for replica in candidates if fewest else ():
-            crowd = _crowd(replica.account)
-            if (crowd < fewest and replica is not reserved) and self._fits(view, program, replica, foresees, False):
-                found, fewest = replica, crowd
+        found, fewest, most_tokens = roomiest, _programs_by_memory(roomiest.account), inf
+        for replica in candidates:
+            count = _programs_by_memory(replica.account)
+            if count > fewest or replica is reserved:
+                continue
+            needed_tokens, free_tokens, _ = self._measure(view, program, replica, foresees)
+            if needed_tokens <= free_tokens and (count < fewest or free_tokens > most_tokens):
+                found, fewest, most_tokens = replica, count, free_tokens
         return found
 
     def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
@@ -324,9 +331,9 @@ class LettingIn:
                 break
 
 
-def _crowd(account: AccountView) -> float:
-    """Return the number of programs, and of turns beyond one of each, by memory; 0 if its size is unknown."""
-    return (account.active_count + account.turn_count - account.reasoning_count) / max(1.0, account.limit_tokens)
+def _programs_by_memory(account: AccountView) -> float:
+    """Return the programs there for a token of memory, each with as many as it has turns; 0 if its size is unknown."""
+    return (account.acting.count + account.turn_count) / max(1.0, account.limit_tokens)
 
 
 def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:

@@ -302,13 +302,13 @@ def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() ->
 
 
 def test_on_other_replicas_whoever_fits_goes_on() -> None:
-    """Only the replica where the first is nearest to fitting is kept for it."""
+    """Only the replica where the first is nearest to fitting is kept for it, though fewer programs are there."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, order=Fcfs())
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
     driver.releases("lived")
-    opens(driver, a=500, b=300)
-    assert (driver.home("a"), driver.home("b")) == ("r0", "r1")
+    opens(driver, a=250, b=300, c=250)
+    assert [driver.home(each) for each in "abc"] == ["r0", "r1", "r0"]
     first = driver.arrives("first", 900)
     driver.passes(60.0)
     assert driver.granted_on[driver.arrives("small", 100)] == "r0"
@@ -573,7 +573,7 @@ def test_a_program_goes_back_to_where_its_history_lies() -> None:
     assert driver.granted_on[driver.arrives("a", 300)] == "r0"
 
 
-def test_a_program_whose_home_is_full_goes_where_most_room_is() -> None:
+def test_a_program_whose_home_is_full_goes_elsewhere() -> None:
     """It moves at once: on no load did waiting for its history pay."""
     driver = driver_with(replicas={"r0": 1000, "r1": 1000})
     away_from_home(driver, 500)
@@ -581,7 +581,7 @@ def test_a_program_whose_home_is_full_goes_where_most_room_is() -> None:
     assert driver.granted_on[driver.arrives("a", 500)] == "r1"
 
 
-def test_new_ones_go_where_fewest_programs_are_for_the_memory_and_among_equals_where_most_room_is() -> None:
+def test_new_ones_go_where_fewest_programs_are_for_the_memory() -> None:
     """Twice the memory takes twice as many."""
     driver = driver_with(replicas={"r0": 1000, "r1": 2000})
     homes = []
@@ -600,6 +600,40 @@ def test_a_large_program_counts_as_one_where_there_is_room(tokens: int, home: st
     driver.takes_turn("smaller", 50)
     assert [driver.home(each) for each in ("large", "small", "smaller")] == ["r0", "r1", "r1"]
     assert driver.granted_on[driver.arrives("a", tokens)] == home
+
+
+def test_among_replicas_with_as_many_programs_one_goes_where_most_room_is() -> None:
+    """The one with most of all has more of them."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000, "r2": 1000})
+    for name, tokens in {"a": 500, "b": 300, "c": 50, "d": 50}.items():
+        driver.takes_turn(name, tokens)
+    assert [driver.home(each) for each in "abcd"] == ["r0", "r1", "r2", "r2"]
+    assert driver.granted_on[driver.arrives("e", 100)] == "r1"
+
+
+def test_turns_count_as_programs_those_side_by_side_and_those_of_none() -> None:
+    """One program with two turns slows another down as much as two with one."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    driver.arrives("a", 100)
+    driver.arrives("a", 100, branch="other")
+    driver.takes_turn("b", 500)
+    assert driver.home("a") == "r0"
+    assert driver.home("b") == "r1"
+    assert driver.granted_on[driver.arrives("c", 100)] == "r1"
+    driver.takes_turn("d", 10)
+    assert driver.home("d") == "r0"
+    driver.arrives_pinned("r1")
+    driver.arrives_pinned("r1")
+    assert driver.granted_on[driver.arrives("e", 100)] == "r0"
+
+
+def test_an_empty_replica_draws_none_that_it_is_too_small_for() -> None:
+    """Alone one may always stay, but where there is room it goes on."""
+    driver = driver_with(replicas={"r0": 4000})
+    driver.takes_turn("a", 500)
+    driver.comes_up("r1", 1000)
+    assert driver.granted_on[driver.arrives("b", 2000)] == "r0"
+    assert driver.granted_on[driver.arrives("c", 500)] == "r1"
 
 
 def test_what_programs_share_draws_no_more_of_them() -> None:
