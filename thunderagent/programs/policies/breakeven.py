@@ -30,8 +30,8 @@ capacity, and paused only above `high_ratio`: first expired ones, then the young
 turn in flight, which is marked, and unmarked if there is room again before that ends. The last unfinished member of a
 group is paused last, because the whole group waits for it.
 
-**Home.** A program goes back to the replica with its history, if there is room; if not, it goes like a new one where
-fewest programs are, by memory, of the replicas where it fits.
+**Home.** A program goes back to the replica with its history, if there is room. If not, it goes where a new one would:
+of the replicas where it fits, to the one with fewest programs for its memory.
 
 If memory is not short, none of this has an effect: every turn is granted at once. A program that is larger than every
 replica is let in at once, too, and so is one that would be alone on a replica: the engine decides what it can do with
