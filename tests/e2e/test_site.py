@@ -123,6 +123,7 @@ async def test_a_newcomer_s_question_is_answered_by_the_search(
     assert answer in list(dict.fromkeys(path.partition("#")[0] for path in paths))[:3]
 
 
+@pytest.mark.timeout(180)  # every page of the site
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
 async def test_no_page_is_wider_than_the_screen(width: int, scheme: str, site: str, open_page: OpenPage) -> None:
     """Wide tables and code scroll by themselves; every picture is there."""
