@@ -296,7 +296,7 @@ class LettingIn:
         found, fewest, most_tokens = roomiest, _programs_by_memory(roomiest.account), inf
         for replica in candidates:
             count = _programs_by_memory(replica.account)
-            if count > fewest or replica is reserved:
+            if count > fewest or replica is reserved or (count == fewest and found is roomiest):
                 continue
             needed_tokens, free_tokens, _ = self._measure(view, program, replica, foresees)
             if needed_tokens <= free_tokens and (count < fewest or free_tokens > most_tokens):
