@@ -226,6 +226,7 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
     assert "every decision is the same" in replayed
 
 
+@pytest.mark.timeout(300, func_only=True)  # seven containers start, some after others are healthy
 async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
     engine: DockerEngine, client: Any
 ) -> None:
@@ -234,7 +235,7 @@ async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
     await asyncio.to_thread(scaled, "build")
     urls = [f"http://127.0.0.1:{port}" for port in (scaled.port, scaled.second_port)]
     async with up(scaled, client), httpx2.AsyncClient(timeout=60) as http, asyncio.TaskGroup() as group:
-        await until(lambda: are_healthy(client, 7))
+        await until(lambda: are_healthy(client, 7), within_s=120)
         assert (await http.get(f"{urls[0]}/summary")).json()["cell"]["has_standby"]
         answers: list[httpx2.Response] = []
         stop = asyncio.Event()

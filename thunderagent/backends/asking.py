@@ -29,6 +29,11 @@ MOST_WHY_CHARS = 200
 KEEPALIVE_S = 4.0
 """uvicorn, which engines run on, closes a connection that is idle for 5 s."""
 
+_GOLDEN_RATIO = 0.6180339887
+
+_TIMER_ERROR_S = 0.001
+"""A timer may fire this much early: uvloop counts whole milliseconds."""
+
 _FIGURES = tuple(each.name for each in fields(ReplicaReading) if each.compare)
 
 
@@ -218,3 +223,19 @@ def url_of(url: str, path: str) -> URL:
     if not is_http:
         raise ConfigurationError("its URL is not an http or https URL")
     return joined
+
+
+def first_poll_after_s(number: int, interval_s: float) -> float:
+    """Return how long to wait for the first poll of a URL, below one interval.
+
+    Multiples of the golden ratio are spread evenly, however many there are, and the same way every time.
+    """
+    return number * _GOLDEN_RATIO % 1.0 * interval_s
+
+
+def next_poll_after_s(first_s: float, now_s: float, interval_s: float) -> float:
+    """Return how long to wait for the next poll in the rhythm of the first one, which was due at `first_s`.
+
+    A poll that is due within the error of a timer is the one just made.
+    """
+    return (first_s - now_s - _TIMER_ERROR_S) % interval_s + _TIMER_ERROR_S

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import aiohttp
 import structlog
 
-from thunderagent.backends.asking import Asker, Failure, Found, Watch
+from thunderagent.backends.asking import Asker, Failure, Found, Watch, first_poll_after_s, next_poll_after_s
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
 from thunderagent.backends.detection import learn_kind
 from thunderagent.errors import ConfigurationError
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _log = structlog.get_logger(__name__)
-
-# The part of an interval between the first polls of replicas added one after the other: multiples of the golden ratio
-# spread evenly over the interval, however many there are, and the same way every time.
-_GOLDEN_RATIO = 0.6180339887
 
 ELSEWHERE_POLLS_COUNT = 3
 """A URL that others poll is polled here after this many intervals without news."""
@@ -157,7 +153,7 @@ class Poller:
                 asker = Asker(replica.url, replica.backend, self.settings.deadline_s)
             except ConfigurationError as error:
                 raise ConfigurationError(f"replica {replica.replica_id!r}: {error.message}") from error
-            first_s = self._added_count * _GOLDEN_RATIO % 1.0 * self.settings.interval_s
+            first_s = first_poll_after_s(self._added_count, self.settings.interval_s)
             watched = _Watched(self._added_count, key, asker, first_s)
             self._added_count += 1
             self._by_url[key] = self._by_number[watched.number] = watched
@@ -263,7 +259,7 @@ class Poller:
                 if is_suspected:
                     watched.asker.polls_to_models = 0
                 await self._poll(watched, client)
-            wait_s = (origin_s - loop.time()) % self.settings.interval_s
+            wait_s = next_poll_after_s(origin_s, loop.time(), self.settings.interval_s)
 
     def _is_told(self, watched: _Watched) -> bool:
         """Return whether others poll a URL, and report on it."""

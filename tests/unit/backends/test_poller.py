@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tests.loopback import free_ports
 from thunderagent.backends import backend_of
-from thunderagent.backends.asking import Asker
+from thunderagent.backends.asking import Asker, next_poll_after_s
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
 from thunderagent.errors import ConfigurationError
@@ -554,6 +554,12 @@ async def test_first_polls_are_spread_over_the_interval(engines: Callable[[], En
     assert sum(each_s > 0.4 for each_s in after_s) >= 3, after_s  # a busy machine only makes them later
     async with polling(endpoint(engine, "r0"), interval_s=60.0) as (_, recorder):
         await recorder.until_heard("up", "r0")
+
+
+@pytest.mark.parametrize("early_s", [0.0009, 0.0, -0.2])
+def test_a_poll_for_which_the_timer_came_early_is_not_made_again(early_s: float) -> None:
+    """uvloop's timers fire up to a millisecond early; the next poll is in the slot after it nevertheless."""
+    assert next_poll_after_s(100.3, 102.3 - early_s, 0.5) == pytest.approx(0.5 + early_s)
 
 
 def test_the_same_id_twice_is_an_error() -> None:

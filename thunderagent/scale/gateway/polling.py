@@ -10,14 +10,11 @@ from ssl import SSLContext
 import structlog
 
 from thunderagent.backends import backend_of
-from thunderagent.backends.asking import Asker, Watch
+from thunderagent.backends.asking import Asker, Watch, first_poll_after_s, next_poll_after_s
 from thunderagent.errors import ConfigurationError
 from thunderagent.scale.messages import Look, Polled, PollShare
 
 log = structlog.get_logger("thunderagent.scale")
-
-_GOLDEN_RATIO = 0.6180339887
-"""First polls are spread over the interval by its multiples, as in the poller."""
 
 
 class SharedPolls:
@@ -77,7 +74,7 @@ class SharedPolls:
             else:
                 with suppress(ConfigurationError):  # a newer kind: its scheduler polls it
                     polled = self._polled[number] = self._of(watch)
-                    wait_s = len(self._polled) * _GOLDEN_RATIO % 1.0 * self._interval_s
+                    wait_s = first_poll_after_s(len(self._polled), self._interval_s)
                     polled.task = self._group.create_task(self._poll_on(polled, wait_s))
 
     def _of(self, watch: Watch) -> _PolledUrl:
@@ -109,7 +106,7 @@ class SharedPolls:
                 watch = polled.watch
                 found = polled.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks)
                 self._say(Polled(watch.number, found))
-                wait_s = (origin_s - loop.time()) % self._interval_s
+                wait_s = next_poll_after_s(origin_s, loop.time(), self._interval_s)
 
     async def _poll_once(self, polled: _PolledUrl) -> None:
         watch = polled.watch
