@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/real/" in item.path.as_posix():
             item.add_marker(pytest.mark.real)
             if item.get_closest_marker("timeout") is None:  # otherwise a file's own limit would be overridden
-                limit_s = 120 if item.get_closest_marker("nightly") is None else 900
+                limit_s = 300 if item.get_closest_marker("nightly") is None else 900
                 item.add_marker(pytest.mark.timeout(limit_s, func_only=True))
 
 

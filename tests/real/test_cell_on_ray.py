@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.real.ray_cluster import TwoNodes
     from tests.real.redis_server import RedisServer
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300, func_only=True)]  # Ray's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 QUICK: dict[str, Any] = {"poll_interval_s": 0.2, "port": 0, "scheduler_port": 0}
 
 

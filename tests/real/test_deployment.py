@@ -226,7 +226,6 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
     assert "every decision is the same" in replayed
 
 
-@pytest.mark.timeout(300, func_only=True)  # seven containers start, some after others are healthy
 async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
     engine: DockerEngine, client: Any
 ) -> None:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import pytest
 import trustme
 
 from tests.integration.support import (
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
     from tests.integration.support import CommandProcess
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
 
 ONE_AT_A_TIME = ("--policy", "cap", "--policy-arg", "n=1", "--idle-limit-s", "30")
 HALF_ANSWER = head_bytes("HTTP/1.1 200 OK", [JSON_TYPE, ("content-length", "1000")]) + b'{"id": '
@@ -355,7 +353,6 @@ async def test_a_killed_picker_ends_turns_and_is_started_again(
                     assert (await metrics_of(scheduler.url))["thunderagent_leases_active"][()] == 0
 
 
-@pytest.mark.timeout(300, func_only=True)
 async def test_thousands_are_held(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """2,500 turns wait in Envoy for leases while there is no replica, and all are answered when one comes."""
     async with (

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tests.integration.support import Answer, CommandProcess
     from tests.real.redis_server import RedisServer
 
-pytestmark = pytest.mark.timeout(240, func_only=True)
-
 CLIENTS_COUNT = 12
 LOCK_S = 1.0
 TOOL_S = 0.3

@@ -54,7 +54,6 @@ print("all of it")
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300, func_only=True)
 def test_state_on_a_real_redis(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """A session continues in another deployment; calls continue without the server."""
     with redis_server(require_real, tmp_path) as server:

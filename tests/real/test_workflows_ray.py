@@ -17,7 +17,6 @@ NAME, SIZE, HOW = "workflows-ray", "about 250 MB, half a minute", {"RAY_USAGE_ST
 
 
 @pytest.mark.nightly  # Ray gives up a node that is not up within 30 s, even on a busy machine
-@pytest.mark.timeout(300, func_only=True)
 def test_workflows_on_a_real_cluster(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
     """Two nodes on this machine, one of which is lost; nothing is skipped."""
     tests = ["tests/real/test_workflows_on_ray.py"]

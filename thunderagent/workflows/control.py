@@ -37,6 +37,7 @@ class Control:
         self.level = GlobalLevel(view, policies, store, self._names, self.provision, node.clock)
         self._local = LocalLevel(node, store)
         self._numbers: dict[str, int] = {}
+        self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._launching: set[asyncio.Task[None]] = set()
         node.on_moved = _note_move
@@ -68,15 +69,14 @@ class Control:
 
     async def once(self, instead: Sequence[Policy] | None = None) -> list[str]:
         """Run both levels once, with other policies if given; return what was refused, and why."""
+        async with self._turn:  # one alone: a turn must not take the decisions that another one waits to apply
+            return await self._once(self.level.policies if instead is None else instead)
+
+    async def _once(self, policies: Sequence[Policy]) -> list[str]:
         await self._local.publish()
         if self._hub is not None:
             await self._hub.publish(self.level.store)
-        policies = self.level.policies
-        try:
-            self.level.policies = policies if instead is None else instead
-            await self.level.step()
-        finally:
-            self.level.policies = policies
+        await self.level.step(policies)
         refused = self.level.refused
         for reason in refused:
             log.debug("refused: %s", reason)

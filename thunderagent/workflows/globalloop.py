@@ -102,15 +102,15 @@ class GlobalLevel:
     refused: list[str] = field(default_factory=list)
     """Refused requests of the last turn's policies."""
 
-    async def step(self) -> None:
-        """Read, decide and publish, once."""
+    async def step(self, policies: Sequence[Policy]) -> None:
+        """Read, decide by `policies` and publish, once."""
         began = perf_counter()
         summaries = await self.store.collect()
         collected = perf_counter()
         self.view.merge(summaries, self.clock())
         merged = perf_counter()
         act = Act(self.view)
-        for policy in self.policies:
+        for policy in policies:
             policy(self.view, act)
         decided = perf_counter()
         self.refused = act.refused

@@ -27,6 +27,8 @@ from thunderagent.workflows import (
     settle_async,
     stubs,
 )
+from thunderagent.workflows.store import Decisions, MemoryStore
+from thunderagent.workflows.view import Act
 
 CALM = {"policies": (), "period_s": 0.01}
 
@@ -250,6 +252,38 @@ def test_managed_state_goes_where_its_session_goes() -> None:
         assert app.session_log("s").log[-1][4] == other
         app.end_session("s")
         assert app.run(say, "d", session="s") == ["d"]
+
+
+class SlowStore(MemoryStore):
+    """Answers as late as a store across a network."""
+
+    async def push(self, node: str, decisions: Decisions) -> None:
+        await super().push(node, decisions)
+        await asyncio.sleep(0.02)
+
+    async def take(self, node: str) -> list[Decisions]:
+        found = await super().take(node)
+        await asyncio.sleep(0.05 if found else 0.001)
+        return found
+
+
+def test_what_was_asked_for_is_done_when_act_returns() -> None:
+    """The loop's own turn does not take it away to apply it later, and does not ask for it again."""
+    asked: list[str] = []
+
+    def move(act: Act) -> None:
+        asked.append("move")
+        act.migrate("s", home, other)
+
+    with deploy(only("rememberer"), policies=(), period_s=0.001, store=SlowStore()) as app:
+        for number in range(6):
+            app.run(lambda: call("rememberer", "hear", "a").value(10), session="s")
+            home = app.session_log("s").log[-1][4]
+            other = ({"rememberer/0", "rememberer/1"} - {home}).pop()
+            assert app.act(move) == []
+            app.run(lambda: call("rememberer", "hear", "b").value(10), session="s")
+            assert app.session_log("s").log[-1][4] == other
+            assert len(asked) == number + 1
 
 
 def test_a_driver_s_state_belongs_to_its_session() -> None:
