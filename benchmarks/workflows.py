@@ -212,7 +212,7 @@ async def loop_ms(
         began = perf_counter()
         await store.publish("n", [summarize(each, "n", (1, 1.0, 0.0)) for each in controllers])
         published = perf_counter()
-        await level.step(level.policies)
+        await level.step()
         decided = perf_counter()
         for decisions in await store.take("n"):
             for each in controllers:

@@ -32,7 +32,7 @@ KEEPALIVE_S = 4.0
 _GOLDEN_RATIO = 0.6180339887
 
 _TIMER_ERROR_S = 0.001
-"""A timer may fire this much early: uvloop counts whole milliseconds."""
+"""A timer may fire half of this early: uvloop rounds to whole milliseconds."""
 
 _FIGURES = tuple(each.name for each in fields(ReplicaReading) if each.compare)
 

@@ -24,6 +24,7 @@ from thunderagent.workflows.errors import (
     Preempted,
     SessionEndedError,
     StateError,
+    StoreError,
     WorkflowError,
 )
 from thunderagent.workflows.future import Future, settle, settle_async
@@ -48,6 +49,7 @@ __all__ = [
     "Preempted",
     "SessionEndedError",
     "StateError",
+    "StoreError",
     "View",
     "WorkflowError",
     "checkpoint",

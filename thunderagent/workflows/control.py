@@ -1,19 +1,21 @@
-"""Control of a deployment: both levels, once per period, and the required instances."""
+"""Control of a deployment: both levels, once per period and when something is asked for, and the required instances."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.router import agent_of
-from thunderagent.workflows.globalloop import GlobalLevel, LocalLevel
+from thunderagent.workflows.errors import WorkflowError
+from thunderagent.workflows.globalloop import Ask, GlobalLevel, LocalLevel
 from thunderagent.workflows.hub import Hub
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.store import Store
-from thunderagent.workflows.view import Policy, View
+from thunderagent.workflows.view import Act, Policy, View
 
 log = logging.getLogger("thunderagent.workflows")
 
@@ -37,7 +39,9 @@ class Control:
         self.level = GlobalLevel(view, policies, store, self._names, self.provision, node.clock)
         self._local = LocalLevel(node, store)
         self._numbers: dict[str, int] = {}
-        self._turn = asyncio.Lock()
+        self._asks: list[Ask] = []
+        self._is_asked = asyncio.Event()
+        self._is_over = False
         self._task: asyncio.Task[None] | None = None
         self._launching: set[asyncio.Task[None]] = set()
         node.on_moved = _note_move
@@ -52,33 +56,57 @@ class Control:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End the loop."""
+        """End the loop; what was asked for and not done raises `WorkflowError`."""
+        self._is_over = True
         tasks = [each for each in (self._task, *self._launching) if each is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        for ask in self._asks:
+            ask.fail(WorkflowError("the deployment has ended"))
+
+    async def ask(self, of: Callable[[Act], None]) -> list[str]:
+        """Have a turn at once, with a request beside the policies'; return what was refused of it, and why.
+
+        Raises what `of` raises, `StoreError`, and `WorkflowError` after the end.
+        """
+        if self._is_over:
+            raise WorkflowError("the deployment has ended")
+        ask = Ask(of, asyncio.get_running_loop().create_future())
+        self._asks.append(ask)
+        self._is_asked.set()
+        return await ask.answer
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + self.period_s
         while True:
-            await asyncio.sleep(self.period_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    await self._is_asked.wait()
+            is_due = loop.time() >= due_s or not self._is_asked.is_set()
+            self._is_asked.clear()
+            asks = tuple(self._asks)
             try:
-                await self.once()
-            except Exception:  # a user's policy, or the store, failed: controllers keep their last orders
+                await self._turn(asks)
+                if is_due:  # its looks are a period apart
+                    self.node.break_circle()
+            except Exception as error:  # the store failed: controllers keep their last orders
+                for ask in asks:
+                    ask.fail(error)
                 log.exception("a turn of the global loop failed; the next one comes in %s s", self.period_s)
+            del self._asks[: len(asks)]
+            if is_due:
+                due_s = loop.time() + self.period_s
 
-    async def once(self, instead: Sequence[Policy] | None = None) -> list[str]:
-        """Run both levels once, with other policies if given; return what was refused, and why."""
-        async with self._turn:  # one alone: a turn must not take the decisions that another one waits to apply
-            return await self._once(self.level.policies if instead is None else instead)
-
-    async def _once(self, policies: Sequence[Policy]) -> list[str]:
+    async def _turn(self, asks: Sequence[Ask]) -> None:
         await self._local.publish()
         if self._hub is not None:
             await self._hub.publish(self.level.store)
-        await self.level.step(policies)
-        refused = self.level.refused
-        for reason in refused:
+        self.level.view.starting = {*self._locations(), *(task.get_name() for task in self._launching)}
+        await self.level.step(asks)
+        for reason in self.level.refused:
             log.debug("refused: %s", reason)
         await self._local.apply()
         if self._hub is not None:
@@ -86,22 +114,23 @@ class Control:
         for location in self.level.view.instances.keys() - self._locations():
             self.level.view.forget(location)
         self._keep_minimum()
-        self.node.break_circle()
-        return refused
+        for ask in asks:
+            ask.done()
 
     def _keep_minimum(self) -> None:
         """Replace lost instances, and start what calls wait for."""
         there = self._locations()
         for name, agent in self.node.agents.items():
             there_count = sum(agent_of(each) == name for each in there)
-            there_count += sum(task.get_name() == name for task in self._launching)
+            there_count += sum(agent_of(task.get_name()) == name for task in self._launching)
             wanted_count = max(agent.directives.min_instances, int(self._is_waited_for(name)))
             for _ in range(wanted_count - there_count):
                 self.provision(name)
 
     def provision(self, agent: str) -> None:
         """Start one more instance of an agent."""
-        task = self.node.loop.create_task(self._launch(self._next_location(agent)), name=agent)
+        location = self._next_location(agent)
+        task = self.node.loop.create_task(self._launch(location), name=location)
         self._launching.add(task)
         task.add_done_callback(self._launching.discard)
 

@@ -237,7 +237,7 @@ class Deployment:
 
     async def act_async(self, ask: Callable[[Act], None]) -> list[str]:
         """Do as `act`."""
-        return await self.control.once([lambda _, act: ask(act)])
+        return await self.control.ask(ask)
 
     def lose(self, location: str) -> None:
         """Remove an instance as if it had crashed: what is there fails."""

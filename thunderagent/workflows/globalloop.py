@@ -6,7 +6,9 @@ runs the policies one after the other on one view, and leaves the decisions in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from asyncio import Future
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -14,6 +16,35 @@ from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.store import Decisions, Store
 from thunderagent.workflows.view import Act, Policy, Summary, View, summarize
+
+log = logging.getLogger("thunderagent.workflows")
+
+
+class Reports:
+    """Summaries on their way to the store, one of each instance: they wait there until the store has taken them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Summary] = {}
+
+    def add(self, summaries: Iterable[Summary]) -> None:
+        """Add the newest ones."""
+        for summary in summaries:
+            earlier = self._waiting.get(summary.location)
+            if earlier is not None:
+                summary.lines = {**earlier.lines, **summary.lines}
+            self._waiting[summary.location] = summary
+
+    async def publish(self, node: str, store: Store) -> None:
+        """Leave them in the store, as a node's. Raises `StoreError`, and then keeps them."""
+        if not self._waiting:
+            return
+        sent, self._waiting = self._waiting, {}
+        try:
+            await store.publish(node, list(sent.values()))
+        except BaseException:
+            newer, self._waiting = self._waiting, sent
+            self.add(newer.values())
+            raise
 
 
 class LocalLevel:
@@ -23,11 +54,12 @@ class LocalLevel:
         self.node = node
         self.store = store
         self._said: dict[str, tuple[int, int, bool]] = {}
+        self._reports = Reports()
 
     async def publish(self) -> None:
         """Publish changes."""
-        if summaries := self.summaries():
-            await self.store.publish(self.node.name, summaries)
+        self._reports.add(self.summaries())
+        await self._reports.publish(self.node.name, self.store)
 
     def summaries(self) -> list[Summary]:
         """Return changes since the last call."""
@@ -88,6 +120,34 @@ class LoopTimes:
         return self.collect_s + self.merge_s + self.policies_s + self.push_s
 
 
+@dataclass(frozen=True)
+class Ask:
+    """What somebody asks for once, as a policy would."""
+
+    of: Callable[[Act], None]
+    answer: Future[list[str]]
+    refused: list[str] = field(default_factory=list)
+
+    def step(self, act: Act) -> None:
+        """Make the request; note what of it is refused."""
+        before_count = len(act.refused)
+        try:
+            self.of(act)
+        except Exception as error:
+            self.fail(error)
+        self.refused.extend(act.refused[before_count:])
+
+    def done(self) -> None:
+        """Answer that it is done."""
+        if not self.answer.done():
+            self.answer.set_result(self.refused)
+
+    def fail(self, error: Exception) -> None:
+        """Answer that it is not."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
 @dataclass
 class GlobalLevel:
     """The global part. `nodes` returns the names of all nodes; `provision` starts an instance of an agent."""
@@ -102,16 +162,24 @@ class GlobalLevel:
     refused: list[str] = field(default_factory=list)
     """Refused requests of the last turn's policies."""
 
-    async def step(self, policies: Sequence[Policy]) -> None:
-        """Read, decide by `policies` and publish, once."""
+    async def step(self, asks: Sequence[Ask] = ()) -> None:
+        """Read, decide and publish, once: what is asked for, then what policies want.
+
+        One that raises does not keep the others from it.
+        """
         began = perf_counter()
         summaries = await self.store.collect()
         collected = perf_counter()
         self.view.merge(summaries, self.clock())
         merged = perf_counter()
         act = Act(self.view)
-        for policy in policies:
-            policy(self.view, act)
+        for ask in asks:
+            ask.step(act)
+        for policy in self.policies:
+            try:
+                policy(self.view, act)
+            except Exception:  # it is a user's
+                log.exception("a policy failed: %r", policy)
         decided = perf_counter()
         self.refused = act.refused
         decisions = Decisions(act.routes, act.priorities, act.agent_priorities, act.migrations, act.kills)

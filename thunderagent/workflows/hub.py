@@ -18,13 +18,13 @@ from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import WorkflowError
+from thunderagent.workflows.globalloop import Reports
 from thunderagent.workflows.hints import Say
 from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, Said, SessionBegun, Used
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.parcels import Parcel, pack, unpack
 from thunderagent.workflows.scope import SessionInfo
 from thunderagent.workflows.store import Store
-from thunderagent.workflows.view import Summary
 
 log = logging.getLogger("thunderagent.workflows")
 
@@ -101,7 +101,7 @@ class Hub:
         """By location and by node name: each is there twice."""
         self._begun: dict[str, SessionBegun] = {}
         """Sessions with more data than the name."""
-        self._summaries: list[Summary] = []
+        self._reports = Reports()
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -141,9 +141,7 @@ class Hub:
 
     async def publish(self, store: Store) -> None:
         """Leave hosts' reports in the store."""
-        if self._summaries:
-            summaries, self._summaries = self._summaries, []
-            await store.publish(self.node.name, summaries)
+        await self._reports.publish(self.node.name, store)
 
     async def apply(self, store: Store) -> None:
         """Send hosts their decisions."""
@@ -225,7 +223,7 @@ class Hub:
 
     def _hear(self, member: _Member, message: Any) -> None:
         if type(message) is Report:
-            self._summaries += message.summaries
+            self._reports.add(message.summaries)
             member.waits_for = message.waits_for
             return
         if type(message) is Said:

@@ -23,13 +23,16 @@ PREFIX = "thunderagent:workflows"
 MAX_BLOBS_COUNT = 1000
 """Limit of unread blobs; older ones are dropped, so that a stuck loop fills no memory."""
 
+ANSWER_S = 5.0
+"""A server that is silent for so long has refused."""
+
 
 class RedisStore:
     """A store at `redis://HOST:PORT/DATABASE`. Its methods raise `StoreError` if the server refuses."""
 
     def __init__(self, url: str, prefix: str = PREFIX) -> None:
         """Connect at the first use."""
-        self._client = redis.asyncio.Redis.from_url(url)
+        self._client = redis.asyncio.Redis.from_url(url, socket_timeout=ANSWER_S)
         self._prefix = prefix
 
     async def publish(self, node: str, summaries: list[Summary]) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.controller import Controller
+from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Directives
 from thunderagent.workflows.errors import DeclarationError
 
@@ -118,6 +119,12 @@ class View:
         self.priorities: dict[str, float] = {}
         self.weights: dict[str, dict[str, float]] = {}
         """By agent, the current weights."""
+        self.starting: set[str] = set()
+        """Locations of the instances that are there or begin to be; `instances` has those that have reported."""
+
+    def agents(self) -> list[str]:
+        """Return the agent of each instance that is there or begins to be."""
+        return [agent_of(location) for location in self.instances.keys() | self.starting]
 
     def of(self, agent: str) -> list[InstanceView]:
         """Return the instances of an agent that take calls."""
@@ -126,8 +133,8 @@ class View:
     def free(self) -> dict[str, float]:
         """Return what is left of each resource of the deployment."""
         left = dict(self.resources or {})
-        for instance in self.instances.values():
-            for name, amount in self.directives[instance.agent].resources.items():
+        for agent in self.agents():
+            for name, amount in self.directives[agent].resources.items():
                 if name in left:
                     left[name] -= amount
         return left
@@ -140,8 +147,7 @@ class View:
             location = summary.location
             instance = self.instances.get(location)
             if instance is None:
-                agent = location.rpartition("/")[0]
-                instance = self.instances[location] = InstanceView(location, agent, summary.node)
+                instance = self.instances[location] = InstanceView(location, agent_of(location), summary.node)
             instance.queued_count = summary.queued_count
             instance.running = summary.running
             instance.running_since_s = summary.running_since_s
@@ -209,7 +215,7 @@ class Act:
         if not agents:
             self.refused.append(f"route: no agent {agent!r} or role {role!r}")
         for name in agents:
-            own = {each: weight for each, weight in weights.items() if each.rpartition("/")[0] == name}
+            own = {each: weight for each, weight in weights.items() if agent_of(each) == name}
             if not session:
                 if self.view.weights.get(name, {}) == own:
                     continue
@@ -251,7 +257,7 @@ class Act:
     def provision(self, agent: str) -> None:
         """Start one more instance."""
         directives = self.view.directives.get(agent)
-        there = sum(each.agent == agent for each in self.view.instances.values()) + self.provisions.count(agent)
+        there = self.view.agents().count(agent) + self.provisions.count(agent)
         if directives is None or there >= directives.max_instances:
             self.refused.append(f"provision {agent}: there are as many as there may be")
         elif self.view.resources is not None and not self._fits(directives):

@@ -558,7 +558,7 @@ async def test_first_polls_are_spread_over_the_interval(engines: Callable[[], En
 
 @pytest.mark.parametrize("early_s", [0.0009, 0.0, -0.2])
 def test_a_poll_for_which_the_timer_came_early_is_not_made_again(early_s: float) -> None:
-    """uvloop's timers fire up to a millisecond early; the next poll is in the slot after it nevertheless."""
+    """uvloop's timers fire half a millisecond early; the next poll is in the slot after it nevertheless."""
     assert next_poll_after_s(100.3, 102.3 - early_s, 0.5) == pytest.approx(0.5 + early_s)
 
 

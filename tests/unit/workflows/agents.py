@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 from thunderagent.workflows import Preempted, checkpoint, managed_dict, managed_list, stubs
@@ -21,6 +22,16 @@ class Echo:
     async def through(self, text: str) -> Any:
         """Ask another agent, and return its future."""
         return [stubs.call("blocking", "fail", (text,))]
+
+
+class SlowStart:
+    """Takes a while to construct."""
+
+    def __init__(self) -> None:
+        time.sleep(0.1)
+
+    def say(self) -> None:
+        pass
 
 
 class Blocking:

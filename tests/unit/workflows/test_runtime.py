@@ -20,6 +20,7 @@ from thunderagent.workflows import (
     LostError,
     SessionEndedError,
     StateError,
+    StoreError,
     WorkflowError,
     deploy,
     managed_dict,
@@ -28,7 +29,7 @@ from thunderagent.workflows import (
     stubs,
 )
 from thunderagent.workflows.store import Decisions, MemoryStore
-from thunderagent.workflows.view import Act
+from thunderagent.workflows.view import Act, Summary, View
 
 CALM = {"policies": (), "period_s": 0.01}
 
@@ -284,6 +285,94 @@ def test_what_was_asked_for_is_done_when_act_returns() -> None:
             app.run(lambda: call("rememberer", "hear", "b").value(10), session="s")
             assert app.session_log("s").log[-1][4] == other
             assert len(asked) == number + 1
+
+
+def ask_for_more(_: View, act: Act) -> None:
+    act.provision("slow_start")
+
+
+async def test_instances_that_begin_to_be_count() -> None:
+    """A class takes longer to construct than many turns do: no more are started than there may be."""
+    slow = {"class": f"{HERE}:SlowStart", "methods": {"say": {}}, "max_instances": 2, "resources": {"gpu": 1}}
+    for limit in ({}, {"max_instances": 9}):
+        resources = {"gpu": 2.0} if limit else None
+        policies = [f"{__name__}:ask_for_more"]
+        async with deploy(
+            {"slow_start": {**slow, **limit}}, policies=policies, period_s=0.005, resources=resources
+        ) as app:
+            await until(lambda app=app: len(app.node.instances) == 2)
+            await asyncio.sleep(0.1)
+            assert sorted(app.node.instances) == ["slow_start/0", "slow_start/1"]
+
+
+async def test_what_is_asked_for_when_the_deployment_ends_fails() -> None:
+    """It neither waits for good nor starts anything again."""
+    store = SlowStore()
+    async with deploy(only("echo"), policies=(), period_s=0.001, store=store) as app:
+        asked = asyncio.create_task(app.act_async(lambda act: act.kill("echo/0")))
+        await asyncio.sleep(0)
+    with pytest.raises(WorkflowError, match="the deployment has ended"):
+        await asked
+    assert not app.node.instances
+    with pytest.raises(WorkflowError, match="the deployment has ended"):
+        await app.act_async(lambda act: act.kill("echo/0"))
+
+
+class FailingStore(MemoryStore):
+    """Takes nothing while it fails."""
+
+    fails = False
+
+    async def publish(self, node: str, summaries: list[Summary]) -> None:
+        if self.fails:
+            raise StoreError("away")
+        await super().publish(node, summaries)
+
+
+async def test_reports_outlive_a_failure_of_the_store() -> None:
+    """What the store has not taken comes with the next turn; whoever asks meanwhile hears of the failure."""
+    store = FailingStore()
+    async with deploy(only("patient"), policies=(), period_s=0.002, store=store) as app:
+        await until(lambda: app.control.level.view.instances)
+
+        async def main() -> list[str]:
+            store.fails = True
+            made = [call("patient", "wait", name) for name in "ab"]
+            with pytest.raises(StoreError, match="away"):
+                await app.act_async(lambda act: act.kill("patient/0"))
+            store.fails = False
+            await until(lambda: app.control.level.view.instances["patient/0"].load_count == 2)
+            assert app.control.level.view.sessions["s"].calls_count >= 1
+            for name in "ab":
+                Patient.gates[name].set()
+            return [await each for each in made]
+
+        Patient.gates.update(a=asyncio.Event(), b=asyncio.Event())
+        assert await app.run_async(main, session="s") == ["a", "b"]
+
+
+def fail(*_: object) -> None:
+    raise ValueError("not today")
+
+
+async def test_policies_see_all_changes_whoever_has_a_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """A turn that was asked for takes no change from them, and one that fails, decision or policy, stops no other."""
+    policies = [f"{__name__}:fail", "srtf"]
+    async with deploy(only("patient"), policies=policies, period_s=60.0) as app:
+
+        async def main() -> list[str]:
+            made = [call("patient", "wait", name) for name in "cd"]
+            await asyncio.sleep(0.01)
+            with pytest.raises(ValueError, match="not today"):
+                await app.act_async(fail)
+            assert app.control.level.view.priorities == {"s": 1.0}
+            for name in "cd":
+                Patient.gates[name].set()
+            return [await each for each in made]
+
+        Patient.gates.update(c=asyncio.Event(), d=asyncio.Event())
+        assert await app.run_async(main, session="s") == ["c", "d"]
+    assert caplog.text.count("a policy failed") == 1
 
 
 def test_a_driver_s_state_belongs_to_its_session() -> None:
