@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 SCRIPT = """
 import asyncio, logging, sys
 from tests.unit.workflows.agents import only
-from thunderagent.workflows import deploy, managed_dict, stubs
+from thunderagent.workflows import StoreError, deploy, managed_dict, redis_store, stubs
 
+redis_store.ANSWER_S = 2.0
 URL, SERVER_PID = sys.argv[1], int(sys.argv[2])
 counts = managed_dict("counts")
 
@@ -45,6 +46,14 @@ with opened() as app:
     app.end_session("s")
     assert app.run(say, "e", session="s") == (["e"], {"runs": 1})
     import os, signal, time
+    os.kill(SERVER_PID, signal.SIGSTOP)
+    try:
+        app.act(lambda act: None)
+        raise AssertionError("a silent server is no failure")
+    except StoreError as error:
+        assert "Timeout" in str(error)
+    finally:
+        os.kill(SERVER_PID, signal.SIGCONT)
     os.kill(SERVER_PID, signal.SIGTERM)
     time.sleep(0.2)
     assert stubs is not None

@@ -104,7 +104,7 @@ class Control:
         await self._local.publish()
         if self._hub is not None:
             await self._hub.publish(self.level.store)
-        self.level.view.starting = {*self._locations(), *(task.get_name() for task in self._launching)}
+        self.level.view.expected = self._expected()
         await self.level.step(asks)
         for reason in self.level.refused:
             log.debug("refused: %s", reason)
@@ -119,12 +119,10 @@ class Control:
 
     def _keep_minimum(self) -> None:
         """Replace lost instances, and start what calls wait for."""
-        there = self._locations()
+        expected = [agent_of(location) for location in self._expected()]
         for name, agent in self.node.agents.items():
-            there_count = sum(agent_of(each) == name for each in there)
-            there_count += sum(agent_of(task.get_name()) == name for task in self._launching)
             wanted_count = max(agent.directives.min_instances, int(self._is_waited_for(name)))
-            for _ in range(wanted_count - there_count):
+            for _ in range(wanted_count - expected.count(name)):
                 self.provision(name)
 
     def provision(self, agent: str) -> None:
@@ -148,6 +146,10 @@ class Control:
 
     def _locations(self) -> AbstractSet[str]:
         return self.node.controllers.keys() if self._hub is None else self._hub.locations()
+
+    def _expected(self) -> set[str]:
+        """Return the locations of instances that are there or begin to be."""
+        return {*self._locations(), *(task.get_name() for task in self._launching)}
 
     def _is_waited_for(self, agent: str) -> bool:
         if self.node.origin.waits_for_instance(agent):

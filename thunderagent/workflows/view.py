@@ -119,12 +119,12 @@ class View:
         self.priorities: dict[str, float] = {}
         self.weights: dict[str, dict[str, float]] = {}
         """By agent, the current weights."""
-        self.starting: set[str] = set()
+        self.expected: set[str] = set()
         """Locations of the instances that are there or begin to be; `instances` has those that have reported."""
 
     def agents(self) -> list[str]:
         """Return the agent of each instance that is there or begins to be."""
-        return [agent_of(location) for location in self.instances.keys() | self.starting]
+        return [agent_of(location) for location in self.instances.keys() | self.expected]
 
     def of(self, agent: str) -> list[InstanceView]:
         """Return the instances of an agent that take calls."""

@@ -375,6 +375,22 @@ async def test_policies_see_all_changes_whoever_has_a_turn(caplog: pytest.LogCap
     assert caplog.text.count("a policy failed") == 1
 
 
+def test_requests_do_not_hasten_the_look_for_deadlocks() -> None:
+    """A call that waits for itself fails at the second look, and a look comes once a period."""
+
+    async def main(app: Deployment) -> str:
+        made = call("blocking", "ask_myself", "x")
+        await until(lambda: app.node.controllers["blocking/0"].queue.count_of("s"))
+        for _ in range(3):
+            await app.act_async(lambda _: None)
+        await asyncio.sleep(0.05)  # a failure of the inner call would have reached the outer one
+        state: str = made.metadata["state"]
+        return state
+
+    with deploy(only("blocking"), policies=(), period_s=60.0) as app:
+        assert app.run(main, app, session="s") == "running"
+
+
 def test_a_driver_s_state_belongs_to_its_session() -> None:
     seen = managed_dict("seen")
 
