@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from asyncio.subprocess import PIPE, Process
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -264,6 +265,20 @@ async def metrics_of(url: str) -> dict[str, dict[tuple[str, ...], float]]:
                 sample.value
             )
     return samples
+
+
+async def metric(url: str, name: str, *labels: str) -> float:
+    """Return one of our samples, by its name without the prefix; 0 for labels that have none yet."""
+    return (await metrics_of(url))[f"thunderagent_{name}"].get(labels, 0.0)
+
+
+async def until_metric(url: str, name: str, value: float, *labels: str, within_s: float = 30.0) -> float:
+    """Wait until a sample has a value; return the wait in seconds."""
+    began_s = time.monotonic()
+    async with asyncio.timeout(within_s):
+        while await metric(url, name, *labels) != value:
+            await asyncio.sleep(0.005)
+    return time.monotonic() - began_s
 
 
 # --- a replica

@@ -34,11 +34,13 @@ from tests.integration.support import (
     exchange,
     fake_replica,
     get,
+    metric,
     metrics_of,
     post,
     stream_head,
     turn,
     until,
+    until_metric,
     word,
 )
 from thunderagent.config import ServeConfig
@@ -80,16 +82,6 @@ async def killed(process: CommandProcess) -> str:
     process.process.kill()
     await process.exit_status()
     return process.url.removeprefix("http://")
-
-
-async def metric(url: str, name: str, *labels: str) -> float:
-    return (await metrics_of(url))[f"thunderagent_{name}"][labels]
-
-
-async def until_metric(url: str, name: str, value: float, *labels: str) -> None:
-    async with asyncio.timeout(30):
-        while await metric(url, name, *labels) != value:
-            await asyncio.sleep(0.02)
 
 
 async def gateway_ids(served: CommandProcess, count: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +26,13 @@ from tests.integration.support import (
     fake_replica,
     get,
     head_bytes,
+    metric,
     metrics_of,
     post,
     stream_head,
     turn,
     until,
+    until_metric,
     word,
 )
 from tests.loopback import free_ports
@@ -58,15 +59,11 @@ class Front:
         self.picker = picker
 
     async def metric(self, name: str, *labels: str) -> float:
-        return (await metrics_of(self.picker.url))[f"thunderagent_{name}"].get(labels, 0.0)
+        return await metric(self.picker.url, name, *labels)
 
-    async def until(self, name: str, value: float, *labels: str, within_s: float = 20.0) -> float:
+    async def until(self, name: str, value: float, *labels: str, within_s: float = 30.0) -> float:
         """Wait until a metric has a value; return the wait in seconds."""
-        began_s = time.monotonic()
-        async with asyncio.timeout(within_s):
-            while await self.metric(name, *labels) != value:
-                await asyncio.sleep(0.005)
-        return time.monotonic() - began_s
+        return await until_metric(self.picker.url, name, value, *labels, within_s=within_s)
 
 
 @asynccontextmanager
@@ -272,7 +269,7 @@ async def test_replicas_with_names_are_picked_among_a_subset_of_names(
                 assert (await get(running.url, "/v1/models")).status == status
                 if status == 200:
                     assert answer.header("x-replica-id") == f"0x7f.1:{port}"
-                    assert await running.metric("turns_total", "finished") == 1
+                    await running.until("turns_total", 1, "finished")
                     assert "turn_moved" not in running.picker.log
                 else:
                     assert answer.error["code"] == "no_replica"
@@ -350,7 +347,7 @@ async def test_a_killed_picker_ends_turns_and_is_started_again(
                     async with asyncio.timeout(30):
                         while (await ask(running.url, "p", max_tokens=4)).status != 200:
                             await asyncio.sleep(0.1)
-                    assert (await metrics_of(scheduler.url))["thunderagent_leases_active"][()] == 0
+                    await until_metric(scheduler.url, "leases_active", 0)
 
 
 async def test_thousands_are_held(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:

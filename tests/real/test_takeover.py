@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
-from tests.integration.support import ask, command, engine, events_of, get, metrics_of
+from tests.integration.support import ask, command, engine, events_of, get, metric, metrics_of
 from tests.loopback import free_ports
 from tests.real.redis_server import redis_server
 from thunderagent.errors import FencedError, StoreError
@@ -159,10 +159,6 @@ class Cell:
         for front in self.fronts:
             assert await metric(front.url, "fail_open_turns_total") == 0
             assert "Traceback" not in front.log
-
-
-async def metric(url: str, name: str, *labels: str) -> float:
-    return (await metrics_of(url))[f"thunderagent_{name}"][labels]
 
 
 @asynccontextmanager
