@@ -12,7 +12,9 @@ import pytest
 
 from tests.integration.support import (
     CHAT,
+    DONE,
     JSON_TYPE,
+    USAGE_EVENT,
     Gate,
     Wire,
     ask,
@@ -108,6 +110,36 @@ async def test_a_client_leaves_a_stream(how: str, asks_for_usage: bool) -> None:
         await depart(wire, how)
         await asyncio.wait_for((await replica.call()).left.wait(), WITHIN_S)
         await all_counts_are_zero(proxy)
+
+
+LAST_EVENTS = {
+    CHAT: [USAGE_EVENT, DONE],
+    "/v1/messages": [
+        event('{"type":"message_delta","usage":{"input_tokens":10,"output_tokens":3}}'),
+        event('{"type":"message_stop"}'),
+    ],
+    "/v1/responses": [
+        event('{"type":"response.completed","response":{"usage":{"input_tokens":10,"output_tokens":3}}}'),
+    ],
+}
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("path", LAST_EVENTS)
+async def test_a_client_that_leaves_with_the_last_event_has_its_answer(path: str, how: str) -> None:
+    """The engine has not ended the answer yet; the turn is finished all the same, and its usage counts."""
+    gate = Gate([stream_head(), chunk(word("one")), *map(chunk, LAST_EVENTS[path])])
+    async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        send(wire, "a", path, stream=True)
+        assert (await wire.head()).status == 200
+        while LAST_EVENTS[path][-1] not in await wire.chunk():
+            pass
+        await depart(wire, how)
+        await asyncio.wait_for((await replica.call()).left.wait(), WITHIN_S)
+        await proxy.nothing_left(within_s=WITHIN_S)
+        assert proxy.runtime.outcome_counts["finished"] == 1
+        (program,) = (await get(proxy.url, "/programs")).json()["programs"]
+        assert (program["prompt_tokens_total"], program["output_tokens_total"]) == (10, 3)
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

@@ -22,7 +22,7 @@ from thunderagent.picker.addresses import Addresses
 from thunderagent.picker.stream import Stream
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
-from thunderagent.proxy.reading.answers import StreamUsage, read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, is_last_of, read_answer
 from thunderagent.proxy.reading.tool_calls import StreamToolCalls
 from thunderagent.proxy.turns.record import Record
 
@@ -66,7 +66,15 @@ class Carried:
         """The lease of another replica, if Envoy went there."""
 
     async def answer(self, lease: OpenLease, ask: TurnAsk) -> None:
-        """Relay the answer, and end the lease with it."""
+        """Relay the answer, and end the lease with it, or with its last event if the client leaves with that."""
+        try:
+            await self._relay(lease, ask)
+        finally:
+            record, events = self._record, self._events
+            if record.outcome == "abandoned" and events is not None and is_last_of(record.dialect, events.last_events):
+                self._end(lease)
+
+    async def _relay(self, lease: OpenLease, ask: TurnAsk) -> None:
         stream, ended = self._stream, False
         while (message := await stream.read()) is not None:
             if message.HasField("response_headers"):

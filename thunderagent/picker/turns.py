@@ -158,7 +158,8 @@ class Picker:
             error.answer_headers = {**error.answer_headers, **record.headers()}
             raise
         except asyncio.CancelledError:
-            record.outcome = "superseded" if attempt.superseded else record.outcome
+            if attempt.superseded and record.outcome != "finished":
+                record.outcome = "superseded"
             raise
         finally:
             if running is not None:

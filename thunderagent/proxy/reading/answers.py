@@ -287,3 +287,10 @@ class Completions:
     def choices(self) -> list[Completion]:
         """Return the choices in order."""
         return [] if self._over_limit else self._reader.choices()
+
+
+def is_last_of(dialect: Dialect, events: bytes) -> bool:
+    """Return whether whole events include the one that ends a stream of this API; some clients leave with it."""
+    completions = Completions(dialect)
+    completions.read_events(events)
+    return completions.ended

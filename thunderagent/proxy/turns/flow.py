@@ -175,7 +175,7 @@ class Turns:
                 raise
             await record.held_stream.fail(error)
         except asyncio.CancelledError:
-            if not attempt.superseded:
+            if not attempt.superseded or record.outcome == "finished":
                 raise
             record.outcome = "superseded"
             if record.status is not None or attempt.task is None or attempt.task.uncancel():

@@ -21,7 +21,7 @@ from thunderagent.errors import ReplicaError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answers import StreamUsage, read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, is_last_of, read_answer
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
@@ -147,13 +147,20 @@ class Relay:
             self._forwarding.failed(lease, error)
             await streamed.break_off(error)
             return
+        except asyncio.CancelledError:
+            if is_last_of(record.dialect, streamed.events.last_events):  # its client left with that
+                self._end_stream(record, lease, streamed)
+            raise
         if rest := streamed.events.rest():
             await done(exchange.write(rest))
+        self._end_stream(record, lease, streamed)
+        await done(exchange.end())
+
+    def _end_stream(self, record: Record, lease: OpenLease, streamed: _Streamed) -> None:
         streamed.count(self._metrics)
         record.usage = streamed.events.usage
         record.tool = streamed.tool_calls.key()
         self._end_lease(record, lease)
-        await done(exchange.end())
 
     async def _converse(
         self, exchange: Exchange, client: Channel, record: Record, lease: OpenLease, upstream: Answer
