@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from thunderagent.scale import messages
+from thunderagent.scale.gateway import dialling
 from thunderagent.scale.gateway.dialling import Dialling
 from thunderagent.scale.gateway.remote import RemoteRuntime
 
@@ -33,6 +35,25 @@ async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
         return socket
 
     await _dials(lead, again)
+
+
+async def test_a_scheduler_that_does_not_send_its_epoch_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs, or its epoch would come later, and might be over: it is not followed."""
+    monkeypatch.setattr(dialling, "EPOCH_LIMIT_S", 0.05)
+    links_count, again = 0, asyncio.Event()
+
+    async def hang(request: web.Request) -> web.WebSocketResponse:
+        nonlocal links_count
+        links_count += 1
+        if links_count == 2:
+            again.set()
+        socket = web.WebSocketResponse(protocols=(messages.PROTOCOL,))
+        await socket.prepare(request)
+        await socket.receive()
+        return socket
+
+    async with asyncio.timeout(10):
+        await _dials(hang, again)
 
 
 async def test_a_scheduler_that_takes_no_link_is_named_once_with_the_reason() -> None:
@@ -72,7 +93,7 @@ async def _dials(answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
     )
     async with TestServer(app, host="127.0.0.1") as server, asyncio.TaskGroup() as group:
         urls = (str(server.make_url("")),)
-        dialling = Dialling(cast("RemoteRuntime", runtime), urls, headers={}, ssl_context=None)
-        running = group.create_task(dialling.run())
+        dials = Dialling(cast("RemoteRuntime", runtime), urls, headers={}, ssl_context=None)
+        running = group.create_task(dials.run())
         await until.wait()
         running.cancel()

@@ -31,8 +31,8 @@ CONNECT_LIMIT_S = 5.0
 STAND_LIMIT_S = 30.0
 """A standby scheduler lets us wait for less than that."""
 
-EPOCH_LIMIT_S = 0.5
-"""A scheduler that has not sent its epoch by then runs a version without epochs."""
+EPOCH_LIMIT_S = 5.0
+"""A scheduler that has not sent its epoch by then hangs: it sends that first."""
 
 RETRY_S = 0.1
 """Time until an address is tried again after a link ended or failed; while another is followed, `SEEK_S`."""
@@ -191,11 +191,11 @@ class Dialling:
 
 
 async def _epoch_of(socket: aiohttp.ClientWebSocketResponse) -> int:
-    """Return the epoch of a leading scheduler; 0 if it takes that from its gateways. Raises `BadFrameError`."""
-    try:
-        first = await socket.receive(EPOCH_LIMIT_S)
-    except TimeoutError:
-        return 0
+    """Return the epoch of a leading scheduler; 0 if it takes that from its gateways.
+
+    Raises `BadFrameError`, and `TimeoutError` if it hangs.
+    """
+    first = await socket.receive(EPOCH_LIMIT_S)
     if first.type is not WSMsgType.BINARY:
         raise BadFrameError("the link ended before the scheduler sent its epoch")
     frame, _ = messages.decode(first.data)
