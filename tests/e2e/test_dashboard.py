@@ -15,6 +15,7 @@ import pytest_asyncio
 from benchmarks.processes import stop
 from tests.e2e.support import serving, turn
 from tests.integration.test_pools import engine
+from tests.loopback import free_ports
 
 try:
     from playwright.async_api import expect
@@ -294,8 +295,9 @@ async def test_turns_that_are_nobodys_are_told_of(tmp_path: Path, open_page: Ope
 
 async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenPage) -> None:
     """The page reports the loss, keeps its contents, and continues by itself with the next process."""
+    (port,) = free_ports(1)  # so that nobody else gets it meanwhile
     async with (
-        serving(tmp_path / "first.log", *NO_REPLICA, ready=False) as server,
+        serving(tmp_path / "first.log", *NO_REPLICA, port=port, ready=False) as server,
         httpx2.AsyncClient(trust_env=False) as client,
     ):
         await client.post(f"{server.url}/programs", json={"program_id": "before"})
@@ -305,7 +307,6 @@ async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenP
             await expect(page.get_by_role("alert").first).to_contain_text("The proxy does not answer")
             await expect(page.locator("#connection")).to_have_text("Not connected")
             await expect(page.get_by_role("button", name="before")).to_be_visible()
-            port = int(server.url.rpartition(":")[2])
             async with serving(tmp_path / "second.log", *NO_REPLICA, port=port, ready=False):
                 await client.post(f"{server.url}/programs", json={"program_id": "after"})
                 await expect(page.get_by_role("button", name="after")).to_be_visible()

@@ -37,7 +37,7 @@ from tests.integration.support import (
 if TYPE_CHECKING:
     from tests.integration.support import Call, RunningProxy
 
-WITHIN_S = 1.0
+WITHIN_S = 5.0
 """Limit until a replica learns that the client is gone."""
 
 HALF_ANSWER = head_bytes("HTTP/1.1 200 OK", [JSON_TYPE, ("content-length", "1000")]) + b'{"id": '
@@ -160,10 +160,10 @@ async def test_a_client_that_does_not_read_its_stream_leaves() -> None:
 
     async def behave(call: Call) -> None:
         call.write(stream_head())
-        while not call.left.is_set() and call.transport.get_write_buffer_size() < 2**22:
-            call.write(flood)
-            await asyncio.sleep(0)
-        await call.left.wait()
+        while not call.left.is_set():
+            if call.transport.get_write_buffer_size() < 2**22:
+                call.write(flood)
+            await asyncio.sleep(0.001)
 
     async with fake_replica(behave) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
         send(wire, "a", stream=True)

@@ -31,6 +31,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.timeout(180)
 def test_the_demo_runs_both_policies_to_their_ends_and_leaves_a_plot(tmp_path: Path) -> None:
     """One command without a terminal gives plain lines, a table, a plot, the figures, and what to do next."""
     with demo(tmp_path) as process:

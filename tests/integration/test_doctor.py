@@ -21,6 +21,7 @@ from aiohttp import web
 
 from tests.doubles.sglang.server import SglangServer
 from tests.integration.support import ask, get, running_proxy
+from tests.loopback import free_ports
 from thunderagent.cli import build_parser, main
 from thunderagent.doctor import proxies
 from thunderagent.doctor.asking import Answer
@@ -273,9 +274,9 @@ async def test_what_to_do_is_said_in_the_words_of_the_engine(
     assert found[check].remedy == remedy
 
 
-async def test_an_engine_that_does_not_listen_is_found(engine_here: str, unused_tcp_port: int) -> None:
+async def test_an_engine_that_does_not_listen_is_found(engine_here: str) -> None:
     """The others are still examined."""
-    gone = f"http://127.0.0.1:{unused_tcp_port}"
+    gone = f"http://127.0.0.1:{free_ports(1)[0]}"
     found = await examine(options("--backends", f"{engine_here},{gone}"))
     (finding,) = [each for each in found if each.check == "engine_reachable" and each.level is Level.FAULT]
     assert (finding.subject, "cannot be reached" in finding.text) == (gone.removeprefix("http://"), True)
@@ -354,11 +355,11 @@ async def test_traffic_that_is_mostly_nobodys_is_found(engine_here: str) -> None
     assert "--program-header NAME" in found["anonymous"].remedy
 
 
-async def test_an_engine_in_the_proxys_place_is_found(engine_here: str, unused_tcp_port: int) -> None:
+async def test_an_engine_in_the_proxys_place_is_found(engine_here: str) -> None:
     """The absence of any server is found too."""
     finding = (await faults("--url", engine_here))["proxy_reachable"]
     assert (finding.text, "--backends" in finding.remedy) == ("What answers here is not thunderagent.", True)
-    nobody = (await faults("--url", f"http://127.0.0.1:{unused_tcp_port}"))["proxy_reachable"]
+    nobody = (await faults("--url", f"http://127.0.0.1:{free_ports(1)[0]}"))["proxy_reachable"]
     assert "thunderagent serve" in nobody.remedy
 
 
@@ -431,16 +432,16 @@ async def test_simulated_engines_are_worth_a_warning(engine_here: str) -> None:
 
 
 async def test_json_has_every_finding_and_the_status_says_whether_one_is_a_fault(
-    engine_here: str, unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
+    engine_here: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Scripts read JSON; people get a line for each finding, and under it what to do."""
     assert await asyncio.to_thread(main, ["doctor", "--backends", engine_here, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["faults_count"], said["warnings_count"]) == (0, 0)
     assert {"check", "level", "subject", "text", "remedy"} == set(said["findings"][0])
-    gone = f"http://127.0.0.1:{unused_tcp_port}"
-    assert await asyncio.to_thread(main, ["doctor", "--backends", gone]) == 1
+    gone = f"127.0.0.1:{free_ports(1)[0]}"
+    assert await asyncio.to_thread(main, ["doctor", "--backends", f"http://{gone}"]) == 1
     out = capsys.readouterr().out
-    assert f"fault    127.0.0.1:{unused_tcp_port}  The engine cannot be reached" in out
+    assert f"fault    {gone}  The engine cannot be reached" in out
     assert "→ start it, or correct its address" in out
     assert re.search(r"^\d+ faults?, \d+ warnings?, \d+ ok$", out, re.MULTILINE)

@@ -371,8 +371,9 @@ async def test_leaving_the_server_leaves_no_task_behind() -> None:
     before = asyncio.all_tasks()
     async with served() as client:
         await ask(client, messages=HELLO)
-    await asyncio.sleep(0.01)
-    assert asyncio.all_tasks() == before
+    async with asyncio.timeout(5):
+        while asyncio.all_tasks() != before:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_cancelled_server_stops() -> None:
@@ -389,7 +390,7 @@ async def test_a_cancelled_server_stops() -> None:
 
 
 def test_sigterm_lets_a_short_request_finish_and_ends_a_long_one() -> None:
-    with engine_process("--grace-s", "1") as (process, url), httpx2.Client(base_url=url) as client:
+    with engine_process("--grace-s", "4") as (process, url), httpx2.Client(base_url=url) as client:
         short = {**LONG, "max_tokens": 50, "stream": True}
         with (
             client.stream("POST", "/v1/chat/completions", json=short) as finishing,
@@ -400,8 +401,8 @@ def test_sigterm_lets_a_short_request_finish_and_ends_a_long_one() -> None:
             assert finishing.read().endswith(b"data: [DONE]\n\n")
             with pytest.raises(httpx2.RemoteProtocolError):
                 dropped.read()
-        assert process.wait(5) == 0
-        assert time.monotonic() - begin_s < 4
+        assert process.wait(15) == 0
+        assert time.monotonic() - begin_s < 15
         assert process.stderr is not None
         assert process.stderr.read() == ""
 

@@ -200,7 +200,7 @@ async def test_a_request_is_aborted_by_its_id() -> None:
             assert (await client.post("/abort_request", json=nobody)).status_code == 200
         assert not task.done()
         assert (await client.post("/abort_request", json={"rid": "abc-1"})).status_code == 200
-        answer = await asyncio.wait_for(task, 1)
+        answer = await asyncio.wait_for(task, 5)
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"] > 0
         load = await load_of(client)
@@ -208,7 +208,7 @@ async def test_a_request_is_aborted_by_its_id() -> None:
 
 
 async def test_all_are_aborted_at_once_those_that_wait_too() -> None:
-    """The pool holds two of sixteen requests: all end within a second, streams and chats as well."""
+    """The pool holds two of sixteen requests: all end at once, streams and chats as well."""
     async with served(kv_tokens=2048, max_model_len=1024) as client:
         body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
         tasks = [asyncio.create_task(generate(client, **body)) for _ in range(16)]
@@ -219,7 +219,7 @@ async def test_all_are_aborted_at_once_those_that_wait_too() -> None:
         ]
         await running_count(client, 18)
         await client.post("/abort_request", json={"abort_all": True})
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             answers = await asyncio.gather(*tasks)
             stream, whole = await asyncio.gather(*chats)
         assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
@@ -259,7 +259,7 @@ async def test_a_pause_that_aborts_ends_what_runs_and_lets_nothing_in() -> None:
     """The default mode, as trainers use it before new weights."""
     async with served() as client, long_request(client) as task:
         await client.post("/pause_generation", json={})
-        assert (await asyncio.wait_for(task, 1))["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (await asyncio.wait_for(task, 5))["meta_info"]["finish_reason"]["type"] == "abort"
         late = asyncio.create_task(generate(client, text="late", sampling_params={"max_new_tokens": 1}))
         await asyncio.sleep(0.05)
         assert not late.done()

@@ -28,6 +28,7 @@ from tests.integration.support import (
     word,
     writes,
 )
+from tests.loopback import free_ports
 from thunderagent.cli import main
 
 if TYPE_CHECKING:
@@ -167,14 +168,15 @@ async def test_every_program_finishes_though_a_replica_is_killed_and_restarted()
     """Engines as processes, one killed with -9 in mid-load and started again on its port."""
     policy = {"policy": "thunderagent", "policy_args": {"delta_s": "0.2"}}
     async with engine(kv_tokens=4000, profile="demo") as one, contextlib.AsyncExitStack() as stack:
-        other = await stack.enter_async_context(engine(kv_tokens=4000, profile="demo"))
+        (port,) = free_ports(1)  # so that nobody else gets it meanwhile
+        other = await stack.enter_async_context(engine(kv_tokens=4000, profile="demo", port=port))
         async with running_proxy(one.url, other.url, **policy) as proxy:
             load = asyncio.create_task(run_programs(LOAD, proxy.url, 24, is_proxy=True))
             await until(lambda: proxy.runtime.outcome_counts["finished"] > 15)
             await kill(other)
             await proxy.up(1)
             await until(lambda: proxy.runtime.outcome_counts["finished"] > 30, within_s=20)
-            async with engine(kv_tokens=4000, profile="demo", port=int(other.url.rsplit(":", 1)[1])):
+            async with engine(kv_tokens=4000, profile="demo", port=port):
                 await proxy.up(2)
                 result = await load
         assert result.finished_program_count == 24

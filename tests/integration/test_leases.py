@@ -293,7 +293,7 @@ async def test_a_lock_that_the_store_did_not_give_is_taken_again(
 
 async def test_one_hands_over_to_the_other(api: KubernetesApi, shared: MemoryStore) -> None:
     access = ClusterAccess(None, api.url, 5.0)
-    stores = [KubernetesStore(shared, access, "default", NAME, 0.3) for _ in range(2)]
+    stores = [KubernetesStore(shared, access, "default", NAME, 1.5) for _ in range(2)]
     async with running(shared, stores[0]) as one:
         await until_leading(one)
         async with running(shared, stores[1]) as two:

@@ -98,11 +98,10 @@ async def test_the_history_goes_on_where_the_reader_was() -> None:
         assert history["interval_s"] == 1.0
         assert len(history["samples"]) >= 1
         last_s = history["samples"][-1]["at_s"]
-        assert (await get(proxy.url, f"/history?since={last_s}")).json()["samples"] == []
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(10):
             while not (fresh := (await get(proxy.url, f"/history?since={last_s}")).json()["samples"]):
                 await asyncio.sleep(0.05)
-        assert fresh[0]["at_s"] > last_s
+        assert all(sample["at_s"] > last_s for sample in fresh)
         assert set(fresh[0]["costs_token_s"]) == {"decode", "prefill", "recompute", "unused", "caching", "queued"}
         for wrong in ("x", "nan", "inf", ""):
             assert (await get(proxy.url, f"/history?since={wrong}")).status == 400

@@ -27,34 +27,35 @@ async def test_a_program_is_served_and_its_slot_given_back() -> None:
         assert (replica["kind"], replica["capacity_tokens"]) == ("nova", 400)
         assert engine.kept == {"eyes"}
         await post(proxy.url, "/programs/release", {"program_id": "eyes"})
-        await until(lambda: not engine.kept, within_s=2)
+        await until(lambda: not engine.kept, within_s=10)
 
 
 async def test_a_program_goes_where_fewer_images_wait() -> None:
     """If one engine has images to encode for others, the next programs go to the other engine."""
-    busy, free = FakeEngine(slots=8, encode_s=0.3), FakeEngine(slots=8)
+    busy, free = FakeEngine(slots=8, encode_s=0.6), FakeEngine(slots=8)
     async with (
         running_nova(busy) as busy_url,
         running_nova(free) as free_url,
         running_proxy(busy_url, free_url) as proxy,
     ):
-        others = [asyncio.create_task(post(busy_url, CHAT, screenshot_turn("x"))) for _ in range(4)]
+        others = [asyncio.create_task(post(busy_url, CHAT, screenshot_turn("x"))) for _ in range(6)]
         accounts = proxy.runtime.scheduler.ledger.accounts
         busy_account = accounts[busy_url.removeprefix("http://")]
         await until(lambda: (busy_account.pending_encode_count or 0) >= 3)
         for number in range(3):
             await post(proxy.url, CHAT, screenshot_turn(f"p{number}"))
         assert len(free.requests) == 3
+        busy.seconds["encode"] = 0.0
         await asyncio.gather(*others)
         await until(lambda: busy_account.pending_encode_count == 0)
 
 
 @pytest.mark.parametrize("stage", ["encode_s", "prefill_s", "decode_s"])
 async def test_a_client_of_the_proxy_that_leaves_gives_everything_back(stage: str) -> None:
-    """It leaves in each stage; everything is back within a second."""
+    """Many leave in each stage; everything is back long before all would be served."""
     engine = FakeEngine(**{stage: 0.3})
     async with running_nova(engine) as url, running_proxy(url) as proxy:
-        tasks = [asyncio.create_task(post(proxy.url, CHAT, screenshot_turn(f"p{i}", stream=True))) for i in range(3)]
+        tasks = [asyncio.create_task(post(proxy.url, CHAT, screenshot_turn(f"p{i}", stream=True))) for i in range(20)]
         counts = {"encode_s": "pending_encode", "prefill_s": "pending_prefill", "decode_s": "decoding"}
         await until(lambda: getattr(engine.stats(), counts[stage]))
         for task in tasks:

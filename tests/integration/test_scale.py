@@ -43,6 +43,7 @@ from tests.integration.support import (
     until_metric,
     word,
 )
+from tests.loopback import free_ports
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError, SchedulerUnreachableError
 from thunderagent.one_machine import serve_with_gateways
@@ -64,8 +65,9 @@ FAIL_OPEN = "X-ThunderAgent-Fail-Open"
 
 
 @asynccontextmanager
-async def scheduler(*options: str, at: str = "127.0.0.1:0") -> AsyncIterator[CommandProcess]:
-    quick = ("--listen", at, "--poll-interval-s", "0.05", "--gateway-lost-s", "0.5")
+async def scheduler(*options: str, at: str = "") -> AsyncIterator[CommandProcess]:
+    at = at or f"127.0.0.1:{free_ports(1)[0]}"  # so that nobody else gets the port of one that was killed
+    quick = ("--listen", at, "--poll-interval-s", "0.05", "--gateway-lost-s", "3")
     async with command("scheduler", *quick, *options) as process:
         yield process
 
@@ -114,14 +116,14 @@ async def test_streams_go_through_a_restart_of_the_scheduler() -> None:
             while not stop.is_set():
                 answers.append(await ask_in_stream(front.url, program_id))
 
-        for number in range(6):
-            group.create_task(talk(f"p{number}"))
+        talking = [group.create_task(talk(f"p{number}")) for number in range(6)]
         await until(lambda: len(answers) >= 30)
         at = await killed(first)
         async with scheduler("--backends", behind.url, at=at) as second:
             before_count = len(answers)
             await until(lambda: len(answers) >= before_count + 30)
             stop.set()
+            await asyncio.wait(talking)
             await until_metric(front.url, "leases_active", 0)
             await until_metric(front.url, "turns_held", 0)
             await until_metric(front.url, "gateway_turns_told", 0)
@@ -248,7 +250,7 @@ async def test_the_turns_of_a_gateway_that_died_are_over() -> None:
     async with fake_replica(a_stream()) as replica:
         options = ("--backends", replica.url, *ONE_AT_A_TIME)
         async with (
-            scheduler(*options, "--idle-limit-s", "0.2") as schedules,
+            scheduler(*options, "--idle-limit-s", "0.2", "--gateway-lost-s", "0.5") as schedules,
             gateway(schedules.url) as one,
             gateway(schedules.url) as other,
         ):

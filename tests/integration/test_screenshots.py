@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 
 from tests.integration.support import CHAT, DEADLINE_S, engine, serve
 from thunderagent.programs.model.decisions import Pause
@@ -56,6 +57,7 @@ async def agent(session: aiohttp.ClientSession, program_id: str, messages: list[
     return usages
 
 
+@pytest.mark.timeout(180)
 async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it(tmp_path: Path) -> None:
     """Twenty turns resend all older ones, 2 MB each, beside four text agents, through a real proxy."""
     log = tmp_path / "events"

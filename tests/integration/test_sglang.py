@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from tests.integration.support import Call, FakeReplica
 
-WITHIN_S = 1.0
+WITHIN_S = 5.0
 SGLANG = "sglang:max_total_num_tokens 1000000.0\n"
 LONG = {"max_tokens": 5000, "ignore_eos": True}  # about 40 s on the demo engine
 

@@ -118,7 +118,7 @@ async def test_a_program_is_one_trace_of_turns_and_tools(collector: Collector) -
     """Each turn has a hold and a forward, tools lie between turns, all under the program, which ends at its release."""
     async with fake_replica(answers(CALLING)) as replica, traced(collector, replica) as url:
         await post(url, CHAT, turn("p"), ("X-Request-Id", "mine"))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.06)
         await ask(url, "p")
         await exchange(url, "DELETE", "/programs/p")
         await until(lambda: len(collector.spans) == 8)

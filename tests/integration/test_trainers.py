@@ -38,6 +38,7 @@ from tests.integration.support import (
     until,
 )
 from tests.integration.trained_engine import PARTIAL_COUNT, continuation, trained_engines
+from tests.loopback import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -501,7 +502,8 @@ async def test_nemo_gym_waits_for_an_engine_that_is_gone() -> None:
 async def test_nemo_gym_tries_again_until_the_proxy_is_back() -> None:
     """A proxy that dies in mid-turn takes the generation with it; the next one at its address answers, once."""
     async with fake_replica(Gate()) as replica, AsyncExitStack() as stack:
-        async with serve("--backends", replica.url) as first:
+        port = str(free_ports(1)[0])  # so that nobody else gets it meanwhile
+        async with serve("--backends", replica.url, "--port", port) as first:
             await first.ready()
             (rollout,) = await stack.enter_async_context(nemo_gym(first.url))
             cut_off = asyncio.create_task(rollout.turn("one"))
@@ -509,7 +511,6 @@ async def test_nemo_gym_tries_again_until_the_proxy_is_back() -> None:
         await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
         await until(lambda: rollout.tries_count > 3)
         replica.behaviour = answers()
-        port = first.url.rpartition(":")[2]
         async with command("serve", "--port", port, "--backends", replica.url, "--poll-interval-s", "0.05") as second:
             assert (await cut_off)[0] == 200
             report = (await get(second.url, f"/programs/{rollout.conversation_id}")).json()

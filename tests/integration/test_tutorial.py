@@ -38,6 +38,7 @@ async def typed(script: str, folder: Path, proxy: CommandProcess) -> str:
     return said.decode()
 
 
+@pytest.mark.timeout(180)
 async def test_every_command_of_the_tutorial_shows_what_it_says(tmp_path: Path) -> None:
     """A turn is named, twelve agents do not all fit and none is refused, and every program is released."""
     name, *options = SERVE.split()[1:]

@@ -91,7 +91,7 @@ async def test_an_openai_client_that_gives_up_and_tries_again_leaves_one_generat
     async with (
         fake_replica(behave) as replica,
         running_proxy(replica.url) as proxy,
-        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/a/v1", api_key="-", timeout=0.2, max_retries=2) as client,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/a/v1", api_key="-", timeout=1.0, max_retries=2) as client,
     ):
         await client.chat.completions.create(model="m", messages=MESSAGES)
         assert [call.header("x-stainless-retry-count") for call in replica.calls] == ["0", "1", "2"]
@@ -105,7 +105,7 @@ async def test_an_openai_client_that_tries_again_while_it_is_held_makes_one_turn
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1), client_patience=False) as proxy,
-        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/second/v1", api_key="-", timeout=0.5, max_retries=2) as client,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/second/v1", api_key="-", timeout=1.5, max_retries=2) as client,
     ):
         await ask(proxy.url, "first")
         asked = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
@@ -126,7 +126,7 @@ async def test_an_openai_client_that_tries_again_while_it_is_held_makes_one_turn
 
 @pytest.mark.parametrize(
     ("header", "setting"),
-    [(("X-Program-Patience", "0.4"), {}), (("X-Stainless-Timeout", "0.4"), {}), (None, {"patience_s": 0.4})],
+    [(("X-Program-Patience", "1.6"), {}), (("X-Stainless-Timeout", "1.6"), {}), (None, {"patience_s": 1.6})],
 )
 async def test_patience_is_read_from_any_of_its_sources(header: Header | None, setting: dict[str, float]) -> None:
     """Half of it is left for the answer, because the margin is longer than that."""
@@ -134,7 +134,7 @@ async def test_patience_is_read_from_any_of_its_sources(header: Header | None, s
         await post(proxy.url, CHAT, turn("first"))
         answer = await post(proxy.url, CHAT, turn("second"), *([header] if header else []))
         assert answer.status == 200
-        assert 200 <= int(answer.header("X-Hold-Ms") or 0) < 400
+        assert 800 <= int(answer.header("X-Hold-Ms") or 0) < 1600
 
 
 async def test_an_operator_may_want_no_patience() -> None:
@@ -161,24 +161,24 @@ async def test_a_patience_that_is_none_is_refused_in_clear_words(value: str) -> 
 
 
 async def test_a_client_like_codex_is_held_as_long_as_it_takes() -> None:
-    """No limit of ours ends the wait, and no status comes, least of all 429: limits of 0.1 s pass many times."""
-    limits = {"idle_limit_s": 30.0, "no_replica_limit_s": 0.1, "silence_timeout_s": 0.1, "first_byte_timeout_s": 0.1}
+    """No limit of ours ends the wait, and no status comes, least of all 429: limits of 0.4 s pass several times."""
+    limits = {"idle_limit_s": 30.0, "no_replica_limit_s": 0.4, "silence_timeout_s": 0.4, "first_byte_timeout_s": 0.4}
     async with (
         fake_replica(streams(word("hello"), event("[DONE]"))) as replica,
-        running_proxy(replica.url, **cap(1), **limits, total_timeout_s=0.1, poll_interval_s=0.05) as proxy,
+        running_proxy(replica.url, **cap(1), **limits, total_timeout_s=0.4, poll_interval_s=0.05) as proxy,
         Wire.open(proxy.url) as wire,
     ):
         await ask(proxy.url, "first", stream=True)
         body = json.dumps(turn(None, stream=True)).encode()
         send(wire, ("session-id", "codex"), ("thread-id", "main"), body=body)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(1.6):
                 await wire.head()
         assert proxy.runtime.held_count == 1
         await post(proxy.url, "/programs/release", {"program_id": "first"})
         answer = await wire.answer()
         assert (answer.status, answer.header("X-Program-ID")) == (200, "codex")
-        assert int(answer.header("X-Hold-Ms") or 0) >= 900
+        assert int(answer.header("X-Hold-Ms") or 0) >= 1500
 
 
 # --- a second attempt
@@ -211,7 +211,7 @@ async def test_a_held_attempt_is_superseded_by_the_next() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_attempt_in_flight_is_superseded_by_the_next(streamed: bool) -> None:
-    """Its generation ends within a second, the second gets the lease, and nothing is left."""
+    """Its generation ends, the second gets the lease, and nothing is left."""
     gate = Gate([stream_head(), chunk(word("one"))]) if streamed else Gate()
     async with (
         fake_replica(gate) as replica,
@@ -227,7 +227,7 @@ async def test_an_attempt_in_flight_is_superseded_by_the_next(streamed: bool) ->
         replica.behaviour = answers()
         send(other, retry(1), body=body)
         assert (await other.answer()).status == 200
-        await asyncio.wait_for(replica.calls[0].left.wait(), 1.0)
+        await asyncio.wait_for(replica.calls[0].left.wait(), 5.0)
         if streamed:
             assert (await one.chunk()) == word("one")
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
@@ -506,6 +506,6 @@ async def test_a_client_that_leaves_between_heartbeats_leaves_nothing() -> None:
                 await wire.chunk()
                 if how == "reset":
                     wire.reset()
-            await until(lambda: proxy.runtime.held_count == 0, within_s=1.0)
+            await until(lambda: proxy.runtime.held_count == 0, within_s=5.0)
         assert proxy.runtime.outcome_counts["abandoned"] == 4
         assert len(replica.calls) == 1

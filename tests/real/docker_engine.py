@@ -7,6 +7,7 @@ mount. It needs root, and Debian's packages, which `ensure_docker` installs.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 READY_S = 60.0
 STOP_S = 30.0
 IMAGE = "thunderagent-test:latest"
+BRIDGE_LOCK = Path(tempfile.gettempdir(), "thunderagent-tests-bridge.lock")
 
 
 class DockerEngineError(RuntimeError):
@@ -95,7 +97,9 @@ class DockerEngine:
         if not self.data_root.exists():
             self.data_root.mkdir()
             _run("mount", "-t", "tmpfs", "-o", f"size={self._disk_bytes}", "thunderagent-test", str(self.data_root))
-        subnet = self._make_bridge()
+        with BRIDGE_LOCK.open("w") as lock:  # two engines that start at a time would choose the same network
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            subnet = self._make_bridge()
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [

@@ -206,7 +206,7 @@ async def trim(moment: Moment) -> None:
         await asyncio.sleep(0.2)
         first = rig.store("XRANGE", f"{KEYS}log", "-", "+", "COUNT", "1").split()[0]
         rig.store("DEL", f"{KEYS}epoch")
-        async with asyncio.timeout(LOCK_S * 1.5):
+        async with asyncio.timeout(30):
             while rig.store("XRANGE", f"{KEYS}log", "-", "+", "COUNT", "1").split()[0] == first:
                 await asyncio.sleep(0.02)
     rig.kill(await rig.leader())

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -218,10 +218,14 @@ class Rig:
         else:
             process = self.processes[name].process if name in self.processes else None
         if process is not None and process.returncode is None:
-            os.kill(self._pid(process.pid, name), number)
+            with suppress(IndexError, ProcessLookupError):  # only the wrapping command is left
+                os.kill(self._pid(process.pid, name), number)
 
     def _pid(self, process_id: int, name: str) -> int:
-        """Return the id of the actual process: a wrapping command does not pass signals on to it."""
+        """Return the id of the actual process: a wrapping command does not pass signals on to it.
+
+        Raises IndexError if it is gone.
+        """
         if name not in self.scheduler_within:
             return process_id
         return int(Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()[0])
@@ -253,6 +257,13 @@ class Rig:
         except (OSError, TimeoutError):
             return {}
         return dict(json.loads(answer.body)) if answer.status == 200 else {}
+
+    async def status(self, name: str) -> dict[str, Any]:
+        """Wait until a scheduler answers; return its status."""
+        async with asyncio.timeout(30):
+            while not (said := await self.said(name)):
+                await asyncio.sleep(0.05)
+        return said
 
     async def leader(self) -> str:
         """Wait until a scheduler leads and has taken over all state; return the one with the highest epoch."""

@@ -197,7 +197,7 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
 ) -> None:
     """After `up`: healthy, two replicas, a turn of a program; SIGTERM lets a stream end and refuses new turns."""
     proxy = container(client, "thunderagent")
-    await until(lambda: are_healthy(client))
+    await until(lambda: are_healthy(client), within_s=120)
 
     await until_all_up(stack, "")  # it is healthy before it has polled both
     assert {each["replica_id"] for each in await replicas(stack, "")} == {"engine-1:8100", "engine-2:8100"}
@@ -219,7 +219,7 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
             body += chunk
     assert len([event for event in events(body) if event["choices"][0]["delta"].get("content")]) == STREAMED_TOKENS
     await stopped
-    assert time.monotonic() - began_s < 20  # it ended with the stream, not at the end of its grace period
+    assert time.monotonic() - began_s < 35  # it ended with the stream, not at the end of its grace period
     inspected = client.inspect_container(proxy)
     assert (inspected["State"]["ExitCode"], inspected["Config"]["StopTimeout"]) == (0, 40)
     replayed = compose("run", "--rm", "--no-deps", "-T", "thunderagent", "replay", "events.jsonl")
@@ -234,8 +234,13 @@ async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
     await asyncio.to_thread(scaled, "build")
     urls = [f"http://127.0.0.1:{port}" for port in (scaled.port, scaled.second_port)]
     async with up(scaled, client), httpx2.AsyncClient(timeout=60) as http, asyncio.TaskGroup() as group:
+
+        async def cells_say(**wanted: object) -> bool:
+            cells = [(await http.get(f"{url}/summary")).json().get("cell") or {} for url in urls]
+            return all(wanted.items() <= cell.items() for cell in cells)
+
         await until(lambda: are_healthy(client, 7), within_s=120)
-        assert (await http.get(f"{urls[0]}/summary")).json()["cell"]["has_standby"]
+        await until(lambda: cells_say(has_standby=True))
         answers: list[httpx2.Response] = []
         stop = asyncio.Event()
 
@@ -254,10 +259,9 @@ async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
         await until(lambda: say_so(len(answers) >= before_count + 40))
         stop.set()
         body = (await streamed).content
-        cells = [(await http.get(f"{url}/summary")).json()["cell"] for url in urls]
+        await until(lambda: cells_say(role="leader", epoch=2, links_count=2))
     assert {answer.status_code for answer in answers} == {200}
     assert len([each for each in events(body) if each["choices"] and each["choices"][0]["delta"].get("content")]) == 600
-    assert [(cell["role"], cell["epoch"], cell["links_count"]) for cell in cells] == [("leader", 2, 2)] * 2
 
 
 async def say_so(value: bool) -> bool:
@@ -297,4 +301,4 @@ async def are_healthy(client: Any, services_count: int = 3) -> bool:
 
 async def answers_503(http: httpx2.AsyncClient, path: str) -> bool:
     """Return whether a path answers 503."""
-    return (await http.get(path)).status_code == 503
+    return (await http.get(path, headers={"Connection": "close"})).status_code == 503

@@ -60,7 +60,9 @@ if TYPE_CHECKING:
 
 OWNER = Owner("proxy-1", "run-1")
 ECHO = ("nc", "-ll", "-p", "8000", "-e", "cat")
-STUBBORN = ("sh", "-c", "trap '' TERM; while :; do sleep 1; done")
+STUBBORN = ("sh", "-c", "trap '' TERM; touch /ready; while :; do sleep 1; done")
+READY_COMMAND = "test -f /ready"
+UNTIL_GO = "until [ -e /go ]; do sleep 0.1; done"
 DEADLINE_S = 20.0
 
 
@@ -244,7 +246,7 @@ async def test_a_sandbox_that_cannot_be_set_up_is_told_of(
 
 async def test_what_a_setup_command_leaves_running_delays_nothing_for_long(driver: DockerDriver) -> None:
     """The process keeps the command's output open, although the command itself has ended."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         place = await driver.prepare(order(setup=("sleep 1000 & echo started",)))
     await driver.reclaim(place.handle)
 
@@ -310,19 +312,18 @@ async def test_a_sandbox_ends_when_its_time_is_over(
 ) -> None:
     """It ends without help: the driver is closed. Its volume goes with it."""
     driver = DockerDriver(OWNER, url=docker_engine.url, concurrency_count=4)
-    await driver.prepare(order(command=command, mounts=(Mount(target="/data"),), ttl_s=2.0))
+    await driver.prepare(order(command=command, mounts=(Mount(target="/data"),), ttl_s=8.0))
     await driver.close()
     containers, _, volumes = remains(client)
     assert len(containers) == len(volumes) == 1
-    await until(lambda: remains(client) == ([], [], []), 5.0)
+    await until(lambda: remains(client) == ([], [], []), 40.0)  # less than the minute that it would last by itself
 
 
 async def test_a_sandbox_has_time_to_end_by_itself(driver: DockerDriver) -> None:
     """It gets TERM; a sandbox that ignores it is killed after its stop time."""
-    polite = ("sh", "-c", "trap 'exit 9' TERM; while :; do sleep 0.1; done")
+    polite = ("sh", "-c", "trap 'exit 9' TERM; touch /ready; while :; do sleep 0.1; done")
     async with watching(driver) as changes:
-        place = await driver.prepare(order(command=polite, stop_grace_s=50.0))
-        await asyncio.sleep(0.3)  # it needs a moment to set its trap
+        place = await driver.prepare(order(command=polite, ready_command=READY_COMMAND, stop_grace_s=50.0))
         started_s = time.monotonic()
         await driver.reclaim(place.handle)
         assert time.monotonic() - started_s < 25.0
@@ -330,7 +331,7 @@ async def test_a_sandbox_has_time_to_end_by_itself(driver: DockerDriver) -> None
         assert isinstance(change, Change)
         assert change.why == "it ended with exit code 9"
 
-    place = await driver.prepare(order("s-2", command=STUBBORN, stop_grace_s=1.0))
+    place = await driver.prepare(order("s-2", command=STUBBORN, ready_command=READY_COMMAND, stop_grace_s=1.0))
     started_s = time.monotonic()
     await driver.reclaim(place.handle)
     assert time.monotonic() - started_s >= 1.0
@@ -348,10 +349,10 @@ async def test_commands_inside_are_told_of(driver: DockerDriver, client: Any) ->
         place = await driver.prepare(order())
         await asyncio.sleep(1.0)
         commands.clear()
-        for handle in (place.handle, given["Id"], made["Id"]):
+        for handle, told_count in ((place.handle, 2), (given["Id"], 4), (made["Id"], 4)):
             run_id = client.exec_create(handle, ["sh", "-c", "sleep 0.5; echo through"])["Id"]
             await asyncio.to_thread(client.exec_start, run_id)
-        await until(lambda: len(commands) >= 4)
+            await until(lambda told_count=told_count: len(commands) >= told_count)  # an end may be told of late
         await asyncio.sleep(0.5)
     told = [(each.handle, each.ended, each.words.strip()) for each in commands]
     words = "sh -c sleep 0.5; echo through"
@@ -366,15 +367,17 @@ async def test_commands_inside_are_told_of(driver: DockerDriver, client: Any) ->
 async def test_a_sandbox_that_ends_by_itself_is_told_of(driver: DockerDriver, client: Any) -> None:
     """The report has its exit code, or that it ran out of memory; the network of its program goes too."""
     async with watching(driver) as changes:
-        await driver.prepare(order(command=("sh", "-c", "sleep 0.5; exit 7"), network="own"))
+        place = await driver.prepare(order(command=("sh", "-c", f"{UNTIL_GO}; exit 7"), network="own"))
+        inside(client, place.handle, "touch /go")
         change = await the_next(changes)
         assert isinstance(change, Change)
         assert change.ended
         assert change.found.sandbox_id == "s-1"
         assert change.why == "it ended with exit code 7"
         await until(lambda: remains(client) == ([], [], []))
-        hungry = "sleep 0.3; exec tail /dev/zero"
-        await driver.prepare(order("s-2", command=("sh", "-c", hungry), memory_bytes=8 * 1024 * 1024))
+        hungry = ("sh", "-c", f"{UNTIL_GO}; exec tail /dev/zero")
+        place = await driver.prepare(order("s-2", command=hungry, memory_bytes=32 * 1024 * 1024))
+        inside(client, place.handle, "touch /go")
         change = await the_next(changes)
         assert isinstance(change, Change)
         assert change.why == "it ended with exit code 137: out of memory"
@@ -390,7 +393,8 @@ async def test_the_sandboxes_of_a_program_share_a_network(driver: DockerDriver, 
     *places, stranger = await asyncio.gather(*(driver.prepare(each) for each in (*mine, other)))
     assert len(remains(client)[1]) == 2
     for name in ("s-1", "thunderagent-s-1"):
-        assert inside(client, places[0].handle, f"echo hi | nc -w 2 {name} 8000") == "hi\n"
+        ask = f"echo hi | nc -w 2 {name} 8000"
+        await until(lambda ask=ask: inside(client, places[0].handle, ask) == "hi\n")  # it may not listen yet
     assert "hi\n" not in inside(client, stranger.handle, "echo hi | nc -w 1 s-1 8000")
     await driver.reclaim(stranger.handle)
     await asyncio.gather(*(driver.reclaim(place.handle) for place in places[1:]))
@@ -591,7 +595,7 @@ async def test_the_reaper_removes_what_a_killed_proxy_leaves(docker_engine: Dock
             driver = DockerDriver(Owner("proxy-1", {run_id!r}), url={docker_engine.url!r}, concurrency_count=16)
             await driver.open()
             template = Template(image={IMAGE!r}, network="own", command={STUBBORN!r})
-            orders = [Order(f"s-{{n}}", template, "t", f"p-{{n % 5}}", time.time() + 6) for n in range(20)]
+            orders = [Order(f"s-{{n}}", template, "t", f"p-{{n % 5}}", time.time() + 20) for n in range(20)]
             await asyncio.gather(*map(driver.prepare, orders))
             print("ready", flush=True)
             await asyncio.sleep(1000)
@@ -611,7 +615,7 @@ async def test_the_reaper_removes_what_a_killed_proxy_leaves(docker_engine: Dock
     assert len(remains(client)[1]) == 5
     await asyncio.to_thread(docker_engine.restart)
     client.start(stranger)
-    await until(lambda: not is_alive(reaper), 30.0)
+    await until(lambda: not is_alive(reaper), 90.0)
     assert len(remains(client)[0]) == 1
     assert remains(client)[1] == []
     client.remove_container(stranger, force=True)
@@ -630,7 +634,7 @@ async def test_the_reaper_ends_with_a_proxy_that_leaves_nothing(docker_engine: D
         assert is_alive(reaper)
     finally:
         await driver.close()
-    await until(lambda: not is_alive(reaper), 10.0)
+    await until(lambda: not is_alive(reaper), 30.0)
 
 
 async def test_a_driver_that_is_closed_leaves_no_thread_and_no_socket(docker_engine: DockerEngine, client: Any) -> None:

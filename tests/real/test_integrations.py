@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PAGES = Path(__file__).parents[2] / "docs" / "integrations"
 PYTHON_PAGES = {"openai": 2, "anthropic": 2, "litellm": 1, "langchain": 2, "openai-agents": 2}
 """Pages whose code runs unchanged, and its number of turns."""
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 def requirements(name: str) -> list[str]:

@@ -41,7 +41,7 @@ async def assert_it_ended(
 
     # Measured in tokens, not in time: on a busy machine the engine's metrics themselves may be late.
     await until(engine_is_idle, within_s=30)
-    await until(proxy_is_idle, within_s=2)
+    await until(proxy_is_idle)
     ended_tokens = await generated_tokens(client, engine)
     assert ended_tokens - began_tokens < SOON_RATIO * OUTPUT_TOKENS * leavers
     await asyncio.sleep(0.3)

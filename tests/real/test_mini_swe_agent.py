@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning
 IMAGE = "thunderagent-test-bash"
 POEM = "a turn waits its turn"
 # Less than the agent itself needs: its `docker stop` waits 10 s before it kills the container's `sleep`.
-GONE_WITHIN_S = 6.0
+GONE_WITHIN_S = 9.0
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +165,13 @@ async def test_an_agent_that_was_killed(
     engine: DockerEngine, replica: ScriptedReplica, proxy: Server, run_example: RunExample
 ) -> None:
     """A release from any sender ends its container; that of another killed agent stays until its own release."""
-    replica.commands = ["sleep 25", SUBMIT]
+    replica.commands = [*["sleep 25"] * 6, SUBMIT]  # the second may begin long after the first
     async with run_example(proxy, "poet-2") as first, run_example(proxy, "poet-3") as second:
 
         async def both_work() -> bool:
             return all(containers_of(engine, each) and replica.turns_of(each) for each in ("poet-2", "poet-3"))
 
-        await until(both_work)
+        await until(both_work, within_s=120)
         kill(first)
         kill(second)
         await asyncio.gather(first.wait(), second.wait())
@@ -179,6 +179,6 @@ async def test_an_agent_that_was_killed(
         for program_id, left in (("poet-2", "poet-3"), ("poet-3", None)):
             answer = await admin.post("/programs/release", json={"program_id": program_id})
             assert answer.status_code == 200
-            await until_gone(engine, program_id)
+            await until_gone(engine, program_id, within_s=30)
             if left is not None:
                 assert [each["State"] for each in containers_of(engine, left)] == ["running"]

@@ -122,7 +122,7 @@ async def test_a_vision_agent_beside_text_agents(model: Path, tmp_path: Path) ->
         async def is_released() -> bool:
             return (await metrics(client, world.nova))["nova:slots_kept"] == 0
 
-        await until(is_released, within_s=2)
+        await until(is_released)
         again = await vision_agent(world, world.nova, "nobody")  # without the proxy there is no program name
         assert texts(again) == texts(answers)
         assert len(set(texts(answers))) > TURNS / 2, "answers all alike would prove little"

@@ -87,12 +87,16 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
     """After SIGTERM a stream goes on to its last byte, new turns get 503, and then the process ends with status 0."""
     body = chat(words(30, seed=3), STREAMED_TOKENS, stream=True)
     async with run_proxy(engines, "--grace-s", "300") as proxy, httpx2.AsyncClient(timeout=60) as client:
+
+        async def is_ending() -> bool:
+            return (await client.get(f"{proxy.url}/ready", headers={"Connection": "close"})).status_code == 503
+
         pieces = []
         async with client.stream("POST", f"{proxy.url}{CHAT}", json=body) as response:
             relayed = response.aiter_bytes()
             pieces.append(await anext(relayed))
             proxy.process.terminate()
-            await asyncio.sleep(0.2)
+            await until(is_ending)
             refused = await client.post(f"{proxy.url}{CHAT}", json=chat("w1", 1))
             assert refused.status_code == 503
             pieces += [piece async for piece in relayed]
@@ -100,4 +104,4 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
         assert len(text.split()) == STREAMED_TOKENS
-        assert await asyncio.wait_for(proxy.process.wait(), 10) == 0
+        assert await asyncio.wait_for(proxy.process.wait(), 60) == 0

@@ -104,9 +104,28 @@ CASES = (
 async def test_the_engine_serves_in_the_order_of_the_priorities(
     case: Case, one_at_a_time: tuple[RealEngine, str], run_proxy: RunProxy, tmp_path: Path
 ) -> None:
-    """Four turns wait in the engine behind a long one, the least important first: they are served in reverse."""
+    """Four turns wait in the engine behind a long one, the least important first: they are served in reverse.
+
+    On a busy machine the engine may read some of the turns too late to order them, so it gets three tries.
+    """
+    for number in range(3):
+        log, salt = tmp_path / f"events-{number}.jsonl", f"{case.priority}-{number}"
+        if served := await order_of_service(case, salt, one_at_a_time, run_proxy, log):
+            break
+    given = priorities_in(log)
+    assert len(set(given.values())) == len(TURNS), given
+    assert tuple(sorted(given, key=lambda name: given[name])) == case.order
+    assert served == case.order
+
+
+async def order_of_service(
+    case: Case, salt: str, one_at_a_time: tuple[RealEngine, str], run_proxy: RunProxy, log: Path
+) -> tuple[str, ...]:
+    """Let four turns wait in the engine, and return their programs in the order of service.
+
+    Return nothing if one was served before all waited.
+    """
     engine, address = one_at_a_time
-    log = tmp_path / "events.jsonl"
     part = ("--policy", "passthrough", "--priority", case.priority, "--kv-events", address, "--event-log", str(log))
     command = (*part, "--tick-s", "0.2", *(word for each in case.settings for word in ("--policy-arg", each)))
     found: list[tuple[float, str]] = []
@@ -117,7 +136,7 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
             httpx2.AsyncClient(base_url=proxy.url, timeout=WAIT_S) as client,
             httpx2.AsyncClient(base_url=engine.url, timeout=WAIT_S) as direct,
         ):
-            programs = Programs(client, case.priority)
+            programs = Programs(client, salt)
             for program_id, turns_count in TURNS.items():
                 for _ in range(turns_count):
                     await programs.turn(program_id)
@@ -131,18 +150,16 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
                 for program_id, new_tokens in reversed([*zip(case.order, case.new_tokens, strict=True)]):
                     waiting.append(asyncio.create_task(programs.turn(program_id, new_tokens)))
                     await asyncio.sleep(0.1)
+                is_late = False
                 async with asyncio.timeout(WAIT_S):
-                    while await waiting_count(direct) < len(TURNS):
+                    while not is_late and await waiting_count(direct) < len(TURNS):
                         await asyncio.sleep(0.1)
+                        is_late = any(each.done() for each in waiting)
             await asyncio.gather(*waiting)
             async with asyncio.timeout(WAIT_S):
                 while len(first_since(since_s, found)) < len(TURNS):
                     await asyncio.sleep(0.1)
-            await asyncio.sleep(0.5)  # a tick flushes the log
-            given = priorities_in(log)
     finally:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-    assert len(set(given.values())) == len(TURNS), given
-    assert tuple(sorted(given, key=lambda name: given[name])) == case.order
-    assert first_since(since_s, found) == case.order
+    return () if is_late else first_since(since_s, found)

@@ -276,7 +276,7 @@ async def assert_it_ends(client: httpx2.AsyncClient | None, direct: httpx2.Async
         return client is None or (await replicas(client, ""))[0]["turns_in_flight_count"] == 0
 
     await until(engine_is_idle, within_s=60)
-    await until(proxy_is_idle, within_s=5)
+    await until(proxy_is_idle)
     assert most_tokens < OUTPUT_TOKENS / 2
 
 
@@ -301,7 +301,7 @@ async def test_leaving_a_turn_that_runs_ends_it(
         async with long_turn(client, "leaver"):
             await until_in_engine(direct, 1, 0)
     await assert_it_ends(client, direct)
-    assert (await metrics(direct, ""))["sglang:num_aborted_requests_total"] == aborted_count + 1
+    assert (await metrics(direct, ""))["sglang:num_aborted_requests_total"] >= aborted_count + 1
     await until(is_told)
 
 
@@ -397,6 +397,9 @@ async def test_a_cache_is_flushed_unless_the_engine_is_busy(
         answer = await client.post(COMPLETIONS, json=body)
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
+    async def is_flushed() -> bool:
+        return (await client.post("/flush_cache")).status_code == 200
+
     await cached_tokens()
     assert await cached_tokens() == 299
     async with long_turn(direct, "busy"):
@@ -405,7 +408,7 @@ async def test_a_cache_is_flushed_unless_the_engine_is_busy(
         assert declined.status_code != 200
         assert "Flush cache failed." in declined.text
     await assert_it_ends(client, direct)
-    assert (await client.post("/flush_cache")).status_code == 200
+    await until(is_flushed)  # it may still count as busy
     assert await cached_tokens() == 0
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 METRICS = "sglang:max_total_num_tokens 16000.0\nsglang:num_running_reqs 3.0\n"
-DEADLINE_S = 0.1
+DEADLINE_S = 0.5
 
 
 @dataclass

@@ -213,7 +213,7 @@ def is_idle(stats: Stats) -> bool:
     return not any((*counts, stats.slots_used))
 
 
-async def until_idle(engine: FakeEngine, within_s: float = 1.0) -> None:
+async def until_idle(engine: FakeEngine, within_s: float = 5.0) -> None:
     """Wait until no request is left; fail after a time limit."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):

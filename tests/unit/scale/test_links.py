@@ -189,6 +189,7 @@ async def test_a_gateway_that_can_say_nothing_by_a_link_ends_it() -> None:
     async def handle(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(protocols=(messages.PROTOCOL,))
         await socket.prepare(request)
+        await socket.send_bytes(messages.encode(Frame(0, 0, 0, ())))
         await socket.receive()
         linked.set()
         await socket.receive()

@@ -234,9 +234,8 @@ async def test_a_reclaiming_is_tried_until_it_succeeds() -> None:
         await world.has_ready("p")
         world.driver.reclaim_error = SandboxEngineError("away")
         world.releases("p")
-        await asyncio.sleep(0.05)
+        await world.until(lambda: world.manager.all()[0]["why"] == "away")
         assert world.stage_of("s1") == "reclaiming"
-        assert world.manager.all()[0]["why"] == "away"
         world.driver.reclaim_error = None
         await world.until(lambda: world.stage_of("s1") == "gone")
 
@@ -371,8 +370,9 @@ async def test_what_ran_when_contact_was_lost_is_forgotten() -> None:
         world.admits("p")
         world.driver.runs(handle, "e-1", "ls")
         await world.until(lambda: world.programs.tools)
+        lost = set(world.driver._changes)
         world.driver.loses_contact()
-        await asyncio.sleep(0.1)
+        await world.until(lambda: world.driver._changes and not world.driver._changes & lost)
         world.driver.runs(handle, "e-2", "cat")
         world.driver.ran(handle, "e-2")
         await world.until(lambda: len(world.programs.tools) > 2)
@@ -678,11 +678,12 @@ async def test_many_changes_are_planned_together() -> None:
                 looks_count += 1
                 return super().values()
 
+        began_s = monotonic()
         world.programs.holds_s = Counted()
         for number in range(50):
             await world.asks(f"p{number}")
             await asyncio.sleep(0.001)
-        assert looks_count < 10
+        assert looks_count < (monotonic() - began_s) / 0.1 + 2
 
 
 async def test_an_engine_that_hangs_keeps_no_other_from_reclaiming() -> None:

@@ -362,7 +362,7 @@ async def test_policies_see_all_changes_whoever_has_a_turn(caplog: pytest.LogCap
 
         async def main() -> list[str]:
             made = [call("patient", "wait", name) for name in "cd"]
-            await asyncio.sleep(0.01)
+            await until(lambda: len(app.node.controllers["patient/0"].here) == 2)
             with pytest.raises(ValueError, match="not today"):
                 await app.act_async(fail)
             assert app.control.level.view.priorities == {"s": 1.0}

@@ -141,13 +141,10 @@ async def test_one_failure_of_an_engine_that_took_notices_is_no_refusal(status: 
     """The path exists: the next notice is sent."""
     async with sending() as (sender, engine):
         sender.send("a", CLOSE)
-        await until(lambda: engine.count(CLOSE) == 1)
-        await until(lambda: not engine.at_once_count)
-        await asyncio.sleep(0.02)
+        await until(lambda: engine.count(CLOSE) == 1 and not sender._sending)
         engine.statuses[CLOSE.path] = status
         sender.send("a", CLOSE)
-        await until(lambda: engine.count(CLOSE) == 2)
-        await asyncio.sleep(0.02)
+        await until(lambda: engine.count(CLOSE) == 2 and not sender._sending)
         sender.send("a", CLOSE)
         await until(lambda: engine.count(CLOSE) == 3)
 

@@ -340,7 +340,7 @@ async def test_streams_to_old_clients_end_with_the_connection() -> None:
 
 
 async def test_heads_that_do_not_come_and_answers_that_are_not_taken_are_cut() -> None:
-    async with serving(idle_s=0.1, stall_s=0.4) as served:
+    async with serving(idle_s=0.5, stall_s=0.4) as served:
         assert await told(served, b"POST /echo HT") == b""
         assert bodies(await told(served, request("/echo", b"a"), b"POST")) == [b"a"], "after an answer, too"
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
@@ -352,13 +352,17 @@ async def test_heads_that_do_not_come_and_answers_that_are_not_taken_are_cut() -
 
 async def test_a_closing_server_ends_idle_connections_at_once_and_others_with_their_answers() -> None:
     async with serving() as served:
-        idle = asyncio.create_task(told(served, request("/echo", b"a")))
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request("/echo", b"a"))
+        await reader.readuntil(b"\r\n\r\na")
+        served.asked.clear()
         busy = asyncio.create_task(told(served, request("/wait", b"b")))
-        await asyncio.sleep(0.1)
+        await served.asked.wait()
         served.settings.is_closing = True
         for connection in list(served.settings.connections):
             connection.close()
-        assert bodies(await idle) == [b"a"]
+        assert await reader.read() == b""
+        writer.close()
         served.go_on.set()
         assert bodies(await busy) == [b"b"]
         await served.settings.all_closed()
