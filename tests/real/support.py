@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,13 @@ async def replicas(client: httpx2.AsyncClient, url: str) -> list[Json]:
     """Return the proxy's report of its replicas."""
     found: list[Json] = (await client.get(f"{url}/replicas")).json()["replicas"]
     return found
+
+
+async def answers_503(client: httpx2.AsyncClient, url: str) -> bool:
+    """Return whether a server that is ending says so; not if it closes its idle connections just then."""
+    with suppress(httpx2.RemoteProtocolError):
+        return (await client.get(url, headers={"Connection": "close"})).status_code == 503
+    return False
 
 
 async def until_all_up(client: httpx2.AsyncClient, url: str) -> None:

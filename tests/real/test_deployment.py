@@ -19,7 +19,7 @@ from tests.loopback import free_ports
 from tests.real import base_image
 from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, REDIS_IMAGE, make_base_images, make_redis_image
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
-from tests.real.support import Json, events, replicas, until, until_all_up
+from tests.real.support import Json, answers_503, events, replicas, until, until_all_up
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -297,8 +297,3 @@ async def are_healthy(client: Any, services_count: int = 3) -> bool:
     found = [client.inspect_container(each["Id"])["State"]["Health"] for each in client.containers()]
     assert "unhealthy" not in [each["Status"] for each in found], json.dumps(found)
     return [each["Status"] for each in found] == ["healthy"] * services_count
-
-
-async def answers_503(http: httpx2.AsyncClient, path: str) -> bool:
-    """Return whether a path answers 503."""
-    return (await http.get(path, headers={"Connection": "close"})).status_code == 503

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from benchmarks.load import LoadResult, LoadSpec, TurnRecord, run_programs
-from tests.real.support import CHAT, chat, events, metrics, replicas, until, until_all_up, words
+from tests.real.support import CHAT, answers_503, chat, events, metrics, replicas, until, until_all_up, words
 
 if TYPE_CHECKING:
     from benchmarks.real_engine import RealEngine
@@ -87,16 +87,12 @@ async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
     """After SIGTERM a stream goes on to its last byte, new turns get 503, and then the process ends with status 0."""
     body = chat(words(30, seed=3), STREAMED_TOKENS, stream=True)
     async with run_proxy(engines, "--grace-s", "300") as proxy, httpx2.AsyncClient(timeout=60) as client:
-
-        async def is_ending() -> bool:
-            return (await client.get(f"{proxy.url}/ready", headers={"Connection": "close"})).status_code == 503
-
         pieces = []
         async with client.stream("POST", f"{proxy.url}{CHAT}", json=body) as response:
             relayed = response.aiter_bytes()
             pieces.append(await anext(relayed))
             proxy.process.terminate()
-            await until(is_ending)
+            await until(lambda: answers_503(client, f"{proxy.url}/ready"))
             refused = await client.post(f"{proxy.url}{CHAT}", json=chat("w1", 1))
             assert refused.status_code == 503
             pieces += [piece async for piece in relayed]
