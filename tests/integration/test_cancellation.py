@@ -142,6 +142,23 @@ async def test_a_client_that_leaves_with_the_last_event_has_its_answer(path: str
         assert (program["prompt_tokens_total"], program["output_tokens_total"]) == (10, 3)
 
 
+@pytest.mark.parametrize("path", LAST_EVENTS)
+async def test_an_engine_that_leaves_with_its_last_event_has_answered(path: str) -> None:
+    """Its client gets a complete answer, without an error behind the last event."""
+
+    async def behave(call: Call) -> None:
+        call.write(b"".join([stream_head(), chunk(word("one")), *map(chunk, LAST_EVENTS[path])]))
+        call.transport.close()
+
+    async with fake_replica(behave) as replica, running_proxy(replica.url) as proxy:
+        answer = await post(proxy.url, path, turn("a", stream=True))
+        assert answer.whole
+        assert answer.body.endswith(LAST_EVENTS[path][-1])
+        assert proxy.runtime.outcome_counts["finished"] == 1
+        (program,) = (await get(proxy.url, "/programs")).json()["programs"]
+        assert (program["prompt_tokens_total"], program["output_tokens_total"]) == (10, 3)
+
+
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_a_client_leaves_a_whole_answer(how: str) -> None:
     """It leaves while the proxy has read half of an answer that is not streamed."""

@@ -22,7 +22,7 @@ from thunderagent.picker.addresses import Addresses
 from thunderagent.picker.stream import Stream
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
-from thunderagent.proxy.reading.answers import StreamUsage, is_last_of, read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, includes_last, read_answer
 from thunderagent.proxy.reading.tool_calls import StreamToolCalls
 from thunderagent.proxy.turns.record import Record
 
@@ -70,8 +70,8 @@ class Carried:
         try:
             await self._relay(lease, ask)
         finally:
-            record, events = self._record, self._events
-            if record.outcome == "abandoned" and events is not None and is_last_of(record.dialect, events.last_events):
+            last_events = self._events.last_events if self._events is not None else b""
+            if self._record.outcome == "abandoned" and includes_last(self._record.dialect, last_events):
                 self._end(lease)
 
     async def _relay(self, lease: OpenLease, ask: TurnAsk) -> None:

@@ -7,7 +7,7 @@ arrived and its lease is granted. Until then Envoy holds it, limited only by its
 with the replica's address, and the body after it; the answer comes back through here (`carried.py`), for its usage.
 
 While a turn is held the stream is still read, so its end, when the client leaves, ends the wait. Afterwards a lease is
-held in a `with` block: if the stream ends before the answer was complete, it ends as abandoned. Envoy does not say
+held in a `with` block: if the stream ends before the answer's last event, it ends as abandoned. Envoy does not say
 whether a client left or an engine broke off within an answer.
 
 Envoy handles an unreachable engine itself if its route retries: on the next of the given addresses. The answer's head
@@ -158,8 +158,7 @@ class Picker:
             error.answer_headers = {**error.answer_headers, **record.headers()}
             raise
         except asyncio.CancelledError:
-            if attempt.superseded and record.outcome != "finished":
-                record.outcome = "superseded"
+            record.outcome = "superseded" if attempt.superseded else record.outcome
             raise
         finally:
             if running is not None:

@@ -7,13 +7,11 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from thunderagent.scale import messages
-from thunderagent.scale.gateway import dialling
 from thunderagent.scale.gateway.dialling import Dialling
 from thunderagent.scale.gateway.remote import RemoteRuntime
 
@@ -37,9 +35,8 @@ async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
     await _dials(lead, again)
 
 
-async def test_a_scheduler_that_does_not_send_its_epoch_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hangs, or its epoch would come later, and might be over: it is not followed."""
-    monkeypatch.setattr(dialling, "EPOCH_LIMIT_S", 0.05)
+async def test_a_scheduler_that_does_not_send_its_epoch_is_dialled_again() -> None:
+    """It hangs, or its epoch would come later, and might be over: it is not followed, and that is logged."""
     links_count, again = 0, asyncio.Event()
 
     async def hang(request: web.Request) -> web.WebSocketResponse:
@@ -53,7 +50,9 @@ async def test_a_scheduler_that_does_not_send_its_epoch_is_dialled_again(monkeyp
         return socket
 
     async with asyncio.timeout(10):
-        await _dials(hang, again)
+        with capture_logs() as logs:
+            await _dials(hang, again, epoch_limit_s=0.05)
+    assert "no epoch" in next(each["why"] for each in logs if each["event"] == "link_given_up")
 
 
 async def test_a_scheduler_that_takes_no_link_is_named_once_with_the_reason() -> None:
@@ -74,7 +73,9 @@ async def test_a_scheduler_that_takes_no_link_is_named_once_with_the_reason() ->
     assert "reached_at" in said["why"]
 
 
-async def _dials(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], until: asyncio.Event) -> None:
+async def _dials(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], until: asyncio.Event, *, epoch_limit_s: float = 5.0
+) -> None:
     """Let a gateway dial a scheduler that answers this way, until something was seen."""
 
     def take(_frame: messages.Frame) -> None:
@@ -93,7 +94,8 @@ async def _dials(answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
     )
     async with TestServer(app, host="127.0.0.1") as server, asyncio.TaskGroup() as group:
         urls = (str(server.make_url("")),)
-        dials = Dialling(cast("RemoteRuntime", runtime), urls, headers={}, ssl_context=None)
-        running = group.create_task(dials.run())
+        over = cast("RemoteRuntime", runtime)
+        dialling = Dialling(over, urls, headers={}, ssl_context=None, epoch_limit_s=epoch_limit_s)
+        running = group.create_task(dialling.run())
         await until.wait()
         running.cancel()

@@ -317,12 +317,15 @@ async def test_an_end_is_told_once(tmp_path: Path) -> None:
         + event("die", "a", exitCode="137", **ours)
         + event("destroy", "a", **ours)
         + event("destroy", "c", **{PROGRAM_LABEL: "p-1"})
+        + event("oom", "d", **ours)  # of a command inside
         + event("die", "d", exitCode="124", **{**ours, EXPIRES_LABEL: "1"})
+        + event("oom", "e", **ours)
+        + event("die", "e", exitCode="0", **ours)
     )
     with engine(tmp_path, stream) as url:
         driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
         changes = driver.watch()
-        told = [await anext(changes) for _ in range(3)]
+        told = [await anext(changes) for _ in range(4)]
         with pytest.raises(SandboxEngineError):
             await anext(changes)
         await driver.close()
@@ -330,6 +333,7 @@ async def test_an_end_is_told_once(tmp_path: Path) -> None:
         ("a", True, "it ended with exit code 137: out of memory"),
         ("c", True, "it was removed"),
         ("d", True, "its time to live is over"),
+        ("e", True, "it ended with exit code 0"),
     ]
 
 

@@ -43,6 +43,10 @@ _Chunk = msgspec.defstruct(
 )
 
 
+_Kind = msgspec.defstruct("_Kind", [("type", str, "")])
+
+_decode_kind: Callable[[bytes], Any] = msgspec.json.Decoder(_Kind).decode
+
 _decode_chunk: Callable[[bytes], Any] = msgspec.json.Decoder(_Chunk).decode
 
 
@@ -113,6 +117,23 @@ def decompressor(content_encoding: str | None, max_bytes: int) -> Callable[[byte
 
 
 # --- streams
+
+
+def includes_last(dialect: Dialect, events: bytes) -> bool:
+    """Return whether whole events include the one that ends a stream of this API."""
+    return any(is_last(dialect, data_of(event)) for event in events_in(events))
+
+
+def is_last(dialect: Dialect, data: bytes) -> bool:
+    """Return whether the data of an event end a stream of this API."""
+    if data == b"[DONE]":
+        return True
+    if not any(b'"%s"' % kind in data for kind in dialect.last_events):
+        return False
+    try:
+        return _decode_kind(data).type.encode() in dialect.last_events
+    except UNREADABLE:
+        return False
 
 
 class StreamUsage:
@@ -250,10 +271,11 @@ def _with_fingerprint(event: bytes, fingerprint: msgspec.Raw) -> bytes:
 class Completions:
     """Follows a whole answer or a stream of events for its text; unreadable parts count as missing."""
 
-    __slots__ = ("_over_limit", "_reader", "ended")
+    __slots__ = ("_dialect", "_over_limit", "_reader", "ended")
 
     def __init__(self, dialect: Dialect) -> None:
         """Start before the first byte of an answer in this API."""
+        self._dialect = dialect
         self._reader = dialect.completions()
         self._over_limit = False
         self.ended = False
@@ -272,14 +294,12 @@ class Completions:
     def read_events(self, whole: bytes) -> None:
         """Read whole events of a stream, as `StreamUsage` finds them."""
         for event in events_in(whole):
-            if self._over_limit:
-                return
             data = data_of(event)
-            if data == b"[DONE]":
-                self.ended = True
+            self.ended = self.ended or is_last(self._dialect, data)
+            if self._over_limit or data == b"[DONE]":
                 continue
             try:
-                self.ended = self._reader.read_event(data) or self.ended
+                self._reader.read_event(data)
             except UNREADABLE:
                 continue
             self._over_limit = self._reader.kept_chars > MAX_KEPT_CHARS
@@ -287,10 +307,3 @@ class Completions:
     def choices(self) -> list[Completion]:
         """Return the choices in order."""
         return [] if self._over_limit else self._reader.choices()
-
-
-def is_last_of(dialect: Dialect, events: bytes) -> bool:
-    """Return whether whole events include the one that ends a stream of this API; some clients leave with it."""
-    completions = Completions(dialect)
-    completions.read_events(events)
-    return completions.ended

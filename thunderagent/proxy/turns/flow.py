@@ -5,7 +5,7 @@ Theory of operation
 A lease is held in a `with` block. Whatever ends the flow - the answer's end, an error, or the cancellation when the
 client disconnects - ends the lease. `upstream.close()` in a `finally` ends the request on the replica, because engines
 stop generating when their client is gone. So the four moments in which a client can leave (held, before the first byte,
-in a stream, in a whole answer) need no code of their own.
+in a stream, in a whole answer) need no code of their own. One that leaves with a stream's last event has its answer.
 
 `arrival.py` reads the request; `forward.py` sends it to a replica, and decides on another; `relay.py` returns the
 answer. A client's stated patience (`patience.py`) becomes the turn's deadline. A retry replaces its earlier attempt
@@ -175,7 +175,7 @@ class Turns:
                 raise
             await record.held_stream.fail(error)
         except asyncio.CancelledError:
-            if not attempt.superseded or record.outcome == "finished":
+            if not attempt.superseded:
                 raise
             record.outcome = "superseded"
             if record.status is not None or attempt.task is None or attempt.task.uncancel():

@@ -1,8 +1,8 @@
 """The answer to a turn on its way to its client: relayed as it comes, read for its usage and the tool that it calls.
 
-When it is complete, and before the program's next turn can begin, the lease ends with what was read. A client has a
-whole answer before that is booked: what it sends then is read later, and begun after whatever already waits for the
-loop.
+When it is complete, or its last event was sent, and before the program's next turn can begin, the lease ends with what
+was read. A client has a whole answer before that is booked: what it sends then is read later, and begun after whatever
+already waits for the loop.
 """
 
 # compiled: each turn passes here
@@ -21,7 +21,7 @@ from thunderagent.errors import ReplicaError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answers import StreamUsage, is_last_of, read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, includes_last, read_answer
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
@@ -143,12 +143,13 @@ class Relay:
         try:
             await self._client.pipe(replica_id, upstream, streamed.take)
         except ReplicaError as error:
-            record.outcome = "failed"
-            self._forwarding.failed(lease, error)
-            await streamed.break_off(error)
-            return
+            if not streamed.has_ended():
+                record.outcome = "failed"
+                self._forwarding.failed(lease, error)
+                await streamed.break_off(error)
+                return
         except asyncio.CancelledError:
-            if is_last_of(record.dialect, streamed.events.last_events):  # its client left with that
+            if streamed.has_ended():
                 self._end_stream(record, lease, streamed)
             raise
         if rest := streamed.events.rest():
@@ -208,6 +209,7 @@ class _Streamed:
     __slots__ = (
         "_exchange",
         "_first_s",
+        "_last_events",
         "_last_s",
         "_lease",
         "_progress_at_s",
@@ -226,6 +228,7 @@ class _Streamed:
         encoding = upstream.headers.get(CONTENT_ENCODING)
         self._promised = "identity" if exchange.begun else encoding or "identity"
         self._progress_at_s = self._first_s = self._last_s = 0.0
+        self._last_events = b""
         self.tool_calls = StreamToolCalls()
         self.events = StreamUsage(
             take_out=record.turn.usage_added,
@@ -247,6 +250,10 @@ class _Streamed:
         if self.events.pending_bytes + len(piece) > LARGE_BODY_BYTES:
             return self._take_aside(piece)
         return self._hand_on(self.events.feed(piece))
+
+    def has_ended(self) -> bool:
+        """Return whether the last event was handed on; engine and client may leave then, before the answer ends."""
+        return includes_last(self._record.dialect, self._last_events)
 
     def count(self, metrics: TurnMetrics) -> None:
         """Count the speed of the stream, when it is complete."""
@@ -270,6 +277,7 @@ class _Streamed:
         completions = self._record.completions
         if completions is not None and completions.ended:
             self._relay.remember(self._record)  # before the client knows the end, and continues from it
+        self._last_events = self.events.last_events
         return self._exchange.write(relayed) if relayed else None
 
     def _listen(self, events: bytes) -> None:

@@ -58,13 +58,20 @@ class Dialling:
     """Keeps a link to the leader among several addresses."""
 
     def __init__(
-        self, runtime: RemoteRuntime, urls: Sequence[str], *, headers: dict[str, str], ssl_context: SSLContext | None
+        self,
+        runtime: RemoteRuntime,
+        urls: Sequence[str],
+        *,
+        headers: dict[str, str],
+        ssl_context: SSLContext | None,
+        epoch_limit_s: float = EPOCH_LIMIT_S,
     ) -> None:
         """Link `runtime` to the scheduler at one of `urls`; `headers` contain the key that it requires."""
         self._runtime = runtime
         self._urls = urls
         self._headers = headers
         self._ssl_context = ssl_context
+        self._epoch_limit_s = epoch_limit_s
         self.url = urls[0]
         """URL of the current or last scheduler."""
         self.links_count = 0
@@ -122,7 +129,7 @@ class Dialling:
             )
         async with socket:
             try:
-                epoch, known = await _epoch_of(socket), self._runtime.turns.epoch
+                epoch, known = await self._epoch_of(socket), self._runtime.turns.epoch
                 if epoch > known or (self._followed is None and epoch in (0, known)):
                     await self._follow(socket, url)
                 elif 0 < epoch < known:
@@ -131,6 +138,17 @@ class Dialling:
                     await socket.send_bytes(messages.encode(deposed))
             except BadFrameError as error:
                 log.warning("link_given_up", url=url, why=error.message)
+
+    async def _epoch_of(self, socket: aiohttp.ClientWebSocketResponse) -> int:
+        """Return the epoch of a leading scheduler; 0 if it takes that from its gateways. Raises `BadFrameError`."""
+        try:
+            first = await socket.receive(self._epoch_limit_s)
+        except TimeoutError:
+            raise BadFrameError(f"the scheduler sent no epoch for {self._epoch_limit_s:g} s") from None
+        if first.type is not WSMsgType.BINARY:
+            raise BadFrameError("the link ended before the scheduler sent its epoch")
+        frame, _ = messages.decode(first.data)
+        return frame.epoch
 
     async def _follow(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
         """Use a link until it ends, or another scheduler is followed."""
@@ -188,15 +206,3 @@ class Dialling:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._runtime.all_told.wait()
-
-
-async def _epoch_of(socket: aiohttp.ClientWebSocketResponse) -> int:
-    """Return the epoch of a leading scheduler; 0 if it takes that from its gateways.
-
-    Raises `BadFrameError`, and `TimeoutError` if it hangs.
-    """
-    first = await socket.receive(EPOCH_LIMIT_S)
-    if first.type is not WSMsgType.BINARY:
-        raise BadFrameError("the link ended before the scheduler sent its epoch")
-    frame, _ = messages.decode(first.data)
-    return frame.epoch

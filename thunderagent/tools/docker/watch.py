@@ -74,6 +74,7 @@ class _Seen:
             return None
         if event.action == "start":
             self._ended.discard(handle)
+            self._out_of_memory.discard(handle)
             return Change(found, ended=False)
         if event.action == "destroy":
             was_told = handle in self._ended
@@ -83,8 +84,8 @@ class _Seen:
         self._ended.add(handle)
         code = attributes.get("exitCode", "?")
         why = f"it ended with exit code {code}"
-        if handle in self._out_of_memory:
-            why += ": out of memory"
-        elif code == "124" and event.time + 1 >= expires_s(attributes):
+        if code == "124" and event.time + 1 >= expires_s(attributes):
             why = "its time to live is over"
+        elif code != "0" and handle in self._out_of_memory:
+            why += ": out of memory"
         return Change(found, ended=True, why=why)

@@ -245,6 +245,29 @@ def test_a_stream_of_sglang_is_read_however_it_is_streamed(events: list[dict[str
     assert (choice.text, choice.token_ids, completions.ended) == ("once more", b"1,2,3,", True)
 
 
+@pytest.mark.parametrize(
+    ("path", "event", "ends"),
+    [
+        ("/v1/responses", {"type": "response.failed", "response": {"output": None}}, True),
+        ("/v1/responses", {"type": "response.output_text.delta", "delta": '"response.completed"'}, False),
+        ("/v1/responses", {"type": "message_stop", "name": "response.completed"}, False),
+        ("/v1/messages", {"type": "message_stop"}, True),
+        ("/v1/chat/completions", {"type": "message_stop", "text": "[DONE]"}, False),
+    ],
+)
+def test_the_end_of_a_stream_is_its_last_event_and_no_other(path: str, event: dict[str, Any], ends: bool) -> None:
+    """The rest of it may be unreadable."""
+    completions = Completions(TURN_DIALECTS[path])
+    completions.read_events(b"data: " + json.dumps(event).encode() + b"\n\n")
+    assert completions.ended is ends
+
+
+def test_the_end_of_a_stream_that_is_too_long_to_keep_is_seen() -> None:
+    long = Completions(TURN_DIALECTS["/generate"])
+    long.read_events(sse(generated("x" * (MAX_KEPT_CHARS + 1), [1], 1)))
+    assert (long.choices(), long.ended) == ([], True)
+
+
 def test_a_long_stream_that_repeats_itself_is_kept() -> None:
     """All its events exceed the limit, the last one does not."""
     completions, text = Completions(TURN_DIALECTS["/generate"]), ""

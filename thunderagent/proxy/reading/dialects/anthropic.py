@@ -111,7 +111,6 @@ class _Delta(msgspec.Struct):
 
 
 class _BlockEvent(msgspec.Struct):
-    type: str = ""
     index: int = 0
     content_block: dict[str, Any] | None = None
     delta: _Delta | None = None
@@ -134,7 +133,7 @@ class _Completions:
     def read_answer(self, answer: bytes) -> None:
         self._blocks = dict(enumerate(_decode_content(answer).content))
 
-    def read_event(self, data: bytes) -> bool:
+    def read_event(self, data: bytes) -> None:
         event = _decode_block_event(data)
         if event.content_block is not None:
             self._blocks[event.index] = event.content_block
@@ -142,7 +141,6 @@ class _Completions:
             piece = event.delta.text + event.delta.partial_json
             self._pieces.setdefault(event.index, []).append(piece)
             self.kept_chars += len(piece)
-        return event.type == "message_stop"
 
     def choices(self) -> list[Completion]:
         if not self._blocks:
@@ -163,6 +161,7 @@ class Anthropic:
 
     turn_paths: tuple[str, ...] = ("/v1/messages",)
     asks_for_usage = False  # a stream always has it
+    last_events: tuple[bytes, ...] = (b"message_stop",)
     token_id_fields: tuple[str, ...] = ()
 
     def speaks(self, path: str) -> bool:

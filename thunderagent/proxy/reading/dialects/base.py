@@ -75,8 +75,8 @@ class CompletionReader(Protocol):
     def read_answer(self, answer: bytes) -> None:
         """Read a whole answer. Raises one of `UNREADABLE`."""
 
-    def read_event(self, data: bytes) -> bool:
-        """Read the data of an event; return whether nothing relevant follows. Raises one of `UNREADABLE`."""
+    def read_event(self, data: bytes) -> None:
+        """Read the data of an event. Raises one of `UNREADABLE`."""
 
     def choices(self) -> list[Completion]:
         """Return the choices in order."""
@@ -89,6 +89,8 @@ class Dialect(Protocol):
     """A POST to one of these is a turn."""
     asks_for_usage: bool
     """Whether this API has `stream_options.include_usage`: it is then set if a stream would have no usage."""
+    last_events: tuple[bytes, ...]
+    """Types of events that end a stream; in each API `[DONE]` does."""
     token_id_fields: tuple[str, ...]
     """Fields that hold a prompt as token ids; such a prompt is large, and never names a program."""
 

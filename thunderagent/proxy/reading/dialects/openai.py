@@ -126,9 +126,8 @@ class _Completions:
         for choice in _decode_choices(answer).choices or ():
             self.kept_chars += self._said.setdefault(choice.index, _Said()).add(choice)
 
-    def read_event(self, data: bytes) -> bool:
+    def read_event(self, data: bytes) -> None:
         self.read_answer(data)
-        return False  # `[DONE]` follows
 
     def choices(self) -> list[Completion]:
         return [self._said[index].completion() for index in sorted(self._said)]
@@ -144,6 +143,7 @@ class OpenAI:
     """The completions API, of chats or of texts; a chat has no prompt of token ids to look for."""
 
     asks_for_usage = True
+    last_events: tuple[bytes, ...] = ()
 
     def __init__(self, turn_path: str = "/v1/chat/completions", *token_id_fields: str) -> None:
         """Serve one path, where a prompt may be token ids in these fields."""

@@ -103,8 +103,8 @@ class _ItemEvent(msgspec.Struct):
     response: _Output | None = None
 
 
-_LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
-_MARKS = (b'"response.output_item.done"', *(b'"%s"' % kind.encode() for kind in _LAST_EVENTS))
+_LAST_EVENTS = (b"response.completed", b"response.incomplete", b"response.failed")
+_MARKS = (b'"response.output_item.done"', *(b'"%s"' % kind for kind in _LAST_EVENTS))
 _decode_output = msgspec.json.Decoder(_Output).decode
 _decode_item_event = msgspec.json.Decoder(_ItemEvent).decode
 
@@ -155,16 +155,15 @@ class _Completions:
     def read_answer(self, answer: bytes) -> None:
         self._output = list(map(_item, _decode_output(answer).output))
 
-    def read_event(self, data: bytes) -> bool:
+    def read_event(self, data: bytes) -> None:
         if not any(mark in data for mark in _MARKS):
-            return False
+            return
         event = _decode_item_event(data)
         if bytes(memoryview(event.item)[:1]) == b"{":
             self._done[event.output_index] = _item(event.item)
             self.kept_chars += len(data)
-        if event.type in _LAST_EVENTS and event.response is not None:
+        if event.type.encode() in _LAST_EVENTS and event.response is not None:
             self._output = list(map(_item, event.response.output))
-        return event.type in _LAST_EVENTS
 
     def choices(self) -> list[Completion]:
         done = [self._done[index] for index in sorted(self._done)]
@@ -176,6 +175,7 @@ class Responses:
 
     turn_paths: tuple[str, ...] = ("/v1/responses",)
     asks_for_usage = False  # a stream always ends with it
+    last_events: tuple[bytes, ...] = _LAST_EVENTS
     token_id_fields: tuple[str, ...] = ()
 
     def speaks(self, path: str) -> bool:

@@ -133,9 +133,9 @@ class _Completions:
     def read_answer(self, answer: bytes) -> None:
         self._whole = _read_generated(answer)
 
-    def read_event(self, data: bytes) -> bool:
+    def read_event(self, data: bytes) -> None:
         if b'"meta_info"' not in data:
-            return False
+            return
         index = _INDEX.search(data, max(0, len(data) - 64))
         kept = self._events.setdefault(int(index[1]) if index is not None else 0, [])
         if kept and self._in_pieces is None:
@@ -144,7 +144,6 @@ class _Completions:
             self.kept_chars -= len(kept.pop())
         kept.append(data)
         self.kept_chars += len(data)
-        return False  # `[DONE]` follows
 
     def choices(self) -> list[Completion]:
         answers = [[whole] for whole in self._whole]
@@ -169,6 +168,7 @@ class SGLang:
 
     turn_paths: tuple[str, ...] = ("/generate",)
     asks_for_usage = False  # it is in every event
+    last_events: tuple[bytes, ...] = ()
     token_id_fields: tuple[str, ...] = ("input_ids",)
 
     def speaks(self, path: str) -> bool:

@@ -17,6 +17,7 @@ class TokenIn:
 
     turn_paths: tuple[str, ...] = ("/inference/v1/generate", "/skyrl/v1/generate")
     asks_for_usage = True
+    last_events: tuple[bytes, ...] = ()
     token_id_fields: tuple[str, ...] = ("token_ids", "prompt_token_ids")
 
     def __init__(self) -> None:
