@@ -287,28 +287,45 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
             polls.close()
 
 
+LEAVE_LOOK_S = 0.2
+"""How often to check whether a replica that leaves has still requests."""
+
+
 class _Fleet:
     """Keeps a gateway's replicas in line with its scheduler's reports."""
 
     def __init__(self, replicas: Replicas, group: asyncio.TaskGroup) -> None:
         self._replicas = replicas
         self._group = group
+        self._unnamed_ids: set[str] = set()
 
-    def take(self, changed: Sequence[RemoteReplica], removed_ids: Sequence[str]) -> None:
+    def take(self, changed: Sequence[RemoteReplica], removed_ids: Sequence[str], unnamed_ids: Sequence[str]) -> None:
         """Add, remove, and start over with replicas that came up."""
         for each in changed:
             state = each.state
+            self._unnamed_ids.discard(state.replica_id)
             endpoint = ReplicaEndpoint(state.replica_id, state.url, backend_of(each.kind), each.rank_id)
             known = self._replicas.known.get(state.replica_id)
             if known is None:
                 known = self._replicas.add(endpoint)
-            elif known.endpoint.backend.kind != each.kind:
+            elif known.endpoint != endpoint or known.endpoint.backend.kind != each.kind:
                 known.endpoint = endpoint
             if state.is_up and not known.is_up:
                 self._replicas.came_up(state.replica_id)
             known.is_up, known.why_down = state.is_up, "" if state.is_up else "its scheduler says so"
         for replica_id in removed_ids:
             self._group.create_task(self._replicas.remove(replica_id))
+        self._unnamed_ids.update(unnamed_ids)
+        for replica_id in unnamed_ids:
+            self._group.create_task(self._leave(replica_id))
+
+    async def _leave(self, replica_id: str) -> None:
+        """Forget a replica that a new scheduler does not name, or not yet, once nothing is in flight there."""
+        while replica_id in self._unnamed_ids and self._replicas.in_flight_count(replica_id):  # noqa: ASYNC110 - rare
+            await asyncio.sleep(LEAVE_LOOK_S)
+        if replica_id in self._unnamed_ids:
+            self._unnamed_ids.discard(replica_id)
+            await self._replicas.remove(replica_id)
 
 
 async def _end_with_stdin(stop: asyncio.Event) -> None:

@@ -186,6 +186,25 @@ async def test_what_runs_is_counted_and_what_is_held_stays_held() -> None:
                 assert await metric(front.url, "fail_open_turns_total") == 0
 
 
+async def test_a_stream_goes_on_where_the_next_scheduler_does_not_know_its_replica(tmp_path: Path) -> None:
+    """Its source may not have said so yet, or no longer does: no turn begins there, and none is cut."""
+    file = tmp_path / "replicas.json"
+    async with fake_replica(gate := a_stream()) as replica:
+        file.write_text(json.dumps([replica.url]))
+        options = ("--backends-file", str(file))
+        async with scheduler(*options) as first, gateway(first.url) as front, Wire.open(front.url) as wire:
+            await begin(wire, "running")
+            at = await killed(first)
+            file.write_text("[]")
+            async with scheduler(*options, at=at):
+                await until_metric(front.url, "gateway_epoch", 2)
+                assert (await get(front.url, "/v1/models")).status == 503
+                gate.open()
+                assert await wire.chunk() == DONE
+                await until_metric(front.url, "turns_total", 1, "finished")
+                assert await metric(front.url, "turns_total", "failed") == 0
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_the_next_attempt_at_a_turn_ends_the_one_at_another_gateway(is_same: bool) -> None:
     """The earlier attempt ends first, then the next runs; another turn under the same key is another turn."""

@@ -21,8 +21,8 @@ class RemoteFleet:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Start without replicas; `clock` returns monotonic seconds."""
         self.replicas = ReplicaMap()
-        self.on_replicas: Callable[[Sequence[RemoteReplica], Sequence[str]], None] = lambda _changed, _gone: None
-        """Called first with replicas that changed, and those that are gone."""
+        self.on_replicas: Callable[[Sequence[RemoteReplica], Sequence[str], Sequence[str]], None] = lambda *_: None
+        """Called first with replicas that changed, those that are gone, and those that a whole list does not name."""
         self.tripped_ids: set[str] = set()
         """Replicas that fail turn after turn, as seen from here."""
         self._now_s = clock
@@ -35,13 +35,14 @@ class RemoteFleet:
     # --- what is told
 
     def take(self, message: Replicas) -> None:
-        """Apply a change; a whole list removes what it does not name."""
-        removed_ids = message.removed_ids
+        """Apply a change. No turn begins where a whole list does not name the replica: it may come yet."""
+        unnamed_ids: tuple[str, ...] = ()
         if message.is_whole:
             said = {each.state.replica_id for each in message.changed}
-            removed_ids = tuple(each for each in self.replicas.states if each not in said)
+            unnamed_ids = tuple(each for each in self.replicas.states if each not in said)
         events = [self._event_of(each) for each in message.changed]
-        self.on_replicas(message.changed, removed_ids)
+        self.on_replicas(message.changed, message.removed_ids, unnamed_ids)
+        removed_ids = (*message.removed_ids, *unnamed_ids)
         self.replicas.names_models, self.replicas.has_pools = message.names_models, message.has_pools
         for each in message.changed:
             self._models[each.state.replica_id] = each.models

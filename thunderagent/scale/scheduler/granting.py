@@ -129,7 +129,7 @@ class Granting:
     def ended(self, turn_id: int, end: TurnEnd) -> None:
         """Return its lease, or count its usage if it had none here."""
         if self._uncounted.pop(turn_id, None) is not None:
-            self._runtime.count_end(end)
+            self._runtime.count_end(replace(end, turn_id=turn_id))
         else:
             self._runtime.ended(replace(end, turn_id=turn_id))
 
