@@ -39,13 +39,14 @@ from thunderagent.errors import (
     SandboxRefusedError,
     SandboxSetupError,
     ShuttingDownError,
+    ThunderAgentError,
 )
 from thunderagent.programs.model.decisions import Decision, Grant, Release, Restore
 from thunderagent.programs.model.events import Event
 from thunderagent.tools.base import Command, Driver, Found, Order, Owner, Place, Usage
 from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of
-from thunderagent.tools.requests import SandboxRequest, read_requests
+from thunderagent.tools.requests import MOST_SANDBOXES_COUNT, SandboxRequest, read_requests
 from thunderagent.tools.sandbox import COMING, Caps, Sandbox, Stage
 from thunderagent.tools.table import Prepare, Reclaim, SandboxTable, needed_in_s
 from thunderagent.tools.template import Template
@@ -179,6 +180,8 @@ class Manager:
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down; no sandbox was asked for")
         self._check_shares(wanted)
+        if len(self.table.of_program(program_id)) + len(wanted) > MOST_SANDBOXES_COUNT:
+            raise SandboxRefusedError(f"a program may have {MOST_SANDBOXES_COUNT} sandboxes at most")
         self._programs.open(program_id, tenant)
         made = [
             self._ask(program_id, each) if place is None else self._register(each.driver, program_id, place)
@@ -560,7 +563,7 @@ class Manager:
             return
         try:
             self._programs.open(found.program_id)
-        except RequestError as error:
+        except ThunderAgentError as error:
             log.warning("sandbox_not_taken", driver=kind, handle=found.handle, why=error.message)
             return
         self._register(kind, found.program_id, found.place)

@@ -8,6 +8,9 @@ from thunderagent.errors import RequestError
 from thunderagent.faults import faults_of
 from thunderagent.tools.template import DriverKind, Template
 
+MOST_SANDBOXES_COUNT = 1000
+"""Of one program at a time, those that it waits for included: each is looked at for every plan."""
+
 
 class SandboxRequest(BaseModel):
     """A client's request: a template by name, its own template, or its own sandbox to take over."""
@@ -29,7 +32,7 @@ class SandboxRequest(BaseModel):
 
 
 class _Several(BaseModel):
-    sandboxes: tuple[SandboxRequest, ...]
+    sandboxes: tuple[SandboxRequest, ...] = Field(max_length=MOST_SANDBOXES_COUNT)
 
 
 def read_requests(body: bytes) -> tuple[SandboxRequest, ...]:

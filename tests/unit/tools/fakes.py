@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from thunderagent.errors import NotFoundError, SandboxEngineError, SandboxError
+from thunderagent.errors import NotFoundError, SandboxEngineError, SandboxError, ThunderAgentError
 from thunderagent.tools.base import (
     OWNER_LABEL,
     PROGRAM_LABEL,
@@ -188,8 +188,13 @@ class FakePrograms:
     tools: list[tuple[str, str | None]] = field(default_factory=list)
     """Begun commands, and None when the last running one ends."""
     sums: tuple[int, int | None, int | None] | None = None
+    refuses: ThunderAgentError | None = None
+    refused_count: int = 0
 
     def open(self, program_id: str, tenant: str = "") -> None:
+        if self.refuses is not None:
+            self.refused_count += 1
+            raise self.refuses
         if program_id not in self.opened:
             self.opened.append(program_id)
 

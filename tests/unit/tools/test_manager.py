@@ -22,6 +22,7 @@ from thunderagent.errors import (
     SandboxImageError,
     SandboxRefusedError,
     SandboxSetupError,
+    TooManyProgramsError,
 )
 from thunderagent.programs.model.decisions import Grant, Reason, Release, Restore
 from thunderagent.programs.model.events import Tick
@@ -265,6 +266,16 @@ async def test_given_sandboxes_are_found_and_go_with_their_program() -> None:
         assert sorted(world.driver.reclaimed) == ["early", "late"]
 
 
+async def test_a_given_sandbox_is_left_alone_while_no_program_can_be_opened() -> None:
+    """The table of programs is full; once it is not, a listing finds the sandbox."""
+    async with running() as world:
+        world.programs.refuses = TooManyProgramsError("the limit of programs is reached")
+        world.driver.put("mine", given_labels("p"))
+        await world.until(lambda: world.programs.refused_count > 1)
+        world.programs.refuses = None
+        await world.until(lambda: world.manager.of_program("p"))
+
+
 async def test_a_sandbox_may_be_registered_by_its_name() -> None:
     async with running() as world:
         world.driver.put("mine", {}, tell=False)
@@ -487,6 +498,7 @@ async def test_the_feed_tells_each_change() -> None:
         (b'{"handle": "x", "driver": "nobody"}', RequestError, "driver"),
         (b'{"handle": "x", "reclaim_url": "http://h"}', RequestError, "must be given together"),
         (b'[{"template": "plain"}, {"template": "none"}]', NotFoundError, "no template"),
+        (b"[" + b'{"template": "plain"},' * 1000 + b'{"template": "plain"}]', RequestError, "at most 1000"),
         (b'{"spec": {"image": "i", "memory_bytes": 999}}', SandboxRefusedError, "the cap is 100"),
     ],
 )
@@ -498,6 +510,15 @@ async def test_what_makes_no_sense_is_refused_and_leaves_nothing(
             await world.manager.request("p", body)
         assert not world.manager.table.sandboxes
         assert not world.programs.opened
+
+
+async def test_a_program_has_a_thousand_sandboxes_at_most() -> None:
+    """Those that it waits for count."""
+    async with running() as world:
+        await world.manager.request("p", json.dumps([{"template": "plain"}] * 600).encode())
+        with pytest.raises(SandboxRefusedError, match="1000 sandboxes at most"):
+            await world.manager.request("p", json.dumps([{"template": "plain"}] * 401).encode())
+        await world.asks("other")
 
 
 async def test_clients_templates_can_be_refused() -> None:

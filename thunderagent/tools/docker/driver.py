@@ -239,6 +239,7 @@ class DockerDriver:
             return [*ours, *given, *(list_all(client, {"id": adopted}) if adopted else ())]
 
         found = {each.id: each.found() for each in await self._engine.ask(ask)}
+        self._adopted.difference_update(each for each in adopted if each not in found)  # others removed them
         return list(found.values())
 
     async def sweep(self) -> None:
