@@ -14,6 +14,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from tests.integration.support import (
+    CHAT,
     Answer,
     FakeReplica,
     Gate,
@@ -139,6 +140,17 @@ async def test_turns_wait_for_their_keys_share_and_programs_are_refused(replica:
         waiting.cancel()
         samples = (await metrics_of(proxy.url))["thunderagent_key_limited_total"]
         assert samples == {("programs",): 1.0, ("tokens",): 0.0, ("turns",): 1.0}
+        await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
+
+
+async def test_programs_that_are_inferred_count(replica: FakeReplica, keys_file: Path) -> None:
+    """A turn without a name that begins another program is refused, too."""
+    key = add_key(keys_file, "few", admin=False, expires=None, limits=KeyLimitsEntry(programs_count=1))
+    both = {"keys_file": keys_file, "admin_keys": (ADMIN_LINE,), "infer_programs": True}
+    async with running_proxy(replica.url, **both) as proxy:
+        answers = [await post(proxy.url, CHAT, turn(content=each), bearer(key)) for each in ("one", "two")]
+        assert [each.status for each in answers] == [200, 429]
+        assert answers[1].error["code"] == "key_programs_limit"
         await post(proxy.url, "/programs/release", {"all": True}, bearer(ADMIN_KEY))
 
 

@@ -5,6 +5,7 @@ The most frequent ones have an explicit `__init__`, because that of a dataclass 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -240,3 +241,8 @@ class EndReplica:
 Decision = (
     Grant | Hold | Reject | Pause | Mark | Unmark | Restore | Release | SetPriority | SetRoute | Provision | EndReplica
 )
+
+
+def is_rejected(turn_id: int, decisions: Sequence[Decision]) -> bool:
+    """Return whether a turn is rejected as it arrives: no event will end it."""
+    return any(type(each) is Reject and each.turn_id == turn_id for each in decisions)

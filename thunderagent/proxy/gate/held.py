@@ -118,11 +118,9 @@ class HeldTurns:
     def ran(self, name: str, body_bytes: int) -> None:
         """Stop counting the body of an ended turn."""
         self._running_bytes -= body_bytes
-        own_bytes = self._running_by_key[name] - body_bytes
+        own_bytes = self._running_by_key.pop(name, 0) - body_bytes  # gone if those that still run have no body
         if own_bytes:
             self._running_by_key[name] = own_bytes
-        else:
-            del self._running_by_key[name]
 
     @contextmanager
     def websocket(self) -> Iterator[None]:

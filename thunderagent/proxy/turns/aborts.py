@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,9 @@ SGLANG_PATH = "/generate"
 VLLM_PATH = "/inference/v1/generate"
 SKYRL_PATH = "/skyrl/v1/generate"
 COMPLETIONS_PATH = "/v1/completions"
+
+MOST_CHOICES_COUNT = 2**16
+"""Of an answer: no engine makes more for one request, and its client could ask for any number."""
 
 _MESSAGE = "Abort in waiting queue"
 
@@ -115,7 +119,7 @@ def _sampling_count(fields: _Fields) -> int:
 def _sglang(fields: _Fields) -> tuple[object, list[Json]]:
     copies_count = _sampling_count(fields)
     prompt_sizes, is_batch = _prompts(fields.input_ids if holds_token_ids(fields.input_ids) else fields.text)
-    sizes = [size for size in prompt_sizes for _ in range(copies_count)]
+    sizes = list(islice((size for size in prompt_sizes for _ in range(copies_count)), MOST_CHOICES_COUNT))
     is_batch = is_batch or copies_count > 1
     rids = fields.rid if isinstance(fields.rid, list) else [fields.rid] * (not is_batch)
     results: list[Json] = []
@@ -160,7 +164,7 @@ def _completion(fields: _Fields) -> tuple[object, list[Json]]:
         logprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     choices: list[Json] = [
         {"index": index, "text": "", "logprobs": logprobs, "finish_reason": "abort", "stop_reason": None}
-        for index in range(len(sizes) * _count(fields.n))
+        for index in range(min(len(sizes) * _count(fields.n), MOST_CHOICES_COUNT))
     ]
     usage = _usage(sum(sizes))
     events = [{**head, "choices": [choice]} for choice in choices] + _usage_event(fields, head, usage)

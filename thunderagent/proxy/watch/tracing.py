@@ -36,7 +36,7 @@ from opentelemetry.trace.propagation import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from thunderagent import __version__
-from thunderagent.programs.model.decisions import Decision, Grant, Release
+from thunderagent.programs.model.decisions import Decision, Grant, Release, is_rejected
 from thunderagent.programs.model.events import (
     Event,
     TurnAbandoned,
@@ -168,7 +168,8 @@ class Tracing:
         kind = type(event)
         if kind is TurnArrived:
             assert isinstance(event, TurnArrived)
-            self._arrived(event)
+            if not is_rejected(event.turn_id, decisions):
+                self._arrived(event)
         elif kind is TurnStarted:
             assert isinstance(event, TurnStarted)
             self._started(event)

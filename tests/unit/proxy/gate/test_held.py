@@ -107,3 +107,13 @@ def test_a_body_that_is_only_announced_takes_nothing_from_others() -> None:
     with pytest.raises(TooManyHeldError):
         first.check(90)
     assert repr(held) == "<HeldTurns: 0 turns, 60 bytes>"
+
+
+def test_turns_without_a_body_end_in_any_order() -> None:
+    """Websockets, for example; also beside one with a body."""
+    held = held_turns(running_bytes=100)
+    names = [(held.runs(size), size) for size in (0, 50, 0)]
+    for name, size in names:
+        held.ran(name, size)
+    assert held._running_by_key == {}
+    assert held.runs(100) == ""

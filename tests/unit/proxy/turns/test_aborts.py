@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from thunderagent.proxy.turns.aborts import COMPLETIONS_PATH, SGLANG_PATH, VLLM_PATH, abort_answer
+from thunderagent.proxy.turns.aborts import COMPLETIONS_PATH, MOST_CHOICES_COUNT, SGLANG_PATH, VLLM_PATH, abort_answer
 
 
 def aborted(path: str, body: dict[str, Any]) -> Any:
@@ -32,3 +32,11 @@ def test_every_prompt_has_its_abort(path: str, field: str, prompt: object, token
     else:
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"abort"}
         assert answer["usage"]["prompt_tokens"] == tokens
+
+
+@pytest.mark.parametrize(("path", "field"), [(SGLANG_PATH, "input_ids"), (COMPLETIONS_PATH, "prompt")])
+def test_no_client_gets_more_results_than_an_engine_would_make(path: str, field: str) -> None:
+    """A small body may ask for millions."""
+    body = {field: [[1]] * (MOST_CHOICES_COUNT // 1024 + 1), "n": 1024, "sampling_params": {"n": 1024}}
+    answer = aborted(path, body)
+    assert len(answer if path == SGLANG_PATH else answer["choices"]) == MOST_CHOICES_COUNT

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
-from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.decisions import Decision, is_rejected
 from thunderagent.programs.model.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished
 from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
 from thunderagent.proxy.gate.rate_limit import Bucket
@@ -103,11 +103,11 @@ class Quotas:
             raise KeyProgramsLimitError(f"this key has {len(account.program_ids)} programs, which is its limit")
         account.program_ids.add(program_id)
 
-    def heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+    def heard(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Count the tokens of a turn when it ends. Its arrival runs in its request's context, which has the key."""
         if isinstance(event, TurnArrived):
             key = caller_key()
-            if key is not None and key.limits.tokens_per_min is not None:
+            if key is not None and key.limits.tokens_per_min is not None and not is_rejected(event.turn_id, decisions):
                 self._by_turn[event.turn_id] = key.name
         elif isinstance(event, HEARD):
             account = self._accounts.get(self._by_turn.pop(event.turn_id, ""))

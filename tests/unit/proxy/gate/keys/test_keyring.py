@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
+from dataclasses import replace
+
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.proxy.gate.keys import Keyring, mint_key
+from thunderagent.proxy.gate.keys import Keyring, check_key, mint_key
 from thunderagent.proxy.gate.login import LIFETIME_S, MAX_COUNT, Logins
 from thunderagent.proxy.gate.outgoing import Outgoing
 
@@ -82,6 +85,19 @@ def test_no_key_of_ours_reaches_an_engine() -> None:
     assert mended(outgoing, Cookie="thunderagent_login=x") == {}
     kept = mended(outgoing, X_ThunderAgent_Key=DATA_KEY, Authorization="Bearer sk-of-the-engine")
     assert kept == {"Authorization": "Bearer sk-of-the-engine"}
+
+
+def test_a_key_that_ended_while_its_turn_was_held_does_not_reach_an_engine() -> None:
+    """It expired, or was revoked."""
+    keyring, theirs = Keyring(has_file=True), {"Authorization": "Bearer sk-configured"}
+    outgoing = Outgoing(keyring, "sk-configured")
+    key = replace(KEYRING.keys[0], expires_s=0.0)
+    keyring.set_filed([key])
+    assert mended(outgoing, Authorization=f"Bearer {DATA_KEY}") == theirs
+    keyring.set_filed([])
+    asked = copy_context()
+    asked.run(check_key, key, keyring, for_admin=False)
+    assert asked.run(mended, outgoing, Authorization=f"Bearer {DATA_KEY}") == theirs
 
 
 def test_engines_get_the_key_that_is_configured_for_them() -> None:

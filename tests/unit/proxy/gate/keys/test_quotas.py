@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
+from thunderagent.programs.model.decisions import Reason, Reject
 from thunderagent.programs.model.events import TurnAbandoned, TurnArrived, TurnFinished
 from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
@@ -97,6 +98,7 @@ async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() ->
     assert await world.begins(ours)
     for turn_id in (1, 2):
         world.quotas.heard(TurnArrived(0.0, turn_id, "p"), [])
+    world.quotas.heard(TurnArrived(0.0, 3, "p"), [Reject(3, "p", Reason.TOO_MANY_PROGRAMS)])  # it has no end
     world.quotas.heard(TurnFinished(0.0, 1, 700, 200), [])
     world.quotas.heard(TurnAbandoned(0.0, 2), [])
     assert world.quotas._by_turn == {}
