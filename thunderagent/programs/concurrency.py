@@ -77,9 +77,8 @@ def concurrency(scheduler: Scheduler) -> Concurrency:
     """Return how many programs are useful in a pool now. Cost: O(replicas)."""
     book, queue = scheduler.book, scheduler.queue
     accounts = [replica.account for replica in book.granting_replicas]
-    waiting_count = queue.waiting_count + queue.unadmitted.count
     away_count = queue.resting.count + book.destined.count
-    there_count = book.active_count + waiting_count + away_count
+    there_count = book.active_count + queue.waiting_count + away_count
     if not accounts:
         return Concurrency(there_count, there_count, Why.NO_REPLICA)
     limit_tokens = sum(account.limit_tokens for account in accounts)

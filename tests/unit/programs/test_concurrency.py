@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from tests.builders import Driver
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.concurrency import DEAD_RATIO, FIRST_COUNT, SteadyCount, Why, concurrency
 from thunderagent.programs.policies.breakeven import BreakEven
 
@@ -63,6 +64,14 @@ def test_who_waits_and_who_is_at_a_tool_without_a_claim_is_there() -> None:
     assert driver.scheduler.queue.waiting_count
     assert now.programs_count == 8
     assert now.useful_count < 8
+
+
+def test_a_program_that_is_not_admitted_counts_once() -> None:
+    driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}), replicas={"r0": 10_000})
+    for number in range(3):
+        driver.arrives(f"p{number}", 1000)
+    assert driver.scheduler.queue.unadmitted.count == 2
+    assert concurrency(driver.scheduler).programs_count == 3
 
 
 @pytest.mark.parametrize(("waiting_count", "why"), [(0, Why.MEMORY), (10, Why.ENGINE)])

@@ -83,6 +83,18 @@ def two_programs() -> tuple[SharedPrefixes, Program, Program, Account]:
     return shares, here, comes, account
 
 
+def test_a_made_up_size_moves_what_others_share_within_bounds() -> None:
+    """A client may report any usage; a cut has 1/16 to 1 token a byte."""
+    shares, liar, victim, account = two_programs()
+    activate(shares, victim, "r0", account)
+    for ratio, cut_tokens in ((1250.0, 100), (1e-6, 100 // 16)):
+        liar.branches[MAIN_BRANCH].tokens_per_byte_ratio = ratio
+        for replica_id, tokens in shares.set_prefix(liar, liar.branches[MAIN_BRANCH], CUTS["ab"], 1.0).items():
+            assert replica_id == "r0"
+            account.share(tokens)
+        assert account.shared_tokens == cut_tokens
+
+
 def test_a_paused_program_finds_what_others_claim() -> None:
     """It finds 100 tokens on the replica of the other program, and none elsewhere."""
     shares, _, comes, _ = two_programs()

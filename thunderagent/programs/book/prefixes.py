@@ -18,7 +18,7 @@ from typing import Final
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import Branch, Chain
+from thunderagent.programs.model.turn import Branch, Chain, usual_ratio
 
 SIZE_SLACK_RATIO: Final = 0.2
 """Sizes of a cut that differ by less count as equal: each program estimates them from its own prompts."""
@@ -150,8 +150,9 @@ class SharedPrefixes:
 
         Until the branch's tokens per byte are known, its sizes are a guess by `first_ratio`, and count for it alone.
         """
-        exact = branch.tokens_per_byte_ratio is not None
-        before, branch.prefix = branch.prefix, chain_of(cuts, branch.tokens_per_byte_ratio or first_ratio)
+        ratio = branch.tokens_per_byte_ratio
+        exact = ratio is not None
+        before, branch.prefix = branch.prefix, chain_of(cuts, usual_ratio(ratio) if ratio else first_ratio)
         if program.place.active:
             return self.tree.replace(before, branch.prefix, program.replica_id or "", exact=exact)
         return self.tree.resize(branch.prefix) if exact else {}

@@ -19,15 +19,17 @@ from thunderagent.programs.learned.trust import HintRecord, JudgeRecord
 from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import CapacityRecord, LearnedRecord, PriceRecord
-from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
+from thunderagent.programs.model.turn import (
+    LEAST_TOKENS_PER_BYTE_RATIO,
+    MOST_TOKENS_PER_BYTE_RATIO,
+    Branch,
+    Turn,
+    TurnEnded,
+    usual_ratio,
+)
 
 FIRST_TOKENS_PER_BYTE_RATIO: Final = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage report."""
-
-MOST_TOKENS_PER_BYTE_RATIO: Final = 1.0
-LEAST_TOKENS_PER_BYTE_RATIO: Final = 1 / 16
-"""A token of text has at least one byte, and few have sixteen. Values outside count only for the program itself: its
-client may have made its usage up, or filled its bodies with something other than a prompt."""
 
 LEARNING_RATIO: Final = 0.05
 """Weight of the newest turn in the learned tokens per byte of new programs."""
@@ -202,8 +204,7 @@ class Knowledge:
             self.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
             return
         ratio = prompt_tokens / turn.prompt_bytes
-        usual_ratio = max(LEAST_TOKENS_PER_BYTE_RATIO, min(ratio, MOST_TOKENS_PER_BYTE_RATIO))
-        self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio - self.tokens_per_byte_ratio)
+        self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio(ratio) - self.tokens_per_byte_ratio)
         if branch is not None:
             branch.tokens_per_byte_ratio = ratio
 

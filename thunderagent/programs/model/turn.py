@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 Chain = tuple[tuple[int, int], ...]
 """Cuts of a prompt: digest of everything before it, tokens before it."""
 
+MOST_TOKENS_PER_BYTE_RATIO: Final = 1.0
+LEAST_TOKENS_PER_BYTE_RATIO: Final = 1 / 16
+"""A token of text has at least one byte, and few have sixteen. Values outside count only for the program itself: its
+client may have made its usage up, or filled its bodies with something other than a prompt."""
+
 SIDE_TURN_RATIO: Final = 0.5
 """A turn whose prompt is shorter than this ratio of its branch is taken for a side turn, until a second one follows."""
 
@@ -23,6 +28,11 @@ PARENT_TURNS_COUNT: Final = 8
 For example, a branch whose last answer calls the tool that hands in its result."""
 
 MAIN_BRANCH: Final = ""
+
+
+def usual_ratio(tokens_per_byte_ratio: float) -> float:
+    """Return a ratio as far as it counts for other programs."""
+    return max(LEAST_TOKENS_PER_BYTE_RATIO, min(tokens_per_byte_ratio, MOST_TOKENS_PER_BYTE_RATIO))
 
 
 class Turn:
