@@ -213,8 +213,10 @@ class Cluster:
             return ""
 
     async def _headers(self) -> dict[str, str]:
-        # A command or a file may renew a token.
-        login = await asyncio.to_thread(self._configuration.auth_settings)
+        try:  # a command or a file may renew a token
+            login = await asyncio.to_thread(self._configuration.auth_settings)
+        except Exception as error:  # whatever a command or a plugin raises
+            raise DiscoveryError(f"the login to the Kubernetes API cannot be renewed: {error}") from error
         return {"Accept": "application/json", **{each["key"]: each["value"] for each in login.values()}}
 
     async def list(self, selection: PodSelection) -> tuple[list[Json], str]:
