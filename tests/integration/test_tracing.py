@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
 
 from tests.integration.support import (
     ANSWER,
@@ -38,6 +40,9 @@ from tests.integration.support import (
 from tests.loopback import on_loopback
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.model.decisions import Reason, Reject
+from thunderagent.programs.model.events import TurnArrived
+from thunderagent.proxy.watch.tracing import Tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -112,6 +117,14 @@ def is_within(inner: Any, outer: Any) -> bool:
         and outer.start_time_unix_nano <= inner.start_time_unix_nano
         and inner.end_time_unix_nano <= outer.end_time_unix_nano
     )
+
+
+def test_a_turn_that_is_rejected_as_it_arrives_leaves_nothing() -> None:
+    """No event ends it, nor the program that it would have begun."""
+    tracing = Tracing(TracerProvider())
+    with tracing.request(CIMultiDictProxy(CIMultiDict()), CHAT):
+        tracing.observe(TurnArrived(0.0, 1, "p"), [Reject(1, "p", Reason.TOO_MANY_PROGRAMS)])
+    assert repr(tracing) == "<Tracing of 0 programs, 0 turns>"
 
 
 async def test_a_program_is_one_trace_of_turns_and_tools(collector: Collector) -> None:

@@ -466,6 +466,10 @@ async def test_a_container_is_adopted_by_name(driver: DockerDriver, client: Any)
         assert isinstance(change, Change)
         assert change.found.handle == handle
         await driver.reclaim(sandbox.handle)
+    theirs = (await driver.adopt(run(client, {}, name="theirs"), "")).handle
+    client.remove_container(theirs, force=True)
+    assert await driver.find() == []
+    assert driver._adopted == set(), "what its owner removed is asked for no more"
 
 
 # --- nothing leaks ----------------------------------------------------------------------------------------------------

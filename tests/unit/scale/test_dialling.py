@@ -18,40 +18,14 @@ from thunderagent.scale.gateway.remote import RemoteRuntime
 
 async def test_a_frame_that_cannot_be_taken_ends_its_link_and_no_more() -> None:
     """The gateway continues, and dials again."""
-    links_count, again = 0, asyncio.Event()
-
-    async def lead(request: web.Request) -> web.WebSocketResponse:
-        nonlocal links_count
-        links_count += 1
-        if links_count == 2:
-            again.set()
-        socket = web.WebSocketResponse(protocols=(messages.PROTOCOL,))
-        await socket.prepare(request)
-        for number in (1, 2):
-            await socket.send_bytes(messages.encode(messages.Frame(number, 0, 1, ())))
-        await socket.receive()
-        return socket
-
-    await _dials(lead, again)
+    await _is_dialled_again(1, 2)
 
 
 async def test_a_scheduler_that_does_not_send_its_epoch_is_dialled_again() -> None:
     """It hangs, or its epoch would come later, and might be over: it is not followed, and that is logged."""
-    links_count, again = 0, asyncio.Event()
-
-    async def hang(request: web.Request) -> web.WebSocketResponse:
-        nonlocal links_count
-        links_count += 1
-        if links_count == 2:
-            again.set()
-        socket = web.WebSocketResponse(protocols=(messages.PROTOCOL,))
-        await socket.prepare(request)
-        await socket.receive()
-        return socket
-
     async with asyncio.timeout(10):
         with capture_logs() as logs:
-            await _dials(hang, again, epoch_limit_s=0.05)
+            await _is_dialled_again(epoch_limit_s=0.05)
     assert "no epoch" in next(each["why"] for each in logs if each["event"] == "link_given_up")
 
 
@@ -71,6 +45,25 @@ async def test_a_scheduler_that_takes_no_link_is_named_once_with_the_reason() ->
     (said,) = [entry for entry in logs if entry["event"] == "scheduler_refuses"]
     assert (said["log_level"], said["status"]) == ("warning", 421)
     assert "reached_at" in said["why"]
+
+
+async def _is_dialled_again(*numbers: int, epoch_limit_s: float = 5.0) -> None:
+    """Let a scheduler send frames of these numbers, and hang; wait until the gateway dials a second time."""
+    links_count, again = 0, asyncio.Event()
+
+    async def lead(request: web.Request) -> web.WebSocketResponse:
+        nonlocal links_count
+        links_count += 1
+        if links_count == 2:
+            again.set()
+        socket = web.WebSocketResponse(protocols=(messages.PROTOCOL,))
+        await socket.prepare(request)
+        for number in numbers:
+            await socket.send_bytes(messages.encode(messages.Frame(number, 0, 1, ())))
+        await socket.receive()
+        return socket
+
+    await _dials(lead, again, epoch_limit_s=epoch_limit_s)
 
 
 async def _dials(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,9 +14,11 @@ from thunderagent.leases import ReplicaState, TurnAsk
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
+from thunderagent.proxy.fleet.replicas import KnownReplica
 from thunderagent.scale.gateway.fleet import RemoteFleet
 from thunderagent.scale.gateway.refusals import error_of
 from thunderagent.scale.messages import Refusal, RemoteReplica, Replicas
+from thunderagent.scaling import _Fleet
 
 
 def replica(name: str, *, up: bool = True, is_open: bool = True, models: tuple[str, ...] = ()) -> RemoteReplica:
@@ -24,6 +29,19 @@ def fleet_of(*replicas: RemoteReplica, has_pools: bool = False) -> RemoteFleet:
     fleet = RemoteFleet(lambda: 1.0)
     fleet.take(Replicas(replicas, has_pools=has_pools, is_whole=True))
     return fleet
+
+
+def test_a_replica_whose_url_changed_is_called_at_the_new_one() -> None:
+    """Its id has neither a scheme nor a login."""
+    known: dict[str, KnownReplica] = {}
+    here: Any = SimpleNamespace(
+        known=known, add=lambda each: known.setdefault(each.replica_id, KnownReplica(each)), came_up=lambda _: None
+    )
+    fleet = _Fleet(here, asyncio.TaskGroup())
+    for url in ("http://a", "https://a"):
+        state = ReplicaState("a", url, is_up=True, is_open=True)
+        fleet.take((RemoteReplica(state, "vllm"),), (), ())
+        assert known["a"].endpoint.url == url
 
 
 def test_what_happens_to_replicas_is_told_as_the_events_that_the_core_hears() -> None:

@@ -201,12 +201,10 @@ class Turns:
 
         Raises `OtherTenantError` if its program does not belong to its key's tenant.
         """
-        if tenancy is not None:
-            tenancy.check(turn.program_id)
         if prompt is not None and self._inference is not None:
             turn = self._inference.named(turn, prompt)
-            if tenancy is not None:
-                tenancy.check(turn.program_id)
+        if tenancy is not None:
+            tenancy.check(turn.program_id)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in exchange.headers:
             self._sandboxes.program_seen(turn.program_id, exchange.headers[CLASS_HEADER], turn.tenant)
         return turn

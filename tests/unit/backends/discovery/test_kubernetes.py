@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,8 @@ from aiohttp import web
 from tests.loopback import on_loopback
 from tests.unit.backends.discovery.fakes import following
 from thunderagent.backends.discovery.base import PodSelection, Wanted
-from thunderagent.backends.discovery.kubernetes import ClusterAccess, KubernetesSource
+from thunderagent.backends.discovery.kubernetes import Cluster, ClusterAccess, KubernetesSource
+from thunderagent.errors import DiscoveryError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -206,3 +208,12 @@ async def test_an_api_server_that_is_not_there_is_tried_again(api: Api) -> None:
     async with following(source(api, api_url="http://127.0.0.1:1")) as heard:
         await heard.until(lambda: len(heard.failures) > 2)
     assert heard.sets == []
+
+
+async def test_a_login_that_cannot_be_renewed_is_a_failure_of_the_source() -> None:
+    def renew() -> Any:
+        raise OSError("the token cannot be read")
+
+    configuration: Any = SimpleNamespace(auth_settings=renew)
+    with pytest.raises(DiscoveryError, match="the token cannot be read"):
+        await Cluster(Any, configuration, 1.0).ask("GET", "/version")

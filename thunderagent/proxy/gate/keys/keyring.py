@@ -155,11 +155,15 @@ class Keyring:
         return self._by_digest(digest_of(text))
 
     def _by_digest(self, digest: bytes) -> Key | None:
+        found = self._expired_or_not(digest)
+        return found if found is None or self._wall_clock() < found.expires_s else None
+
+    def _expired_or_not(self, digest: bytes) -> Key | None:
         found = None
         for key in self.keys:
             if compare_digest(key.digest, digest):
                 found = key
-        return found if found is None or self._wall_clock() < found.expires_s else None
+        return found
 
     def key_of(self, headers: CIMultiDictProxy[str]) -> Key | None:
         """Return the key of a request: in our own header, or otherwise in any of those that clients use."""
@@ -185,8 +189,7 @@ class Keyring:
     def _is_ours(self, text: str) -> bool:
         """Return whether a text is one of our keys, or was one when its request came."""
         digest, key = digest_of(text), _KEY.get()
-        known = [*self.keys, key] if key is not None else self.keys
-        return sum([compare_digest(each.digest, digest) for each in known]) > 0  # in a time that tells nothing
+        return self._expired_or_not(digest) is not None or (key is not None and compare_digest(key.digest, digest))
 
 
 def _usual_texts(headers: CIMultiDictProxy[str]) -> list[str]:
