@@ -11,9 +11,10 @@ not through after eight more hours counts with its time until then, which favour
 closed loop the mean follows from the throughput: with N programs present and X an hour through, each is present for
 N / X hours in the mean, in whatever order they come.
 
-The first policy is the one that is judged: seed by seed over each other, by the bad end of the interval. Runs are
-stored when they end (`results/limits-runs.json`), so an interrupted benchmark resumes where it stopped. Choices that
-were made by it were made on seeds from 100 on. `--for-s` interrupts it.
+The first policy is the one that is judged: seed by seed over each other, by the bad end of the interval. `cap-best` is
+`cap` with the n that in a cell comes nearest to the limit with a seed besides these. Runs are stored when they end
+(`results/limits-runs.json`), so an interrupted benchmark resumes where it stopped. Choices that were made by it were
+made on seeds from 100 on. `--for-s` interrupts it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from time import monotonic
 
 from rich.console import Console
 
@@ -39,6 +41,7 @@ from thunderagent.programs.model.events import Event, ProgramReleased, TurnArriv
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
 from thunderagent.simulator.comparison.processes import GoOn
+from thunderagent.simulator.comparison.results import CAP_BEST
 from thunderagent.simulator.figures.figures import Percentiles
 from thunderagent.simulator.figures.intervals import Interval
 from thunderagent.simulator.runs.agenda import Agenda
@@ -54,6 +57,7 @@ MINUTES, WARMUP_MINUTES, FOLLOWED_S = 60.0, 10.0, 8 * 3600.0
 BLOCK_TOKENS = 64
 """Larger than vLLM's 16, because contexts are long: a run takes less time."""
 RECORDED = "recorded"
+CAP_RATIOS, SWEEP_SEED = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2), 99
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,12 @@ class Cell:
         capacity_tokens = scenario.engine.capacity_tokens * self.replicas_count
         count = programs_at(self.load, capacity_tokens, context_tokens)
         return replace(scenario, programs_count=count, seed=seed, sample_interval_s=30.0)
+
+    @property
+    def caps(self) -> tuple[str, ...]:
+        """Return what is tried for `cap-best`: from less than half of the programs that fill the memory to more."""
+        fitting_count = self.scenario(SWEEP_SEED).programs_count / self.load
+        return tuple(dict.fromkeys(f"cap:n={max(1, round(ratio * fitting_count))}" for ratio in CAP_RATIOS))
 
 
 @dataclass(frozen=True)
@@ -198,6 +208,7 @@ class Followed:
 
 RATIOS = (
     ("/ {}", "limit_ratio", 0.99, None),
+    ("turns/min / {}", "turns_per_min", None, None),
     ("programs/h / {}", "programs_per_hour", None, None),
     ("a program's mean time / {}", "mean_s", None, 1.0),
     ("a program's p50 / {}", "p50_s", None, None),
@@ -207,10 +218,30 @@ RATIOS = (
 """Compared figures: title, figure, and bars. The oracle has none."""
 
 
+Kept = Mapping[str, Mapping[str, float]]
+"""Figures of runs, by their keys."""
+
+
+def task_of(cell: Cell, policy: str, seed: int, caps: Mapping[Cell, str]) -> Task:
+    """Return the run of a policy; `caps` are what `cap-best` is in each cell."""
+    return Task(cell, caps[cell] if policy == CAP_BEST else policy, seed)
+
+
+def best_caps(kept: Kept, cells: Sequence[Cell]) -> dict[Cell, str]:
+    """Return the `cap` that came nearest to its limit in each cell, of those that were tried."""
+    return {
+        cell: max(cell.caps, key=lambda cap: kept[Task(cell, cap, SWEEP_SEED).key]["limit_ratio"]) for cell in cells
+    }
+
+
 def findings(
-    kept: Mapping[str, Mapping[str, float]], cells: Sequence[Cell], policies: Sequence[str], seeds: Sequence[int]
+    kept: Kept,
+    cells: Sequence[Cell],
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    caps: Mapping[Cell, str],
 ) -> list[Finding]:
-    """Return the findings in each cell, and in the mean over all cells."""
+    """Return the findings in each cell, and in the mean over all cells; for `caps` see `task_of`."""
     judged, others = policies[0], policies[1:]
     found = []
     for of_them in (*([cell] for cell in cells), cells):
@@ -219,7 +250,7 @@ def findings(
         at = f"all {len(cells)} cells" if of_them is cells else of_them[0].title
 
         def of(policy: str, figure: str, cells: Sequence[Cell] = of_them) -> list[list[float]]:
-            return [[kept[Task(cell, policy, seed).key][figure] for cell in cells] for seed in seeds]
+            return [[kept[task_of(cell, policy, seed, caps).key][figure] for cell in cells] for seed in seeds]
 
         found += [
             Finding(at, policy, "of the limit", Interval.of([fmean(each) for each in of(policy, "limit_ratio")]))
@@ -295,13 +326,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         for load in args.loads
     ]
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    todo = [Task(cell, policy, seed) for seed in seeds for cell in cells for policy in args.policies]
-    kept = do_runs(run_one, todo, RUNS, args.jobs, console, for_s=args.for_s)
-    left_count = sum(task.key not in kept for task in todo)
-    if left_count:
-        console.print(f"{left_count} of {len(todo)} runs are left")
-        return 1
-    found = findings(kept, cells, args.policies, seeds)
+    end_s = monotonic() + args.for_s
+
+    def done(todo: Sequence[Task]) -> Kept:
+        kept = do_runs(run_one, todo, RUNS, args.jobs, console, for_s=end_s - monotonic())
+        if left_count := sum(task.key not in kept for task in todo):
+            console.print(f"{left_count} of {len(todo)} runs are left")
+            raise SystemExit(1)
+        return kept
+
+    caps: dict[Cell, str] = {}
+    if CAP_BEST in args.policies:
+        caps = best_caps(done([Task(cell, cap, SWEEP_SEED) for cell in cells for cap in cell.caps]), cells)
+    kept = done([task_of(cell, policy, seed, caps) for seed in seeds for cell in cells for policy in args.policies])
+    found = findings(kept, cells, args.policies, seeds, caps)
     console.print(table("limits", found))
     save_plot(args.name, plot(found))
     words = sys.argv[1:] if argv is None else list(argv)
@@ -309,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = {
         "command": shlex.join(["scripts/bench", "limits", *shown]),
         "seeds": args.seeds,
+        "caps": {cell.title: cap for cell, cap in caps.items()},
         "found": [each.to_json() for each in found],
     }
     console.print(f"written: {save_results(args.name, report).name}")

@@ -4,6 +4,7 @@
     scripts/bench policy burst       # 64 programs at once: do the large ones wait longer, and who waits longest
     scripts/bench policy told        # a reported capacity that is wrong by a factor of 2
     scripts/bench policy real        # the load and the engine of `scripts/bench real`, beside the oracle and caps
+    scripts/bench policy deltas      # there, the periods at which `thunderagent` makes most turns
     scripts/bench policy counters    # engines that do not report cached tokens per turn, at several speeds and polls
     scripts/bench policy silent      # programs that are never released
     scripts/bench policy homes       # four replicas: restores that moved although there was room, prefix hits
@@ -29,8 +30,9 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -78,6 +80,9 @@ AWAY_LIMIT_S = 300.0
 REAL_PROGRAMS_COUNT = 16
 CAPS = ("cap:n=5", "cap:n=6", "cap:n=7")
 """Fixed numbers of programs, about as many as fit."""
+DELTAS = tuple(f"thunderagent:delta_s={delta_s:g}" for delta_s in (0.5, 1, 2, 5, 10, 20))
+BEST_DELTA = DELTAS[3]
+"""Of `thunderagent` where programs do not fit (`policy-deltas.json`)."""
 SAMPLED_PLANS_COUNT = 200
 IDLE_PROGRAMS_COUNT, IDLE_TICKS_COUNT, IDLE_TICK_S = 32, 1000, 0.25
 
@@ -257,39 +262,59 @@ def counters(bench: Bench) -> list[Finding]:
     return found
 
 
+@dataclass(frozen=True)
 class RealLoad:
     """The programs of `scripts/bench real`, different for each seed, as the simulator sees them."""
 
-    name = "standard load"
+    programs_count: int = REAL_PROGRAMS_COUNT
+    name: str = "standard load"
 
     def program(self, index: int, seed: int) -> ProgramPlan:
         """Return program `index`."""
-        return StandardLoad(LoadSpec(programs=REAL_PROGRAMS_COUNT, seed=seed)).program(index, seed)
+        return StandardLoad(LoadSpec(programs=self.programs_count, seed=seed)).program(index, seed)
+
+
+def real_timing() -> TimingProfile:
+    """Return the times of the engine of `scripts/bench real`: each the median of `scripts/bench fidelity`'s."""
+    profiles = json.loads((RESULTS / "fidelity.json").read_text())["profiles"]
+    middle = {name: median(profile.get(name, 0.0) for profile in profiles) for name in COSTS_US.values()}
+    return TimingProfile(name="", source="the medians of the calibrations in fidelity.json", **middle)
 
 
 def real(bench: Bench) -> list[Finding]:
     """Simulate load and engine of `scripts/bench real` for longer, at full and a third of its speed, beside the oracle.
 
-    The engine's times are the last ones that `scripts/bench fidelity` measured.
+    `thunderagent` has the period that is best there (`deltas`).
     """
-    profile = json.loads((RESULTS / "fidelity.json").read_text())["profiles"][0]
-    known = {field.name for field in fields(TimingProfile)}
-    timing = TimingProfile(**{name: value for name, value in profile.items() if name in known})
+    timing = real_timing()
     found = []
     for speed_ratio in (1.0, 0.33):
         engine = engine_model(RealEngineConfig(), faster(timing, speed_ratio))
         scenario = replace(bench.scenario(SMALL), engine=engine)
         for tells in (False, True):
             at = f"16 programs, speed x {speed_ratio:g}, {'told' if tells else 'counted'}"
-            policies = (bench.policy, "thunderagent", "passthrough", "oracle", *CAPS)
+            policies = (bench.policy, BEST_DELTA, "passthrough", "oracle", *CAPS)
             scene = replace(scenario, engine_tells_cached=tells)
             runs = bench.runs(at, scene, RealLoad(), policies, REAL_PROGRAMS_COUNT)
             for policy in (bench.policy, "oracle"):
-                ratio = ratio_of(runs[policy], runs["thunderagent"], turns_per_min)
-                found.append(Finding(at, policy, "turns/min / thunderagent", ratio))
+                ratio = ratio_of(runs[policy], runs[BEST_DELTA], turns_per_min)
+                found.append(Finding(at, policy, f"turns/min / {BEST_DELTA}", ratio))
             for other in ("passthrough", *CAPS):
                 ratio = ratio_of(runs[bench.policy], runs[other], turns_per_min)
                 found.append(Finding(at, bench.policy, f"turns/min / {other}", ratio))
+    return found
+
+
+def deltas(bench: Bench) -> list[Finding]:
+    """Run `thunderagent` at several periods on the load and engine of `scripts/bench real`, beside the default."""
+    engine = engine_model(RealEngineConfig(), real_timing())
+    scenario = replace(bench.scenario(SMALL), engine=engine, engine_tells_cached=False)
+    found = []
+    for count in (8, REAL_PROGRAMS_COUNT, 32):
+        runs = bench.runs(f"{count} programs", scenario, RealLoad(count), (bench.policy, *DELTAS), count)
+        found += [
+            Finding(f"{count} programs", policy, "turns/min", mean_of(runs[policy], turns_per_min)) for policy in runs
+        ]
     return found
 
 
@@ -564,6 +589,7 @@ COMMANDS: dict[str, Callable[[Bench], list[Finding]]] = {
     "told": told,
     "counters": counters,
     "real": real,
+    "deltas": deltas,
     "silent": silent,
     "homes": homes,
     "imbalance": imbalance,

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import exp, log
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
@@ -43,6 +44,7 @@ from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.figures.bounds import Engines
+from thunderagent.simulator.figures.intervals import Interval
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from thunderagent.simulator.engine.timing import TimingProfile
 
 DIRECT = "direct"
-BASELINES = ("passthrough", DIRECT)  # what ratios are taken against, in order of preference
 
 WATCH_INTERVAL_S = 0.5
 
@@ -263,46 +264,51 @@ async def compare(
     return runs
 
 
-def baseline_of(runs: list[Run]) -> str | None:
-    """Return the policy that ratios are taken against; None if neither baseline was run."""
-    policies = {run.policy for run in runs}
-    return next((name for name in BASELINES if name in policies), None)
+@dataclass(frozen=True)
+class Ratio:
+    """Turns/min of a policy over another's, seed by seed: the geometric mean, and the ends of its 95 % interval."""
+
+    programs: int
+    policy: str
+    other: str
+    mean: float
+    low: float
+    high: float
 
 
-def ratios(runs: list[Run], programs: int, policy: str) -> list[float]:
-    """Return turns/min of a policy over the baseline's, one for each seed that has both."""
-    rates = {(run.programs, run.policy, run.seed): run.figures["turns_per_min"] or 0.0 for run in runs}
-    baseline = baseline_of(runs)
-    if baseline is None:
-        return []
-    return [
-        rate / base
-        for (run_programs, run_policy, seed), rate in rates.items()
-        if (run_programs, run_policy) == (programs, policy) and (base := rates.get((programs, baseline, seed), 0.0))
-    ]
+def ratios(runs: Sequence[Run]) -> list[Ratio]:
+    """Compare each policy with those before it, at each load, over the seeds that both have."""
+    rates: dict[tuple[int, str], dict[int, float]] = {}
+    for run in runs:
+        rates.setdefault((run.programs, run.policy), {})[run.seed] = run.figures["turns_per_min"] or 0.0
+    found = []
+    for number, ((programs, policy), own) in enumerate(rates.items()):
+        for (other_programs, other), base in list(rates.items())[:number]:
+            pairs = [(own[seed], base[seed]) for seed in own.keys() & base.keys() if own[seed] and base[seed]]
+            if other_programs == programs and pairs:
+                logs = Interval.of([log(rate / base_rate) for rate, base_rate in pairs])
+                found.append(Ratio(programs, policy, other, exp(logs.mean), exp(logs.low), exp(logs.high)))
+    return found
 
 
 def table(runs: list[Run]) -> Table:
     """Return a table with a row for each load and policy: means over the seeds, times in seconds."""
-    baseline = baseline_of(runs)
-    title = f"Real engine: turns/min (x {baseline}), prefix hits, turn latency, first token (s)"
+    title = "Real engine: turns/min, prefix hits, turn latency, first token (s)"
     result = Table(title=title, box=box.SIMPLE_HEAD)
     result.add_column("n", justify="right", no_wrap=True)
     result.add_column("policy", no_wrap=True)
     in_time_columns = ("turns in time", "programs in time")
     ours = ("held", "idle", "least ratio")
-    for column in ("/min", "x", "hits", "p50", "p99", "first p99", *ours, *in_time_columns, "failed", "retried"):
+    for column in ("/min", "hits", "p50", "p99", "first p99", *ours, *in_time_columns, "failed", "retried"):
         result.add_column(column, justify="right", no_wrap=True)
     for programs, policy in dict.fromkeys((run.programs, run.policy) for run in runs):
         group = [run.figures for run in runs if (run.programs, run.policy) == (programs, policy)]
-        against = ratios(runs, programs, policy)
         times = ("latency_p50_s", "latency_p99_s", "first_token_p99_s")
         least_ratios = [ratio for figures in group if (ratio := figures.get("lowest_capacity_ratio")) is not None]
         result.add_row(
             str(programs),
             policy,
             _number(_mean(group, "turns_per_min"), 1),
-            _number(fmean(against) if against else None, 2),
             _percent(_mean(group, "hit_ratio")),
             *(_number(_mean(group, key), 1) for key in times),
             *(_percent(_mean(group, key), 1) for key in ("held_time_ratio", "idle_while_waiting_ratio")),
@@ -337,7 +343,7 @@ def results(comparison: Comparison, config: RealEngineConfig, runs: list[Run]) -
         "engine": {"version": config.kind.version, **asdict(config)},
         "comparison": {**asdict(comparison), "policies": [str(policy) for policy in comparison.policies]},
         "load": asdict(LoadSpec(stream=comparison.stream)),
-        "baseline": baseline_of(runs),
+        "ratios": [asdict(ratio) for ratio in ratios(runs)],
         "runs": [asdict(run) for run in runs],
     }
 
@@ -410,6 +416,9 @@ def main() -> None:
     console.width = max(console.width, 140)  # the table's width
     runs = asyncio.run(compare(comparison, config, name, console, arguments.calibration_seconds))
     console.print(table(runs))
+    for ratio in ratios(runs):
+        interval = f"{ratio.mean:.2f} ({ratio.low:.2f}, {ratio.high:.2f})"
+        console.print(f"{ratio.programs} programs, turns/min of {ratio.policy} / {ratio.other}: {interval}")
     console.print(f"written to benchmarks/results/{name}.json")
 
 

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from benchmarks import combination, mars
 from benchmarks.combination import (
-    CAP,
     CASES,
     COMBINATION,
     CONTESTANTS,
@@ -78,12 +77,13 @@ def test_every_policy_can_be_made_and_every_program_comes(case: Case) -> None:
 
 
 def test_on_one_replica_sticky_is_fcfs_and_runs_once() -> None:
-    """On two replicas it has its own run; a cap is the number that fits."""
+    """On two replicas it has its own run; caps are parts of the number that fits."""
     one = next(case for case in CASES if case.replicas_count == 1)
     two = next(case for case in CASES if case.replicas_count == 2)
     assert Task(one, STICKY, 0).key == Task(one, FCFS, 0).key
     assert Task(two, STICKY, 0).key != Task(two, FCFS, 0).key
-    assert Task(one, CAP, 0).policy == f"cap:n={one.fitting_count}"
+    assert Task(one, "cap 1", 0).policy == f"cap:n={one.fitting_count}"
+    assert Task(one, "cap 0.5", 0).policy == f"cap:n={round(one.fitting_count / 2)}"
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.profile == "demo"], ids=lambda case: case.workload)

@@ -9,9 +9,21 @@ from typing import Any
 import pytest
 
 from benchmarks.findings import Finding
-from benchmarks.limits import Cell, Followed, Task, findings, loads, run_one, whole_numbers
+from benchmarks.limits import (
+    SWEEP_SEED,
+    Cell,
+    Followed,
+    Task,
+    best_caps,
+    findings,
+    loads,
+    run_one,
+    task_of,
+    whole_numbers,
+)
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.simulator.commands.compare import names
+from thunderagent.simulator.comparison.results import CAP_BEST
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.runs.agenda import Agenda
 from thunderagent.simulator.runs.run import Simulation
@@ -63,11 +75,19 @@ def test_ratios_are_taken_seed_by_seed_and_their_mean_over_cells() -> None:
     for number, cell in enumerate(cells):
         for seed in seeds:
             for policy, factor in (("breakeven", 1.0), ("thunderagent", 2.0 + number), ("passthrough", 4.0)):
-                names = ("limit_ratio", "programs_per_hour", "mean_s", "p50_s", "p99_s", "longest_hold_s")
+                names = (
+                    "limit_ratio",
+                    "turns_per_min",
+                    "programs_per_hour",
+                    "mean_s",
+                    "p50_s",
+                    "p99_s",
+                    "longest_hold_s",
+                )
                 kept[Task(cell, policy, seed).key] = dict.fromkeys(names, factor * (1 + seed))
                 if policy == "passthrough":
                     kept[Task(cell, policy, seed).key]["longest_hold_s"] = 0.0
-    found = findings(kept, cells, ["breakeven", "thunderagent", "passthrough"], seeds)
+    found = findings(kept, cells, ["breakeven", "thunderagent", "passthrough"], seeds, {})
 
     def ratio(at: str, figure: str) -> Finding:
         return next(each for each in found if (each.setting, each.figure) == (at, figure))
@@ -79,6 +99,20 @@ def test_ratios_are_taken_seed_by_seed_and_their_mean_over_cells() -> None:
     assert over_all.interval is not None
     assert (over_all.interval.mean, over_all.verdict) == (pytest.approx((1 / 2 + 1 / 3) / 2), "no")
     assert ratio("all 2 cells", "longest hold / passthrough").interval is None
+
+
+def test_the_best_cap_comes_nearest_to_the_limit_in_its_cell() -> None:
+    """It is tried with a seed of its own, from less than half of what fits to more."""
+    fitting_count = CELL.scenario(0).programs_count / CELL.load
+    numbers = [int(cap.removeprefix("cap:n=")) for cap in CELL.caps]
+    assert min(numbers) <= fitting_count / 2
+    assert max(numbers) > fitting_count
+    kept = {Task(CELL, cap, SWEEP_SEED).key: {"limit_ratio": 1 / number} for number, cap in enumerate(CELL.caps, 1)}
+    kept[Task(CELL, CELL.caps[2], SWEEP_SEED).key]["limit_ratio"] = 2.0
+    caps = best_caps(kept, [CELL])
+    assert caps == {CELL: CELL.caps[2]}
+    assert task_of(CELL, CAP_BEST, 3, caps) == Task(CELL, CELL.caps[2], 3)
+    assert task_of(CELL, "ttl", 3, caps) == Task(CELL, "ttl", 3)
 
 
 @pytest.mark.parametrize(

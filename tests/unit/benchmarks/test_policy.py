@@ -140,7 +140,7 @@ def test_every_part_of_the_default_policy_is_there() -> None:
     texts = [f"breakeven:{setting}" for setting in ABLATIONS.values()]
     assert known(texts, console) == texts
     assert known(["breakeven:no_such_part=0", "ttl"], console) == ["ttl"]
-    assert len(COMMANDS) == 13
+    assert len(COMMANDS) == 14
     assert Bench(arguments().parse_args(["told"]), console).programs(SMALL).name == "standard"
 
 

@@ -12,7 +12,6 @@ from benchmarks.real import (
     Figures,
     Run,
     add_comparison_arguments,
-    baseline_of,
     comparison_from,
     ratios,
     results,
@@ -62,12 +61,14 @@ def test_every_pair_is_run_once_and_policies_take_turns_at_going_first() -> None
     ]
 
 
-def test_ratios_are_taken_seed_by_seed_against_the_baseline() -> None:
-    runs = [run("direct", 0, 100), run("cap:n=6", 0, 150), run("direct", 1, 50), run("cap:n=6", 1, 100)]
-    assert baseline_of(runs) == "direct"
-    assert ratios(runs, 8, "cap:n=6") == [1.5, 2.0]
-    assert baseline_of([*runs, run("passthrough", 0, 90)]) == "passthrough"
-    assert ratios([run("cap:n=6", 0, 150)], 8, "cap:n=6") == []
+def test_ratios_are_taken_seed_by_seed_at_one_load() -> None:
+    runs = [run("direct", 0, 100), run("cap:n=6", 0, 50), run("direct", 1, 50), run("cap:n=6", 1, 100)]
+    (ratio,) = ratios([*runs, run("cap:n=6", 2, 90), run("cap:n=6", 0, 150, programs=16)])
+    assert (ratio.programs, ratio.policy, ratio.other) == (8, "cap:n=6", "direct")
+    assert ratio.mean == pytest.approx(1.0)  # of 1/2 and 2
+    assert ratio.low * ratio.high == pytest.approx(1.0)
+    assert ratio.low < 0.5
+    assert ratios(runs[:1]) == []
 
 
 def test_the_table_has_a_row_for_each_load_and_policy() -> None:
