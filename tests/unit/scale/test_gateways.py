@@ -41,6 +41,7 @@ class Heard:
         self.tripped_ids: set[str] = set()
         self.seen_of: list[Digest] = []
         self.asked_ids: list[int] = []
+        self.cards_of: list[str] = []
 
     def new_turn_id(self) -> int:
         return next(self.ids)
@@ -60,7 +61,8 @@ class Heard:
 
     def released(self, word: Released) -> None: ...
 
-    def card(self, card: Card) -> None: ...
+    def card(self, card: Card) -> None:
+        self.cards_of.append(card.program_id)
 
     def seen(self, digest: Digest) -> None:
         self.seen_of.append(digest)
@@ -164,6 +166,22 @@ def test_a_gateway_that_only_had_a_card_hears_that_its_program_ended() -> None:
     cell.says("a", Turns(cards=(Card("p", "r", 10),)))
     cell.gateways.program_ended("p")
     assert Gone("p") in cell.gateways.frame(cell.gateways.all["a"]).messages
+
+
+@pytest.mark.parametrize(("followed", "has_come_back"), [(7, False), (8, True)])
+def test_a_program_that_ended_without_a_link_comes_back_only_from_another_scheduler(
+    followed: int, has_come_back: bool
+) -> None:
+    """A gateway that followed this one all the time knows nothing that it does not know."""
+    cell, cards = Cell(), Turns(cards=(Card("p", "r", 10), Card("q", "r", 10)))
+    cell.gateways.linked(Hello("a", 1, 1))
+    cell.says("a", cards, Told())
+    cell.unlinks("a")
+    cell.gateways.program_ended("p")
+    cell.gateways.linked(Hello("a", 1, 2, leader_id=followed))
+    cell.says("a", cards)
+    assert cell.heard.cards_of == ["p", "q", *(["p"] if has_come_back else []), "q"]
+    assert (Gone("p") in cell.gateways.frame(cell.gateways.all["a"]).messages) is not has_come_back
 
 
 LEASE = Lease(0, "p", 1, "r", "", None, "fits", 0.0)

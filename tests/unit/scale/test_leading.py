@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.unit.scale.test_links import Unwatched
-from thunderagent.errors import StoreError
+from thunderagent.errors import FencedError, StoreError
 from thunderagent.programs.model.events import ProgramOpened, ProgramReleased
 from thunderagent.programs.model.fleet_events import ReplicaUp
 from thunderagent.programs.policies.baselines.cap import Cap
@@ -87,6 +87,8 @@ class MemoryStore:
         self.on_append.set()
         await self.may_append.wait()
         self._answer()
+        if epoch < self.epoch:
+            raise FencedError("its epoch is over")
         if self.loses_entries:
             self.log, self.loses_entries = [], False
             raise StoreError("it lost what was written last")
@@ -202,6 +204,25 @@ async def test_an_epoch_that_was_lost_is_made_up_for_and_all_is_told_again() -> 
         member.leading._heard_higher(7)
         await member.until_written("p")
         assert store.epoch == member.leading.epoch == 8
+
+
+async def test_an_entry_on_its_way_is_written_before_its_leader_goes_to_a_higher_epoch() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        await until_leading(member)
+        member.opens("p")
+        await member.until_written("p")
+        store.may_append.clear()
+        store.on_append.clear()
+        member.opens("q")
+        await store.on_append.wait()
+        member.leading._heard_higher(7)
+        await member.until_renewed()
+        store.may_append.set()
+        while member.leading.epoch != 8:
+            await asyncio.sleep(0)
+        await member.until_written("p", "q")
+        assert member.leading.role == "leader"
 
 
 async def test_a_lock_that_was_taken_without_an_answer_is_taken_again_at_once() -> None:
@@ -377,3 +398,16 @@ async def test_of_programs_that_ended_while_the_store_is_away_only_the_ids_stay(
         store.is_away = False
         store.may_append.set()
         await member.until_written()
+
+
+async def test_a_program_that_came_before_its_pool_had_a_name_ends_in_the_log_too() -> None:
+    store = MemoryStore()
+    async with running(store) as member:
+        member.has_replicas("r")
+        await until_leading(member)
+        for name in ("p", "q"):
+            member.opens(name)
+        await member.until_written("p", "q")
+        member.runtime.pools.listed("r", ("a model",))
+        member.runtime.dispatch(ProgramReleased(member.runtime.now_s(), "p"))
+        await member.until_written("q")

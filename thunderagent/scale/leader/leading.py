@@ -274,14 +274,13 @@ class Leading:
             kept = await self._store.renew(self.owner, self.epoch)
             if kept:  # the store has lost an epoch: catch up
                 self._renewed(kept)
-                kept = await self._store.renew(self.owner, epoch + 1)
+                kept = await self.writing.go_on_in(epoch + 1)
         except StoreError:
             kept = 0
         if not kept:
             self._step_down(f"another scheduler leads in epoch {epoch}")
         elif self.role == "leader":
             self.epoch = epoch + 1
-            self.writing.goes_on_in(self.epoch)
             self._links.gateways.leads_in(self.epoch)
 
     # --- handing over

@@ -63,6 +63,8 @@ class Writing:
         self._news = asyncio.Event()
         self._lock = asyncio.Lock()
         self._learned_content = b""
+        self._names: list[str] = []
+        """The pools' names in what was written: a pool has none until a replica lists one."""
         self._stops: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
@@ -72,7 +74,9 @@ class Writing:
         """Write everything, and from now on what changes."""
         self._learned_content = learned_content
         self._journal = Journal(epoch, changes=self._changes, everything=self._everything, sums=self._sums)
-        for pool in self._runtime.pools.all:
+        pools = self._runtime.pools.all
+        self._names = [pool.name for pool in pools]
+        for pool in pools:
             pool.scheduler.book.changed_programs = {}
         self._links.gateways.on_counted = self._counted
         kinds = RouteSet, SetRoute, GrantsSuspended, GrantsContinued
@@ -80,10 +84,13 @@ class Writing:
         self._stops = [observe(self._observed), observe(self._operated, *kinds)]
         self._news.set()
 
-    def goes_on_in(self, epoch: int) -> None:
-        """Write in another epoch from now on."""
-        if self._journal is not None:
-            self._journal.epoch = epoch
+    async def go_on_in(self, epoch: int) -> int:
+        """Renew the lock in a higher epoch, and write in it from now on. Raises `StoreError`; see `Store.renew`."""
+        async with self._lock:  # an entry on its way would be of an epoch that is over
+            kept = await self._store.renew(self._owner, epoch)
+            if kept and self._journal is not None:
+                self._journal.epoch = epoch
+            return kept
 
     def tell_all(self) -> None:
         """Write everything again: the store has lost it."""
@@ -144,7 +151,11 @@ class Writing:
 
     def _changes(self) -> Iterator[Record]:
         """Yield the programs that changed, each in its state when taken."""
-        for pool in list(self._runtime.pools.all):
+        pools = list(self._runtime.pools.all)
+        before, self._names = self._names, [pool.name for pool in pools]
+        if self._names != before and self._journal is not None:
+            self._journal.tell_all()  # programs under a name that is gone would never end there
+        for pool in pools:
             book = pool.scheduler.book
             changed, book.changed_programs = book.changed_programs, {}
             if changed is None:  # a pool that nobody recorded yet

@@ -72,6 +72,8 @@ class Gateway:
         self.is_linked = False
         self.is_told = False
         """Whether it has sent all that it has, on this link."""
+        self.cards_are_known = False
+        """Whether it has sent all that it has since it followed another scheduler: its cards bring nothing new."""
         self.lost_since_s: float | None = None
         """Since when it has no link."""
         self.turns: dict[int, GatewayTurn] = {}
@@ -90,12 +92,13 @@ class Gateway:
 
     # --- its link
 
-    def linked(self, link_number: int) -> None:
+    def linked(self, link_number: int, *, followed_us: bool) -> None:
         """Begin a link. Raises `BadFrameError` if there already is a later one."""
         if link_number <= self.link_number:
             raise BadFrameError(f"{self} has a later link than {link_number}")
         self.link_number, self.is_linked, self.is_told = link_number, True, False
         self.lost_since_s = None
+        self.cards_are_known &= followed_us
         self.number, self.heard = 0, 0
         self.told_ids = set()
         self.outbox, self.uncounted_ids = [], []
@@ -116,7 +119,7 @@ class Gateway:
         """Note that it has sent all that it has; forget ends that it knows to be counted."""
         self.counted = {each: number for each, number in self.counted.items() if each in self.told_ids}
         self.told_ids = set()
-        self.is_told = True
+        self.is_told = self.cards_are_known = True
 
     def frame(self, epoch: int) -> Frame:
         """Return the next frame for it."""

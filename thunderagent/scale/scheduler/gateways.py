@@ -115,7 +115,7 @@ class Gateways:
             gateway = None
         if gateway is None:
             gateway = self.all[hello.gateway_id] = Gateway(hello.gateway_id, hello.boot_id)
-        gateway.linked(hello.link_number)
+        gateway.linked(hello.link_number, followed_us=is_ours)
         if is_higher:
             self.leads_in(hello.highest_epoch + 1)
         else:
@@ -352,6 +352,9 @@ class Gateways:
             gateway.told_ids.add(ask.turn_id)
             self._asked(gateway, ask)
         for card in turns.cards:
+            if gateway.cards_are_known and card.program_id not in self._served:
+                self.say(gateway, Gone(card.program_id))  # it ended while there was no link to say so
+                continue
             self._served.setdefault(card.program_id, set()).add(gateway.gateway_id)
             self._grants.card(card)
 
