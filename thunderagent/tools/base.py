@@ -74,6 +74,8 @@ class Found:
     labels: Mapping[str, str]
     running: bool
     place: Place
+    ended: bool = False
+    """Whether it will not run again by itself: one that is paused, or waits for a node, has not ended."""
 
     @property
     def sandbox_id(self) -> str:

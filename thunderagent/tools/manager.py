@@ -524,9 +524,9 @@ class Manager:
             if is_orphan if first else each.is_of(self._owner) and not is_orphan and each.sandbox_id not in names:
                 self._remove_soon(kind, each.handle, is_orphan=is_orphan)
         self._reclaimed = {key for key in self._reclaimed if key[0] != kind}
-        running = {each.handle for each in found if each.running}
+        alive = {each.handle for each in found if not each.ended}
         for handle in known:
-            if handle not in running:
+            if handle not in alive:
                 self.ended(kind, handle, "it is no longer there")
         self._end_expired(kind)
 

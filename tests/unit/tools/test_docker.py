@@ -39,6 +39,7 @@ from thunderagent.tools.base import (
     Owner,
 )
 from thunderagent.tools.docker import DockerDriver
+from thunderagent.tools.docker.answers import Listed
 from thunderagent.tools.docker.engine import mapped
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
@@ -420,6 +421,22 @@ async def test_an_engine_that_is_not_there_is_told_of(tmp_path: Path) -> None:
         with pytest.raises(SandboxEngineError):
             await ask
     await driver.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "running", "ended"),
+    [
+        ("created", False, False),
+        ("running", True, False),
+        ("paused", False, False),
+        ("restarting", False, False),
+        ("exited", False, True),
+        ("dead", False, True),
+    ],
+)
+def test_only_a_container_that_will_not_run_again_has_ended(state: str, *, running: bool, ended: bool) -> None:
+    found = Listed(id="c", state=state, names=["/box"]).found()
+    assert (found.running, found.ended) == (running, ended)
 
 
 class SlowEngine:

@@ -409,6 +409,18 @@ async def test_one_that_died_unheard_is_missed() -> None:
         assert "no longer there" in world.programs.story[-1][2]
 
 
+async def test_one_that_does_not_run_yet_or_is_paused_is_not_missed() -> None:
+    async with running() as world:
+        handle = (await world.has_ready("p"))["handle"]
+        world.admits("p")
+        world.driver.there[handle] = replace(world.driver.there[handle], running=False)
+        world.driver.put("mine", given_labels("q"), tell=False)
+        await world.until(lambda: world.manager.table.with_handle("docker", "mine") is not None)  # it was looked at
+        assert world.stage_of("s1") == "in_use"
+        world.driver.there[handle] = replace(world.driver.there[handle], ended=True)
+        await world.until(lambda: world.stage_of("s1") == "failed")
+
+
 async def test_idle_programs_lose_their_sandboxes_if_that_is_wanted() -> None:
     settings = replace(FAST, idle_limit_s=60.0)
     async with running(settings=settings) as world:

@@ -13,6 +13,8 @@ from thunderagent.tools.docker.connection import encoded, get_bytes, none_if_mis
 
 Json = dict[str, Any]
 
+_ENDED_STATES = frozenset({"removing", "exited", "dead"})
+
 
 class _Port(msgspec.Struct, rename="pascal"):
     private_port: int
@@ -56,7 +58,7 @@ class Listed(msgspec.Struct, rename="pascal"):
         networks = (self.network_settings.networks if self.network_settings else None) or {}
         ports = [(each.private_port, each.ip, each.public_port) for each in self.ports or () if each.type == "tcp"]
         place = _place(self.id, self.names[0] if self.names else "", (n.ip_address for n in networks.values()), ports)
-        return Found(self.id, self.labels or {}, self.state == "running", place)
+        return Found(self.id, self.labels or {}, self.state == "running", place, ended=self.state in _ENDED_STATES)
 
 
 class _Actor(msgspec.Struct, rename="pascal"):

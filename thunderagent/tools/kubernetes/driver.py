@@ -360,10 +360,10 @@ class KubernetesDriver:
             pod = pods.pop(ref.handle, {})
             if not is_going(each) and is_for_us(truth(each), self._owner):
                 self._known[ref.handle] = _Known(uid_of(each), network_in(each))
-                yield found_of(ref, truth(each), pod, is_ended=bool(end_of("job", each)))
+                yield found_of(ref, truth(each), pod, ended=bool(end_of("job", each)))
         for pod in pods.values():
             ref, labels, controller = ref_of("pod", pod), truth(pod), controller_of(pod)
-            found = found_of(ref, labels, pod)
+            found = found_of(ref, labels, pod, ended=bool(end_of("pod", pod)))
             # The cluster is about to remove our pod without its Job.
             if is_for_us(labels, self._owner) and (controller is None or found.is_given):
                 self._known[ref.handle] = _Known(controller[1] if controller else uid_of(pod), network_in(pod))
@@ -376,8 +376,8 @@ class KubernetesDriver:
                 ref = Ref.parse(handle)
                 there = self._api.read(ref.resource, ref.namespace, ref.name)
                 if there is not None and uid_of(there) == known.uid and not is_going(there):
-                    is_ended = bool(end_of(ref.kind, there))
-                    yield found_of(ref, truth(there), self._pod_of(ref, there), is_ended=is_ended)
+                    ended = bool(end_of(ref.kind, there))
+                    yield found_of(ref, truth(there), self._pod_of(ref, there), ended=ended)
 
     def _forget(self, before: Mapping[str, _Known], handles: set[str]) -> None:
         """Forget what ended by itself, and leave its network."""

@@ -38,10 +38,10 @@ def place_of(ref: Ref, pod: Json) -> Place:
     return Place(handle=ref.handle, address=address, ports=ports, details=details)
 
 
-def found_of(ref: Ref, labels: Mapping[str, str], pod: Json, *, is_ended: bool = False) -> Found:
+def found_of(ref: Ref, labels: Mapping[str, str], pod: Json, *, ended: bool = False) -> Found:
     """Return a sandbox by its true labels and its pod, which may be empty."""
     place = place_of(ref, pod)
-    return Found(handle=ref.handle, labels=labels, running=bool(place.address) and not is_ended, place=place)
+    return Found(ref.handle, labels, running=bool(place.address) and not ended, place=place, ended=ended)
 
 
 def is_ready(pod: Json) -> bool:
