@@ -2,8 +2,10 @@
 
 A key has a bucket of turns and one of tokens, each as large as a minute's. A turn that finds one empty waits in the
 key's line, because clients such as Codex give up at a 429. A turn's tokens are known at its end, so the bucket of
-tokens may be overdrawn, and fills up again before the next turn goes on. Programs count from the first news of them
-until they have ended; one too many gets 429, because the key's owner can end others.
+tokens may be overdrawn, and fills up again before the next turn goes on. If its usage is not reported, because its
+client left early or wanted none, its prompt counts a token for `BYTES_PER_TOKEN`, and its answer what was streamed.
+Programs count from the first news of them until they have ended; one too many gets 429, because the key's owner can end
+others.
 """
 
 from __future__ import annotations
@@ -16,12 +18,34 @@ from prometheus_client import CollectorRegistry, Counter
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
 from thunderagent.programs.model.decisions import Decision, is_rejected
-from thunderagent.programs.model.events import Event, TurnAbandoned, TurnArrived, TurnFailed, TurnFinished
+from thunderagent.programs.model.events import (
+    Event,
+    TurnAbandoned,
+    TurnArrived,
+    TurnFailed,
+    TurnFinished,
+    TurnProgressed,
+    TurnStarted,
+)
 from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
 from thunderagent.proxy.gate.rate_limit import Bucket
 
-HEARD = (TurnArrived, TurnFinished, TurnFailed, TurnAbandoned)
+HEARD = (TurnArrived, TurnStarted, TurnProgressed, TurnFinished, TurnFailed, TurnAbandoned)
 """Events to call `Quotas.heard` with."""
+
+BYTES_PER_TOKEN = 4
+"""Of a prompt whose tokens nobody reports: a common value for English text and code."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn that has not ended, of a key whose tokens are limited."""
+
+    key_name: str
+    prompt_tokens: int
+    """By its size."""
+    output_tokens: int = 0
+    has_started: bool = False
 
 
 @dataclass(slots=True)
@@ -54,8 +78,7 @@ class Quotas:
         self._max_waiting_count = max_waiting_count
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-        self._by_turn: dict[int, str] = {}
-        """Key names by turn that has not ended, if tokens are limited."""
+        self._turns: dict[int, _Turn] = {}
         self._limited = Counter(
             "thunderagent_key_limited",
             "Turns that waited (turns, tokens) or programs refused (programs) by a limit of their key.",
@@ -108,11 +131,16 @@ class Quotas:
         if isinstance(event, TurnArrived):
             key = caller_key()
             if key is not None and key.limits.tokens_per_min is not None and not is_rejected(event.turn_id, decisions):
-                self._by_turn[event.turn_id] = key.name
-        elif isinstance(event, HEARD):
-            account = self._accounts.get(self._by_turn.pop(event.turn_id, ""))
-            if account is not None and account.tokens is not None and isinstance(event, TurnFinished):
-                account.tokens.take((event.prompt_tokens or 0) + (event.output_tokens or 0), self._now_s())
+                self._turns[event.turn_id] = _Turn(key.name, event.prompt_bytes // BYTES_PER_TOKEN)
+        elif isinstance(event, HEARD) and (turn := self._turns.get(event.turn_id)) is not None:
+            if isinstance(event, TurnStarted | TurnProgressed):
+                turn.has_started = True
+                turn.output_tokens = event.output_tokens if isinstance(event, TurnProgressed) else 0
+                return
+            del self._turns[event.turn_id]
+            account = self._accounts.get(turn.key_name)
+            if account is not None and account.tokens is not None:
+                account.tokens.take(_tokens_of(turn, event), self._now_s())
 
     def programs_count(self, name: str) -> int:
         """Return how many programs of a key live, as far as they are counted."""
@@ -147,3 +175,12 @@ class Quotas:
 
     def _now_s(self) -> float:
         return self._clock() if self._clock is not None else asyncio.get_running_loop().time()
+
+
+def _tokens_of(turn: _Turn, end: Event) -> int:
+    """Return what a turn has used; nothing if its client left before its answer began, or its replica failed it."""
+    if isinstance(end, TurnFinished):
+        prompt_tokens = turn.prompt_tokens if end.prompt_tokens is None else end.prompt_tokens
+        return prompt_tokens + (turn.output_tokens if end.output_tokens is None else end.output_tokens)
+    has_left = isinstance(end, TurnAbandoned) and turn.has_started
+    return turn.prompt_tokens + turn.output_tokens if has_left else 0

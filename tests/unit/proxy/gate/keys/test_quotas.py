@@ -9,7 +9,14 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
 from thunderagent.programs.model.decisions import Reason, Reject
-from thunderagent.programs.model.events import TurnAbandoned, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import (
+    TurnAbandoned,
+    TurnArrived,
+    TurnFailed,
+    TurnFinished,
+    TurnProgressed,
+    TurnStarted,
+)
 from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 
@@ -92,7 +99,7 @@ async def test_only_so_many_turns_of_a_key_wait() -> None:
 
 
 async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() -> None:
-    """The next turn waits until the debt is gone; an abandoned turn took none."""
+    """The next turn waits until the debt is gone; a turn that was abandoned before its answer began took none."""
     world, ours = World(), key(tokens_per_min=600)
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
@@ -101,12 +108,35 @@ async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() ->
     world.quotas.heard(TurnArrived(0.0, 3, "p"), [Reject(3, "p", Reason.TOO_MANY_PROGRAMS)])  # it has no end
     world.quotas.heard(TurnFinished(0.0, 1, 700, 200), [])
     world.quotas.heard(TurnAbandoned(0.0, 2), [])
-    assert world.quotas._by_turn == {}
+    assert world.quotas._turns == {}
     assert not await world.begins(ours)
     assert world.limited("tokens") == 1
     world.now_s += 30.0  # 300 tokens, the debt of the bucket
     assert not await world.begins(ours)
     world.now_s += 0.2
+    assert await world.begins(ours)
+
+
+@pytest.mark.parametrize("end", [TurnFinished(0.0, 1), TurnAbandoned(0.0, 1)])
+async def test_a_turn_that_reports_no_usage_counts_by_its_sizes(end: TurnFinished | TurnAbandoned) -> None:
+    world, ours = World(), key(tokens_per_min=600)
+    check_key(ours, Keyring(), for_admin=False)
+    assert await world.begins(ours)
+    for event in (
+        TurnArrived(0.0, 1, "p", prompt_bytes=2000),
+        TurnStarted(0.0, 1),
+        TurnProgressed(0.0, 1, 60),
+        TurnProgressed(0.0, 1, 130),
+        end,
+        TurnArrived(0.0, 2, "p", prompt_bytes=2000),
+        TurnStarted(0.0, 2),
+        TurnFailed(0.0, 2),
+    ):
+        world.quotas.heard(event, [])
+    assert not await world.begins(ours)
+    world.now_s += 2.9  # 500 and 130 tokens of 600: a debt of 30, which is 3 s
+    assert not await world.begins(ours)
+    world.now_s += 0.3
     assert await world.begins(ours)
 
 
