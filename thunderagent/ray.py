@@ -29,10 +29,14 @@ from time import monotonic, sleep
 from typing import Any
 
 import ray
+from pydantic import SecretStr
+from pydantic_core import to_json
+from pydantic_settings import NoDecode
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.config.slices import split_list, split_pairs
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.serving.security import is_loopback
@@ -231,16 +235,29 @@ def url(name: str = "thunderagent") -> str:
 
 
 def environment_of(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return settings as environment variables: a command line is visible to others."""
-    return {f"{ENVIRONMENT_PREFIX}{name.upper()}": _spelt(value) for name, value in settings.items()}
+    """Return settings as environment variables: a command line is visible to others. None is left out.
+
+    Raises `ConfigurationError` if a part of a value cannot be written there.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {f"{ENVIRONMENT_PREFIX}{name.upper()}": _spelt(name, value) for name, value in given.items()}
 
 
-def _spelt(value: object) -> str:
+def _spelt(name: str, value: object) -> str:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if not isinstance(value, Mapping | list | tuple):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if NoDecode not in ServeConfig.model_fields[name].metadata:
+        return to_json(value).decode()
+    parts, split = value, split_list
     if isinstance(value, Mapping):
-        return ",".join(f"{name}={each}" for name, each in value.items())
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        parts, split, value = [f"{key}={each}" for key, each in value.items()], split_pairs, dict(value)
+    text = ",".join(map(str, parts))
+    with suppress(ValueError):
+        if split(text) == split(value):
+            return text
+    raise ConfigurationError(f"{name}: a cell cannot be given a part that is empty, or has a comma")
 
 
 def _with_keys(given: dict[str, Any], addresses: Sequence[str]) -> tuple[str, str, dict[str, str]]:

@@ -598,7 +598,10 @@ class KubernetesApi:
             before = self.sizes[namespace, plural, name]
             self.sizes[namespace, plural, name] = (patch or {})["spec"]["replicas"]
             self.on_scale(before, self.sizes[namespace, plural, name])
-        return {"kind": "Scale", "spec": {"replicas": self.sizes[namespace, plural, name]}}
+        pods = [pod["metadata"] for pod in self.all_of("pods", namespace=namespace)]
+        there_count = sum(each["name"].startswith(f"{name}-") and "deletionTimestamp" not in each for each in pods)
+        spec, status = {"replicas": self.sizes[namespace, plural, name]}, {"replicas": there_count}
+        return {"kind": "Scale", "spec": spec, "status": status}
 
     def _perform(
         self, verb: str, plural: str, namespace: str, name: str, body: Json | None, request: web.Request

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from tests.integration.support import ask, cap, chunk, fake_replica, running_proxy, stream_head, until, word, writes
+from tests.integration.support import (
+    answers,
+    ask,
+    cap,
+    chunk,
+    fake_replica,
+    running_proxy,
+    stream_head,
+    until,
+    word,
+    writes,
+)
 from thunderagent.cli import main
 
 if TYPE_CHECKING:
@@ -120,3 +131,9 @@ async def test_status_says_when_nobody_answers(capsys: pytest.CaptureFixture[str
         await replica.stop()
         assert await asyncio.to_thread(main, ["status", "--url", replica.url]) == 1
         assert "no proxy answers" in capsys.readouterr().err
+
+
+async def test_status_asks_for_no_key_where_that_does_not_help(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_replica(answers(status="500 Oh")) as replica:
+        assert await asyncio.to_thread(main, ["status", "--url", replica.url]) == 1
+        assert capsys.readouterr().err == f"thunderagent: error: {replica.url} answers 500\n"

@@ -157,6 +157,19 @@ async def test_a_running_proxy_is_examined_with_its_engines(engine_here: str) ->
         assert len(proxy.runtime.scheduler.programs) == 0
 
 
+async def test_the_running_proxy_is_examined_if_its_configuration_only_starts_replicas(
+    engine_here: str, tmp_path: Path
+) -> None:
+    """A proxy of the doctor's own would start none, and be found without."""
+    file = tmp_path / "thunderagent.toml"
+    async with running_proxy(engine_here) as proxy:
+        port = proxy.url.rpartition(":")[2]
+        file.write_text(f'provision = "command"\nprovision_command = "engine {{port}}"\nport = {port}\n')
+        found = await examine(options("--config", str(file), "--no-turns"))
+    assert exit_status(found) == 0
+    assert f"127.0.0.1:{port}" in {finding.subject for finding in found}
+
+
 # --- faults of an engine
 
 

@@ -10,13 +10,14 @@ import signal
 import socket
 import sys
 from collections import Counter
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
 
-from tests.integration.kubernetes_api import Behaviour, KubernetesApi
+from tests.integration.kubernetes_api import ApiError, Behaviour, KubernetesApi
 from tests.integration.support import (
     Gate,
     RunningProxy,
@@ -34,12 +35,14 @@ from tests.integration.support import (
 from thunderagent.backends.discovery.base import PodSelection
 from thunderagent.backends.discovery.kubernetes import ClusterAccess
 from thunderagent.errors import ConfigurationError, ProvisionError
-from thunderagent.provision.base import free_port
+from thunderagent.provision.base import ReplicaGoneError, free_port
 from thunderagent.provision.command import CommandProvisioner
 from thunderagent.provision.docker import DockerProvisioner, ReplicaImage
 from thunderagent.provision.kubernetes import KubernetesProvisioner, Workload
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
     from tests.integration.support import Answer
     from thunderagent.provision.base import Launched
 
@@ -558,18 +561,27 @@ def is_running(process: Path) -> bool:
 # --- replicas that are containers
 
 
-async def test_a_shutdown_removes_a_container_that_takes_its_time_to_stop() -> None:
-    """The task that waited for that is cancelled: the container must not stay."""
+STOP, REMOVE = "POST /containers/c1/stop", "DELETE /containers/c1"
+
+
+@asynccontextmanager
+async def by_docker(
+    first: Mapping[str, Callable[[], Awaitable[int]]],
+) -> AsyncIterator[tuple[DockerProvisioner, list[str]]]:
+    """Provision by an engine with one container, which does not run; yield also what it was asked.
+
+    `first` waits at the first requests of some kinds, and returns their status.
+    """
     said: list[str] = []
-    stops = asyncio.Event()
 
     async def engine(request: web.Request) -> web.Response:
         path = re.sub(r"^/v[0-9.]+", "", request.path)
         said.append(f"{request.method} {path}")
-        if path.endswith("/stop") and said.count(said[-1]) == 1:
-            await stops.wait()
+        if said[-1] in first and said.count(said[-1]) == 1:
+            return web.Response(status=await first[said[-1]]())
         if request.method == "GET":
-            return web.json_response({"ApiVersion": "1.44", "MinAPIVersion": "1.24", "Version": "26", "Os": "linux"})
+            version = {"ApiVersion": "1.44", "MinAPIVersion": "1.24", "Version": "26", "Os": "linux"}
+            return web.json_response({**version, "State": {"Running": False, "ExitCode": 1}})
         is_created = path == "/containers/create"
         return web.json_response({"Id": "c1", "Warnings": []}, status=201) if is_created else web.Response(status=204)
 
@@ -580,17 +592,56 @@ async def test_a_shutdown_removes_a_container_that_takes_its_time_to_stop() -> N
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = "tcp://{}:{}".format(*runner.addresses[0])
-        driver = DockerProvisioner(ReplicaImage("image"), owner="o", docker_url=url, end_limit_s=1.0)
+        yield DockerProvisioner(ReplicaImage("image"), owner="o", docker_url=url, end_limit_s=1.0), said
+    finally:
+        await runner.cleanup()
+
+
+async def fails() -> int:
+    return 500
+
+
+async def test_a_shutdown_removes_a_container_that_takes_its_time_to_stop() -> None:
+    """The task that waited for that is cancelled: the container must not stay."""
+    stops = asyncio.Event()
+
+    async def stop() -> int:
+        await stops.wait()
+        return 204
+
+    async with by_docker({STOP: stop}) as (driver, said):
         launched = await driver.start()
         ending = asyncio.create_task(driver.end(launched.handle, launched.url))
-        await until(lambda: "POST /containers/c1/stop" in said)
+        await until(lambda: STOP in said)
         ending.cancel()
         await asyncio.wait([ending])
         asyncio.get_running_loop().call_later(0.2, stops.set)
         await driver.close()
-        assert said.count("DELETE /containers/c1") == 1
-    finally:
-        await runner.cleanup()
+        assert said.count(REMOVE) == 1
+
+
+async def test_a_shutdown_removes_a_container_that_could_not_be_removed_before() -> None:
+    """The engine had failed: the container must not stay."""
+    async with by_docker({REMOVE: fails}) as (driver, said):
+        launched = await driver.start()
+        with pytest.raises(ProvisionError):
+            await driver.end(launched.handle, launched.url)
+        await driver.close()
+        assert said.count(REMOVE) == 2
+
+
+async def test_a_container_that_ended_by_itself_is_removed_however_often_that_fails() -> None:
+    """Its loss is told at once."""
+    lost: list[str] = []
+    async with by_docker({REMOVE: fails}) as (driver, said):
+        launched = await driver.start()
+        watching = asyncio.create_task(driver.run(lambda handle, _why: lost.append(handle)))
+        await until(lambda: REMOVE in said)
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert lost == [launched.handle]
+        await driver.close()
+        assert said.count(REMOVE) == 2
 
 
 # --- replicas that are pods
@@ -672,6 +723,39 @@ async def test_a_pod_that_ends_is_not_ended_twice() -> None:
                 await until(lambda: api.sizes["default", "deployments", "engine"] == 1)
                 await asyncio.sleep(0.5)
                 assert api.sizes["default", "deployments", "engine"] == 1
+    finally:
+        await api.stop()
+
+
+async def test_an_end_whose_answer_was_lost_ends_no_other_pod() -> None:
+    """It may have had its effect, so it is tried again only if no pod is about to end for it."""
+    api = KubernetesApi()
+    await api.start()
+    api.images["engine"] = Behaviour(stops_at_once=False)
+    sizes, engine = api.sizes, ("default", "deployments", "engine")
+    sizes[engine] = 2
+
+    def loses_the_answer(_before: int, _after: int) -> None:
+        raise ApiError(500, "InternalError", "lost")
+
+    try:
+        workload, selection = Workload.read("default/deployment/engine"), PodSelection.read("default/app=vllm:http")
+        driver = KubernetesProvisioner(workload, selection, ClusterAccess(api_url=api.url))
+        urls = {name: f"http://127.0.0.1:{9000 + number}" for number, name in enumerate(("engine-a", "engine-b"))}
+        for name, url in urls.items():
+            await pod(api, name, url)
+        api.on_scale = loses_the_answer
+        with pytest.raises(ProvisionError, match="lost"):
+            await driver.end("", urls["engine-a"])
+        with pytest.raises(ProvisionError, match="it may be engine-a that ends"):
+            await driver.end("", urls["engine-a"])
+        api.delete("pods", "engine-a", {})
+        with pytest.raises(ReplicaGoneError):
+            await driver.check_end("", urls["engine-a"])
+        await driver.end("", urls["engine-a"])
+        assert sizes[engine] == 1
+        with pytest.raises(ReplicaGoneError):
+            await driver.end("", urls["engine-a"])
     finally:
         await api.stop()
 

@@ -11,11 +11,13 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pydantic import SecretStr
 
 from tests.integration.support import ask, engine, events_of, get, until
 from tests.real.ray_cluster import two_nodes
 from tests.real.redis_server import redis_server
 from thunderagent.errors import ConfigurationError
+from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -260,3 +262,35 @@ def test_keys_are_made_where_others_could_come() -> None:
     own: dict[str, Any] = {"api_keys": "me:sha256:" + "0" * 64}
     assert _with_keys(own, ["127.0.0.1"])[0] == ""
     assert len(own["admin_keys"]) == 1
+
+
+def test_settings_arrive_as_they_were_given() -> None:
+    """Secrets, templates and values that are none do; what no environment variable can hold is refused."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("no Ray here: test_workflows_ray.py runs this with it")
+    from thunderagent.config import ServeConfig  # noqa: PLC0415
+    from thunderagent.ray import environment_of  # noqa: PLC0415
+
+    given: dict[str, Any] = {
+        "backend_api_key": SecretStr("a,b=c"),
+        "sandbox_templates": {"dict": {"image": "i", "setup": ["a, b"]}, "model": Template(image="j")},
+        "admin_port": None,
+        "backends": ["http://a:1", "http://b:1"],
+        "policy_args": {"n": 6},
+        "tenant_weights": {"a": 1.5},
+        "access_log": True,
+    }
+    with pytest.MonkeyPatch.context() as changes:
+        for name, value in environment_of(given).items():
+            changes.setenv(name, value)
+        config = ServeConfig.load()
+    assert config == ServeConfig.load(**given)
+    refused: list[dict[str, Any]] = [
+        {"policy_args": {"n": "1,m=2"}},
+        {"policy_args": {"n": "1,2"}},
+        {"policy_args": {"n": ""}},
+        {"cors_origins": ["http://a,b"]},
+    ]
+    for settings in refused:
+        with pytest.raises(ConfigurationError, match=f"{next(iter(settings))}: .* has a comma"):
+            environment_of(settings)

@@ -109,6 +109,8 @@ def test_an_option_that_was_not_given_says_nothing() -> None:
         (["doctor", "--url", "http://[::1"], "'http://[::1' is not a URL"),
         (["doctor", "--ca-file", "no/such/file"], "--ca-file: cannot use no/such/file"),
         (["status", "--programs", "many"], "invalid int value: 'many'"),
+        (["status", "--programs", "0"], "error: --programs: must be at least 1, not 0"),
+        (["top", "--programs", "-1"], "error: --programs: must be at least 1, not -1"),
         (["replay"], "the following arguments are required: LOG"),
         (["record", "events.jsonl"], "the following arguments are required: --out"),
         (["record", "no/such/log", "--out", "x"], "error: no/such/log: No such file or directory"),

@@ -18,6 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from thunderagent.errors import ConfigurationError
+
 REFRESH_S = 1.0
 TIMEOUT_S = 5.0
 BAR_WIDTH = 30
@@ -66,17 +68,25 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Show a running proxy."""
-    return watch_status(args.url, watch=args.watch, programs_count=args.programs, key=args.key, ca_file=args.ca_file)
+    """Show a running proxy. Raises `ConfigurationError`."""
+    programs_count = _programs_count(args)
+    return watch_status(args.url, watch=args.watch, programs_count=programs_count, key=args.key, ca_file=args.ca_file)
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Watch a running proxy."""
+    """Watch a running proxy. Raises `ConfigurationError`."""
     sort = f"-{args.sort}" if args.sort in LARGEST_FIRST else args.sort
-    programs_count = args.programs
+    programs_count = _programs_count(args)
     return watch_top(
         args.url, once=args.once, programs_count=programs_count, sort=sort, key=args.key, ca_file=args.ca_file
     )
+
+
+def _programs_count(args: argparse.Namespace) -> int:
+    count: int = args.programs
+    if count < 1:
+        raise ConfigurationError(f"--programs: must be at least 1, not {count}")
+    return count
 
 
 def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", ca_file: Path | None = None) -> int:
@@ -114,7 +124,9 @@ def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, k
                     time.sleep(REFRESH_S)
                     live.update(picture(client))
     except httpx2.HTTPStatusError as error:
-        print(f"thunderagent: error: {url} answers {error.response.status_code}; is a key missing?", file=sys.stderr)
+        status = error.response.status_code
+        remedy = "; is a key missing?" if status in (401, 403) else ""
+        print(f"thunderagent: error: {url} answers {status}{remedy}", file=sys.stderr)
         return 1
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         print(f"thunderagent: error: no proxy answers at {url}: {error}; --url gives another address", file=sys.stderr)

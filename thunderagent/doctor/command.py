@@ -98,7 +98,8 @@ async def examine(args: argparse.Namespace) -> list[Finding]:
     """Examine a running proxy, or engines through a proxy of our own. Raises `ConfigurationError`."""
     given = {"backends": args.backends} if args.backends else {}
     config = ServeConfig.load(args.config, **given)
-    if args.url is None and (args.backends or args.config) and config.has_replica_source:
+    has_engines = config.backends or config.backends_file or config.kubernetes_replicas
+    if args.url is None and (args.backends or args.config) and has_engines:
         findings = list(proxies.configuration_findings(config))
         async with _own_proxy(config) as url:
             return findings + await _examine_through(url, args, config, is_own=True)

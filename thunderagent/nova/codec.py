@@ -91,9 +91,9 @@ class Codec:
                 if width * height > self._most_pixels:
                     raise ApiError(f"An image of {width}x{height} is too large.", status=413, param="image_url")
                 pixels = picture.convert("RGB")
+            made = self._processor(images=[pixels], return_tensors="pt")  # refuses what is far longer than wide
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Pictures.DecompressionBombError) as error:
             raise ApiError(f"An image cannot be read: {error}", param="image_url") from None
-        made = self._processor(images=[pixels], return_tensors="pt")
         grids = made.get("image_grid_thw")
         grid = None if grids is None else tuple(int(length) for length in grids[0])
         return Image(made["pixel_values"], grid, hashlib.sha256(data).hexdigest())

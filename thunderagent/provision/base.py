@@ -25,6 +25,10 @@ class Launched:
     url: str = field(default="", repr=False)
 
 
+class ReplicaGoneError(ProvisionError):
+    """There is no such replica any more, so ending it again would be in vain."""
+
+
 OnLost = Callable[[str, str], None]
 """Called with the handle of a replica that ended by itself, and why."""
 
@@ -53,7 +57,7 @@ class Provisioner(Protocol):
         """Raise `ProvisionError` if that one cannot be ended, before it is drained in vain."""
 
     async def end(self, handle: str, url: str) -> None:
-        """End a drained replica, by its handle, or if that is empty, by its URL."""
+        """End a drained replica, by its handle, or if that is empty, by its URL; it is called again if it failed."""
 
     async def close(self) -> None:
         """End started replicas that must not outlive the proxy. Never raises."""

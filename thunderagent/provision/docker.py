@@ -95,9 +95,9 @@ class DockerProvisioner:
                     info = await self._engine.inspect(handle)
                     state = {} if info is None else info["State"]
                     if handle in self._handles and not state.get("Running"):
-                        self._handles.discard(handle)
                         on_lost(handle, f"it ended by itself, with status {state.get('ExitCode', 'unknown')}")
                         await self._engine.remove(handle)
+                        self._handles.discard(handle)
 
     async def start(self) -> Launched:
         """See `Provisioner`."""
@@ -148,8 +148,8 @@ class DockerProvisioner:
                 with contextlib.suppress(SandboxError):  # stopped by itself, or not in time: it is removed all the same
                     await self._engine.ask(lambda client: client.stop(handle, timeout=int(self._end_limit_s)))
                 await self._engine.remove(handle)
-        except asyncio.CancelledError:
-            self._handles.add(handle)  # a shutdown: `close` ends it
+        except BaseException:
+            self._handles.add(handle)  # it may still run: it is ended again, at the latest by `close`
             raise
 
     async def close(self) -> None:

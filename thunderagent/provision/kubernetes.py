@@ -3,6 +3,9 @@
 The source of replicas that watches the pods finds their URLs. When a Deployment is scaled down, Kubernetes chooses the
 pod with the lowest deletion cost, so that is set first. In a StatefulSet it is always the one with the highest number,
 so no other can be ended.
+
+A size may have been set although no answer came. When the end of a replica is tried again, its pod may therefore be
+ending: setting a smaller size would end another one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from thunderagent.backends.discovery.base import PodSelection
 from thunderagent.backends.discovery.kubernetes import Cluster, ClusterAccess, connected, url_of
 from thunderagent.errors import ConfigurationError, DiscoveryError, ProvisionError
-from thunderagent.provision.base import Launched, OnLost
+from thunderagent.provision.base import Launched, OnLost, ReplicaGoneError
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LOWEST_COST = "-2147483647"
@@ -55,6 +58,8 @@ class KubernetesProvisioner:
         self._access = access
         self._resizing = asyncio.Lock()
         """Held from reading the size to setting it: several may start and end at a time."""
+        self._unsure_urls: set[str] = set()
+        """Of replicas for whose end a size was set, but not answered."""
 
     def __repr__(self) -> str:
         return f"<KubernetesProvisioner {self._workload}>"
@@ -101,16 +106,23 @@ class KubernetesProvisioner:
                 if self._workload.kind == "deployment":
                     cost = {"metadata": {"annotations": {DELETION_COST: LOWEST_COST}}}
                     await cluster.ask("PATCH", f"{_pods(self._workload)}/{pod}", cost)
+                self._unsure_urls.add(url)
                 await self._resize(cluster, size_count - 1)
+        except ReplicaGoneError:
+            if url not in self._unsure_urls:
+                raise
         except DiscoveryError as error:
             raise ProvisionError(error.message) from error
+        self._unsure_urls.discard(url)
 
     async def _endable(self, cluster: Cluster, url: str) -> tuple[str, int]:
         """Return the pod at a URL, and the number of pods. Raises `ProvisionError` if it cannot be the one to go."""
-        size_count = await self._size(cluster)
+        size_count, there_count = await self._sizes(cluster)
         pod = await self._pod_at(cluster, url)
         if pod is None:
-            raise ProvisionError(f"no pod of {self._workload.name} is at {url}")
+            raise ReplicaGoneError(f"no pod of {self._workload.name} is at {url}")
+        if url in self._unsure_urls and there_count > size_count:
+            raise ProvisionError(f"{self._workload.name} is being scaled down: it may be {pod} that ends")
         last = f"{self._workload.name}-{size_count - 1}"
         if self._workload.kind == "statefulset" and pod != last:
             raise ProvisionError(f"of a StatefulSet only the last pod can end, {last}, and not {pod}")
@@ -120,21 +132,27 @@ class KubernetesProvisioner:
         """See `Provisioner`: the workload does not belong to the proxy, and stays."""
 
     async def _size(self, cluster: Cluster) -> int:
+        return (await self._sizes(cluster))[0]
+
+    async def _sizes(self, cluster: Cluster) -> tuple[int, int]:
+        """Return how many pods there should be, and how many there are."""
         scale = await cluster.ask("GET", f"{self._workload.path}/scale")
-        size_count = (scale.get("spec") or {}).get("replicas", 0)
-        if not isinstance(size_count, int):
+        wanted_count = (scale.get("spec") or {}).get("replicas", 0)
+        there_count = (scale.get("status") or {}).get("replicas", wanted_count)
+        if not isinstance(wanted_count, int) or not isinstance(there_count, int):
             raise DiscoveryError("the Kubernetes API gave an unexpected answer: a scale without a number")
-        return size_count
+        return wanted_count, there_count
 
     async def _resize(self, cluster: Cluster, size_count: int) -> None:
         await cluster.ask("PATCH", f"{self._workload.path}/scale", {"spec": {"replicas": size_count}})
 
     async def _pod_at(self, cluster: Cluster, url: str) -> str | None:
-        """Return the name of the pod at a URL, if it is one of the workload's."""
+        """Return the name of the pod at a URL, if it is one of the workload's and not ending."""
         pods, _ = await cluster.list(self._selection)
         for pod in pods:
             name = str(pod["metadata"]["name"])
-            if url_of(pod, self._selection.port) == url and name.startswith(f"{self._workload.name}-"):
+            is_at = url_of(pod, self._selection.port) == url and "deletionTimestamp" not in pod["metadata"]
+            if is_at and name.startswith(f"{self._workload.name}-"):
                 return name
         return None
 

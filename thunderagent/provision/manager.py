@@ -10,7 +10,8 @@ There are never more than `max_count` started replicas, nor, if possible, fewer 
 at first, and again when one is lost. A policy's request is carried out at most once per `cooldown_s`, an operator's at
 once. A started replica is named to the proxy like one of any other source: it gets turns after its first good poll; if
 there is none within `ready_limit_s` it is ended. One that ends is no longer named: it drains, and its driver ends it
-only when the proxy has forgotten it.
+only when the proxy has forgotten it. If that fails it may still run: it is tried again, and until then no other one
+gets its place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from thunderagent.errors import OperationRefusedError, ProvisionError, Provision
 from thunderagent.programs.model.decisions import Decision, EndReplica, Provision, Reason
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaRemoved
-from thunderagent.provision.base import Launched, Provisioner
+from thunderagent.provision.base import Launched, Provisioner, ReplicaGoneError
 
 log = structlog.get_logger("thunderagent.provision")
 
@@ -95,11 +96,14 @@ class Provisioning:
         self._own: dict[str, _Own] = {}
         """By handle."""
         self._ending_urls: set[str] = set()
+        self._unended_urls: set[str] = set()
+        """Of those whose end failed: they may still run."""
         self._elsewhere_count = 0
         """Number of replicas of a driver that does not report their URLs."""
         self._starting_count = 0
         self._cooled_s = -inf
         self._tries_again_s = -inf
+        self._retry_s = max(1.0, min(settings.cooldown_s, 10.0))
         self.failure = ""
         """The last failure; empty if the last attempt succeeded."""
 
@@ -138,8 +142,11 @@ class Provisioning:
         """Raise `ProvisionOffError` or `ProvisionLimitError` if no replica can be started."""
         if self._driver is None:
             raise ProvisionOffError("starting replicas is not configured: see --provision")
-        if self.count >= self._settings.max_count:
-            raise ProvisionLimitError(f"there are {self.count} started replicas, which is the largest number allowed")
+        running_count = self.count + len(self._unended_urls)
+        if running_count >= self._settings.max_count:
+            raise ProvisionLimitError(
+                f"there are {running_count} started replicas, which is the largest number allowed"
+            )
 
     def check_end(self, replica_id: str) -> None:
         """Raise `ProvisionLimitError` or `OperationRefusedError` if a replica must not be ended."""
@@ -181,7 +188,7 @@ class Provisioning:
                 self._elsewhere_count = await driver.open()
             except ProvisionError as error:
                 self._failed("replicas_not_managed", error)
-                await asyncio.sleep(max(1.0, min(self._settings.cooldown_s, 10.0)))
+                await asyncio.sleep(self._retry_s)
             else:
                 return
 
@@ -203,7 +210,8 @@ class Provisioning:
         if self._driver is None:
             return
         now_s = self._now_s()
-        while self.count < self._settings.min_count and now_s >= self._tries_again_s:
+        wanted_count = min(self._settings.min_count, self._settings.max_count - len(self._unended_urls))
+        while self.count < wanted_count and now_s >= self._tries_again_s:
             self._begin_start(self._driver, group, "there should be more")
         for own in self._own.values():
             own.was_up = own.was_up or self._fleet.is_up(own.launched.url)
@@ -275,9 +283,10 @@ class Provisioning:
             self._something.set()
 
     def _lost(self, handle: str, why: str) -> None:
-        own = self._own.pop(handle, None)
-        if own is None:
+        own = self._own.get(handle)
+        if own is None or own.is_ending:
             return
+        del self._own[handle]
         log.error("replica_lost", url=shown_url(own.launched.url), why=why)
         self.failure = f"{shown_url(own.launched.url)}: {why}"
         self._tries_again_s = self._now_s() + self._settings.cooldown_s
@@ -306,16 +315,49 @@ class Provisioning:
                 self._fleet.leave(launched.url)
             while self._fleet.knows(launched.url):  # noqa: ASYNC110 - until the proxy has drained and forgotten it
                 await asyncio.sleep(LOOK_S)
-            await driver.end(launched.handle, launched.url)
+            await self._end_drained(driver, launched)
         except ProvisionError as error:
             self._failed("replica_not_ended", error)
-            if not driver.names_urls:
-                self._elsewhere_count += 1
+            self._stays(launched)
         else:
             log.info("replica_ended", by=driver.name, url=shown_url(launched.url))
-        self._own.pop(launched.handle, None)
+            self._own.pop(launched.handle, None)
         self._ending_urls.discard(launched.url)
         self._something.set()
+
+    async def _end_drained(self, driver: Provisioner, launched: Launched) -> None:
+        """End a replica, and try again for as long as that fails.
+
+        Raises `ProvisionError` if it is gone, or an operator added it again: it has turns then.
+        """
+        url = launched.url
+        try:
+            while True:
+                try:
+                    await driver.end(launched.handle, url)
+                except ReplicaGoneError:
+                    raise
+                except ProvisionError as error:
+                    self._failed("replica_not_ended", error)
+                else:
+                    break
+                self._unended_urls.add(url)
+                await asyncio.sleep(self._retry_s)
+                if self._fleet.knows(url):
+                    raise ProvisionError(f"{shown_url(url)} was added again before it ended")
+            if url in self._unended_urls:
+                self.failure = ""
+        finally:
+            self._unended_urls.discard(url)
+
+    def _stays(self, launched: Launched) -> None:
+        """Count a replica again that does not end."""
+        own = self._own.get(launched.handle)
+        if own is None:
+            self._elsewhere_count += 1
+        else:
+            own.is_ending = False
+            self._tell()
 
     def _failed(self, what: str, error: ProvisionError) -> None:
         self.failure = error.message

@@ -66,6 +66,17 @@ def test_images_that_cannot_be_read_are_refused(loaded: tuple[Vlm, Codec], data:
     assert refused.value.status == status
 
 
+@pytest.mark.parametrize("sides", [(201, 1), (1, 201)])
+def test_an_image_that_is_far_longer_than_wide_is_refused(tmp_path: Path, sides: tuple[int, int]) -> None:
+    """Its image processor makes no grid of it."""
+    folder.write(tmp_path)
+    config = Vlm.load(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32).model.config
+    codec = Codec(tmp_path, config, most_pixels=10_000, most_tokens=200)
+    with pytest.raises(ApiError, match="aspect ratio") as refused:
+        codec.prompt(said(IMAGE_PART), None, [folder.png(0, *sides)])
+    assert refused.value.status == 400
+
+
 def test_reading_ends_when_no_slot_has_room(loaded: tuple[Vlm, Codec]) -> None:
     """This holds however many images a body has: the last one here is never read."""
     _, codec = loaded
