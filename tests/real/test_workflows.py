@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 SCRIPT = """
 import asyncio, logging, sys
 from tests.unit.workflows.agents import only
+from redis import Redis
 from thunderagent.workflows import StoreError, deploy, managed_dict, redis_store, stubs
+from thunderagent.workflows.store import Decisions
+from thunderagent.workflows.view import Summary
 
 redis_store.ANSWER_S = 2.0
 URL, SERVER_PID = sys.argv[1], int(sys.argv[2])
@@ -34,13 +37,31 @@ def say(*texts):
 def opened():
     return deploy(only("rememberer"), store=URL, period_s=0.02)
 
+async def beside_each_other():
+    one, other = redis_store.RedisStore(URL), redis_store.RedisStore(URL)
+    summary = Summary("echo/0", "node-0", 0, (), 0.0, 0, 0.0, False, {})
+    await one.publish("node-0", [summary])
+    await one.push("node-0", Decisions(kills=["echo/0"]))
+    assert (await other.collect(), await other.take("node-0")) == ([], [])
+    assert (await one.collect(), await one.take("node-0")) == ([summary], [Decisions(kills=["echo/0"])])
+    await one.save_state("echo", "shared", {"x": 1})
+    assert await other.load_states("shared") == {"echo": {"x": 1}}
+    await other.drop_session("shared")
+    assert await one.load_states("shared") == {}
+    await one.close()
+    await other.close()
+
+asyncio.run(beside_each_other())
 with opened() as app:
+    assert app.run(say, "x") == (["x"], {"runs": 1})
     assert app.run(say, "a", "b", session="s") == (["a", "b"], {"runs": 1})
     home = app.session_log("s").log[-1][4]
     other = ({"rememberer/0", "rememberer/1"} - {home}).pop()
     assert app.act(lambda act: act.migrate("s", home, other)) == []
     assert app.run(say, "c", session="s") == (["a", "b", "c"], {"runs": 2})
     assert app.session_log("s").log[-1][4] == other
+with Redis.from_url(URL) as client:
+    assert client.keys("*:state:*") == [b"thunderagent:workflows:state:s"]
 with opened() as app:
     assert app.run(say, "d", session="s") == (["a", "b", "c", "d"], {"runs": 3})
     app.end_session("s")

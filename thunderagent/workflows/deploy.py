@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
@@ -105,7 +106,11 @@ class Deployment:
         def run_loop() -> None:
             asyncio.set_event_loop(loop)
             loop.call_soon(started.set)
-            loop.run_forever()
+            is_over = False
+            while not is_over:
+                with suppress(SystemExit, KeyboardInterrupt):  # a driver's: `run` raises it
+                    loop.run_forever()
+                    is_over = True
             loop.close()
 
         self._thread = threading.Thread(target=run_loop, name="workflow-loop", daemon=True)
@@ -131,6 +136,13 @@ class Deployment:
 
     def _on_loop(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _check_thread(self, instead: str) -> None:
+        """Raise `WorkflowError` on the event loop, for which a blocking method would wait, or if there is none."""
+        if not self._is_open:
+            raise WorkflowError("the deployment is not open: use it in `with` or `async with`")
+        if threading.get_ident() == self.node.thread_id:
+            raise WorkflowError(f"this would block the event loop that it waits for: use `await app.{instead}(...)`")
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -177,10 +189,9 @@ class Deployment:
 
         `session` names what the user sees as one conversation: its state stays until `end_session`, and calls of it
         that belong together stay together. Without a name the session ends with the driver. From an agent's method, it
-        is a workflow within a workflow. Raises what the driver raises.
+        is a workflow within a workflow. Raises what the driver raises, and `WorkflowError` on the event loop.
         """
-        if self._thread is None:
-            raise WorkflowError("this deployment runs on your event loop: use `await app.run_async(...)`")
+        self._check_thread("run_async")
         if inspect.iscoroutinefunction(main):
             context = copy_context()
             call = self.run_async(main, *args, session=session, **kwargs)
@@ -197,10 +208,13 @@ class Deployment:
         info = await self.sessions.begin(session, current.get())
         try:
             if not inspect.iscoroutinefunction(main):
-                with ThreadPoolExecutor(1, "workflow-driver") as thread:
+                thread = ThreadPoolExecutor(1, "workflow-driver")
+                try:
                     return await self._loop.run_in_executor(
                         thread, copy_context().run, self._run_driver, info, main, args, kwargs
                     )
+                finally:
+                    thread.shutdown(wait=False)  # if this is cancelled, the driver may wait for the loop
             token = current.set(Scope(self.node, info))
             try:
                 value = await main(*args, **kwargs)
@@ -219,7 +233,11 @@ class Deployment:
             current.reset(token)
 
     def end_session(self, name: str) -> None:
-        """End a session: its state is dropped, calls that are left of it fail, the proxy is told."""
+        """End a session: its state is dropped, calls that are left of it fail, the proxy is told.
+
+        It need not have been used in this deployment. Raises `StoreError` if its state is still stored: call it again.
+        """
+        self._check_thread("end_session_async")
         self._on_loop(self.sessions.end(name))
 
     async def end_session_async(self, name: str) -> None:
@@ -233,7 +251,8 @@ class Deployment:
 
         For instance `app.act(lambda act: act.kill("developer/1"))`.
         """
-        return self._on_loop(self.act_async(ask)) if self._thread is not None else _no_loop()
+        self._check_thread("act_async")
+        return self._on_loop(self.act_async(ask))
 
     async def act_async(self, ask: Callable[[Act], None]) -> list[str]:
         """Do as `act`."""
@@ -323,7 +342,3 @@ def _as_it_is(agent: Agent, kind: type) -> Agent:
     if not agent.directives.managed and uses_managed_state(kind):
         return agent.with_directives(managed=True)
     return agent
-
-
-def _no_loop() -> list[str]:
-    raise WorkflowError("this deployment runs on your event loop: use `await app.act_async(...)`")

@@ -82,7 +82,8 @@ class Used:
     session: str
     agent: str
     uses_proxy: bool
-    values: dict[str, Any]
+    values: dict[str, bytes]
+    """Pickled one by one: one that does not pickle is not kept, and the others are."""
 
 
 @dataclass(slots=True)
@@ -173,7 +174,7 @@ class Host:
             self.node.break_circle()
 
     def _tell_used(self, location: str, calls: list[Call]) -> None:
-        values = dict(self.node.touched_states(location, calls)) if self.hello.keeps_state else {}
+        values = dict(self.node.touched_states(location, calls, self._dumps)) if self.hello.keeps_state else {}
         for call in calls:
             session = call.session
             info = self.node.sessions.get(session)

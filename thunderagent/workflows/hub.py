@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import pickle
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, Said, 
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.parcels import Parcel, pack, unpack
 from thunderagent.workflows.scope import SessionInfo
+from thunderagent.workflows.state import kept_values
 from thunderagent.workflows.store import Store
 
 log = logging.getLogger("thunderagent.workflows")
@@ -239,7 +241,8 @@ class Hub:
         if info is not None and message.uses_proxy:
             info.uses_proxy = True
         if message.values and self.on_kept is not None:
-            self.on_kept(message.agent, message.session, message.values)
+            values = kept_values(message.values, pickle.loads, message.session)
+            self.on_kept(message.agent, message.session, values)
 
     # --- ends
 

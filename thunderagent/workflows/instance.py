@@ -48,6 +48,7 @@ class Instance:
         self._left: Any = None
         """What an interrupted run leaves, while it is being interrupted."""
         self._is_interrupted = False
+        self._is_closing = False
         self._has_begun = False
         """Whether the first step of the current run is done."""
         self.done_count = 0
@@ -98,6 +99,7 @@ class Instance:
 
         A plain method cannot be stopped, so it is waited for. What `close` raises is logged.
         """
+        self._is_closing = True
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CLOSE_S)
@@ -140,17 +142,19 @@ class Instance:
             if type(value) in _HOLD_FUTURES:
                 value = await _resolved(value)
             values = self._by_call(value, calls) if self.agent.directives.batchable else [value]
-        except asyncio.CancelledError:
-            if not self._is_interrupted:
+        except asyncio.CancelledError as error:
+            if self._is_interrupted:
+                self._leave(calls, self._left)
+            elif self._is_closing:
                 raise
-            self._leave(calls, self._left)
+            else:  # the agent's own: something that it waited for was cancelled
+                self._fail(calls, error, began_s)
         except Preempted as preempted:
             kept = preempted.checkpoint if preempted.checkpoint is not None else self._left
             self._leave(calls, kept)
         except BaseException as error:
-            outcome = Outcome(None, self._failure(first, error), began_s, self.node.clock())
-            self._answer(calls, [outcome] * len(calls))
-            if not isinstance(error, Exception):
+            self._fail(calls, error, began_s)
+            if isinstance(error, KeyboardInterrupt):  # `sys.exit()` fails its call, and ends no loop
                 raise
         else:
             ended_s = self.node.clock()
@@ -185,6 +189,10 @@ class Instance:
             lead_s = self.node.hints.through(call) if self.node.hints is not None else None
             ended = outcome if lead_s is None else replace(outcome, lead_s=lead_s)
             self.node.post(self.location, m.Finished(call.call_id, ended))
+
+    def _fail(self, calls: list[Call], error: BaseException, began_s: float) -> None:
+        outcome = Outcome(None, self._failure(calls[0], error), began_s, self.node.clock())
+        self._answer(calls, [outcome] * len(calls))
 
     def _leave(self, calls: list[Call], kept: Any) -> None:
         for call in calls:

@@ -7,6 +7,7 @@ everything in it. Messages to remote machines go to the `Link`, in order of send
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import threading
 import time
@@ -84,12 +85,18 @@ class Node:
         self._from_threads: deque[Any] = deque()
         self._is_notified = False
         self._closing: set[asyncio.Task[None]] = set()
+        self._has_ended = False
 
     def __repr__(self) -> str:
         return f"<Node {self.name}: {len(self.instances)} instances, {len(self.origin.records)} calls>"
 
     def call(self, scope: Scope, agent: str, method: str, args: tuple[Any, ...]) -> Future:
-        """Make a call; return at once. From any thread. Raises `WorkflowError` for an agent that is not deployed."""
+        """Make a call; return at once. From any thread.
+
+        Raises `WorkflowError` for an agent that is not deployed, and `EndedError` after the end.
+        """
+        if self._has_ended:
+            raise EndedError(f"{agent}.{method} was called after the deployment had ended", path=scope.chain)
         if agent not in self.agents:
             raise WorkflowError(f"no agent {agent!r} is deployed, only {', '.join(self.agents)}")
         needs: dict[int, Handle] = {}
@@ -157,6 +164,8 @@ class Node:
         self._is_notified = False
         while self._from_threads:
             self._from_threads.popleft()()
+        if self._has_ended:  # a thread may have made a call just before
+            self._fail_rest()
 
     def post(self, to: str, message: Any, *, sender: str = "") -> None:
         """Deliver a message to a machine. On the loop."""
@@ -241,12 +250,14 @@ class Node:
         call.values = None
         cast("Handle", record).notify()
 
-    def touched_states(self, location: str, calls: list[Call]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each session's managed state that finished calls of an instance here have touched."""
+    def touched_states(
+        self, location: str, calls: list[Call], copied: Callable[[Any], Any] = copy.deepcopy
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each session's managed state that finished calls of an instance here have touched, `copied`."""
         for call in calls:
             state = self.controllers[location].states.get(call.session)
-            if state is not None and state.touched:
-                yield call.session, state.take_touched()
+            if state is not None and (values := state.take_touched(call.session, copied)):
+                yield call.session, values
 
     # --- instances
 
@@ -298,6 +309,8 @@ class Node:
         self.tell_all(m.SessionEnded(name))
         if self.hints is not None:
             self.hints.session_ended(name)
+        for agent in self.agents:
+            self.kept_states.pop((agent, name), None)
         return self.sessions.pop(name, None)
 
     def find_circle(self) -> Handle | None:
@@ -333,11 +346,15 @@ class Node:
             self._fail(handle, DeadlockError(text, path=handle.path, instance=handle.executor))
 
     async def close(self) -> None:
-        """End all instances, and fail the remaining calls."""
+        """End all instances, and fail the remaining calls: plain methods that wait for one are waited for."""
+        self._has_ended = True
         for location in list(self.instances):
             self.lose(location)
+        self._fail_rest()
         while self._closing:
             await asyncio.wait(self._closing)
+
+    def _fail_rest(self) -> None:
         for record in list(self.origin.records.values()):
             if record.outcome is None:
                 text = f"{record.call.agent}.{record.call.method} was not through when the deployment ended"

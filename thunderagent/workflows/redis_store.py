@@ -2,11 +2,13 @@
 
 One blob per node and period, one hash per session, all in msgpack. So state is limited to its types: tuples come back
 as lists, and objects of classes are refused. Anybody who can write to the server decides what agents remember.
+Deployments on one server share the sessions' state, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +25,9 @@ PREFIX = "thunderagent:workflows"
 MAX_BLOBS_COUNT = 1000
 """Limit of unread blobs; older ones are dropped, so that a stuck loop fills no memory."""
 
+UNREAD_S = 3600
+"""Blobs that nobody has read for so long are of a deployment that is gone."""
+
 ANSWER_S = 5.0
 """A server that is silent for so long has refused."""
 
@@ -34,31 +39,29 @@ class RedisStore:
         """Connect at the first use."""
         self._client = redis.asyncio.Redis.from_url(url, socket_timeout=ANSWER_S)
         self._prefix = prefix
+        deployment = uuid.uuid4().hex  # all have a node-0
+        self._summaries = f"{prefix}:summaries:{deployment}"
+        self._decisions = f"{prefix}:decisions:{deployment}"
 
     async def publish(self, node: str, summaries: list[Summary]) -> None:
         """Leave a node's summaries."""
-        blob = msgspec.msgpack.encode([node, [asdict(each) for each in summaries]])
-        async with self._errors(), self._client.pipeline() as pipeline:
-            pipeline.rpush(f"{self._prefix}:summaries", blob)
-            pipeline.ltrim(f"{self._prefix}:summaries", -MAX_BLOBS_COUNT, -1)
-            await pipeline.execute()
+        await self._add(self._summaries, msgspec.msgpack.encode([node, [asdict(each) for each in summaries]]))
 
     async def collect(self) -> list[Summary]:
         """Take all summaries."""
         async with self._errors():
-            blobs = await self._client.lpop(f"{self._prefix}:summaries", MAX_BLOBS_COUNT)
+            blobs = await self._client.lpop(self._summaries, MAX_BLOBS_COUNT)
         said = [msgspec.msgpack.decode(blob, type=tuple[str, list[Summary]]) for blob in blobs or ()]
         return [summary for _, summaries in said for summary in summaries]
 
     async def push(self, node: str, decisions: Decisions) -> None:
         """Leave decisions for a node."""
-        async with self._errors():
-            await self._client.rpush(f"{self._prefix}:decisions:{node}", msgspec.msgpack.encode(asdict(decisions)))
+        await self._add(f"{self._decisions}:{node}", msgspec.msgpack.encode(asdict(decisions)))
 
     async def take(self, node: str) -> list[Decisions]:
         """Take a node's decisions."""
         async with self._errors():
-            blobs = await self._client.lpop(f"{self._prefix}:decisions:{node}", MAX_BLOBS_COUNT)
+            blobs = await self._client.lpop(f"{self._decisions}:{node}", MAX_BLOBS_COUNT)
         return [msgspec.msgpack.decode(blob, type=Decisions) for blob in blobs or ()]
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
@@ -89,6 +92,13 @@ class RedisStore:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
+
+    async def _add(self, key: str, blob: bytes) -> None:
+        async with self._errors(), self._client.pipeline() as pipeline:
+            pipeline.rpush(key, blob)
+            pipeline.ltrim(key, -MAX_BLOBS_COUNT, -1)
+            pipeline.expire(key, UNREAD_S)
+            await pipeline.execute()
 
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:

@@ -9,11 +9,14 @@ none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 from thunderagent.workflows.errors import StateError
 from thunderagent.workflows.scope import DRIVER, current_scope
+
+log = logging.getLogger("thunderagent.workflows")
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -30,11 +33,22 @@ class SessionState:
         self.broken = broken
         """Why it could not be brought here; whoever uses it is told so."""
 
-    def take_touched(self) -> dict[str, Any]:
-        """Return a copy of what was used since this was last asked."""
-        found = copy.deepcopy({name: self.values[name] for name in self.touched if name in self.values})
+    def take_touched(self, session: str, copied: Callable[[Any], Any] = copy.deepcopy) -> dict[str, Any]:
+        """Return what was used since this was last asked, each value `copied`."""
+        used = {name: self.values[name] for name in self.touched if name in self.values}
         self.touched.clear()
-        return found
+        return kept_values(used, copied, session)
+
+
+def kept_values(values: Mapping[str, Any], change: Callable[[Any], Any], session: str) -> dict[str, Any]:
+    """Return what `change` makes of each value of a session; what it refuses is logged, and missing."""
+    kept = {}
+    for name, value in values.items():
+        try:
+            kept[name] = change(value)
+        except Exception as error:  # whatever a stranger's class raises
+            log.warning("state %s of session %r is not kept: %s: %s", name, session, type(error).__name__, error)
+    return kept
 
 
 def _state(name: str, kind: type) -> Any:
