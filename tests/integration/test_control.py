@@ -824,6 +824,21 @@ async def test_an_engine_that_somebody_else_paused_gets_no_turn() -> None:
         await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].flushed_s > 0)
 
 
+@pytest.mark.parametrize(
+    "rubbish", [b'{"is_paused": "\xff"}', b"[" * 100_000, b"{", b"[]"], ids=["no UTF-8", "deep", "cut", "no object"]
+)
+async def test_an_engine_that_reports_rubbish_is_asked_again(rubbish: bytes) -> None:
+    said: list[bytes] = [rubbish, b'{"is_paused": true}']
+
+    async def engine(call: Call) -> None:
+        body = said.pop(0) if call.target == "/is_paused" and len(said) > 1 else said[0]
+        await answers(body if call.target == "/is_paused" else {})(call)
+
+    async with replicas_behind(1, observe_interval_s=0.02) as (proxy, (replica,)):
+        replica.behaviour = engine
+        await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].suspended_for)
+
+
 async def test_what_an_engine_said_before_it_was_told_does_not_count() -> None:
     """A poll that began before a pause or a resume through the proxy, and ends after it, has the older state."""
     asked: asyncio.Queue[tuple[str, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()

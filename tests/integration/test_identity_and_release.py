@@ -177,6 +177,18 @@ async def test_models_are_the_union_of_all_replicas() -> None:
             assert [model["id"] for model in models["data"]] == ["base", "lora-1", "lora-2"]
 
 
+@pytest.mark.parametrize(
+    "rubbish",
+    [b'{"data": [{"id": "\xff"}]}', b"[" * 100_000, b"{", b"[]"],
+    ids=["no UTF-8", "deep", "cut", "no object"],
+)
+async def test_a_replica_that_lists_rubbish_hides_no_other_s_models(rubbish: bytes) -> None:
+    async with fake_replica() as one, fake_replica() as other, running_proxy(one.url, other.url) as proxy:
+        one.behaviour = answers(rubbish)
+        other.behaviour = answers({"object": "list", "data": [{"id": "base"}]})
+        assert [model["id"] for model in (await get(proxy.url, "/v1/models")).json()["data"]] == ["base"]
+
+
 async def test_models_that_every_replica_refuses_are_refused_in_its_words() -> None:
     """A client's wrong key is its own affair, not a lack of replicas; refusals that differ are a lack."""
     body = b'{"error": {"message": "Unauthorized", "code": 401}}'

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from pydantic import ValidationError
@@ -145,6 +147,19 @@ def test_a_file_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
         ServeConfig.load(tmp_path / "missing.toml")
     with pytest.raises(ConfigurationError, match=r"thunderagent\.toml: .*line 1"):
         ServeConfig.load(toml(tmp_path, "port == 1\n"))
+
+
+@pytest.mark.parametrize("name", ["is_file", "open"])
+def test_a_file_that_may_not_be_read_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it may not be found, or not be opened: a reload must not end the process."""
+    file = toml(tmp_path, "port = 9000\n")
+
+    def refuse(path: Path, *_: object, **__: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(ConfigurationError, match=r"Permission denied: .*thunderagent\.toml"):
+        ServeConfig.load(file)
 
 
 def test_it_is_frozen() -> None:

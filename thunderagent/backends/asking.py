@@ -162,10 +162,11 @@ class Asker:
         deadline_s = self._deadline_s
         try:
             async with asyncio.timeout(deadline_s), client.get(url, allow_redirects=False) as response:
-                text = await response.text(errors="replace")
+                # Both formats are UTF-8; other charsets that Python knows would produce what is no text.
+                text = (await response.read()).decode(errors="replace")
         except TimeoutError:
             return Failure(f"no answer within {deadline_s:g} s", is_silence=True)
-        except (aiohttp.ClientError, LookupError, ValueError) as error:  # also what cannot be sent, or decoded
+        except (aiohttp.ClientError, ValueError) as error:  # also what cannot be sent
             if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
                 return Failure("connection refused", is_refusal=True)
             why = " ".join(str(error).split())  # it may quote what the engine sent

@@ -124,18 +124,18 @@ class ServeConfig(
 
         Raises `ConfigurationError` with a line for each invalid value.
         """
-        if toml_file is not None and not toml_file.is_file():
-            raise ConfigurationError(f"there is no configuration file {toml_file}")
         source: type[Self] = cls  # creating a class takes longer than all the rest
         if toml_file is not None:
             source = type(cls.__name__, (cls,), {"toml_file": toml_file, "__module__": cls.__module__})
         try:
+            if toml_file is not None and not toml_file.is_file():
+                raise ConfigurationError(f"there is no configuration file {toml_file}")
             loaded: Self = source(**given)
         except ValidationError as error:
             raise ConfigurationError("; ".join(faults_of(error, whole="value"))) from error
         except TOMLDecodeError as error:
             raise ConfigurationError(f"{toml_file}: {error}") from error
-        except (SettingsError, ValueError) as error:
+        except (OSError, SettingsError, ValueError) as error:
             raise ConfigurationError(str(error)) from error
         return loaded
 

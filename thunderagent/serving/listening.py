@@ -61,12 +61,14 @@ async def listening(
             reuse_port=shares_port or None,
         )
         await site.start()
+        data_ports = {address[1] for address in runner.addresses}
         if admin_port is not None:
             await web.TCPSite(
                 runner, config.host, config.admin_port or 0, ssl_context=tls.context if tls is not None else None
             ).start()
-            admin_port.port = runner.addresses[1][1]
-            log.info("admin_port", port=admin_port.port)
+            # A free port may be the same one on two of the host's addresses: then it stays the data's.
+            admin_port.ports = frozenset(address[1] for address in runner.addresses) - data_ports
+            log.info("admin_port", ports=sorted(admin_port.ports))
         if not config.has_keys and not is_loopback(config.host):
             log.warning(
                 "open_to_the_network", host=config.host, effect="anybody who reaches this port can use the proxy"

@@ -19,13 +19,12 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from thunderagent.backends.discovery.base import shown_url
-from thunderagent.backends.discovery.dns import SCHEME as DNS_SCHEME
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.app import GUARD, HELD
 from thunderagent.proxy.fleet.discovery import Discovery
 from thunderagent.proxy.gate.keys import Keyring
-from thunderagent.serving.replica_sources import static_of
+from thunderagent.serving.replica_sources import dns_names_of, static_of
 from thunderagent.serving.security import check_security, held_limits
 
 log = structlog.get_logger("thunderagent.reloading")
@@ -47,7 +46,8 @@ class Reloader:
 
     def __init__(self, config: ServeConfig, load: Callable[[], ServeConfig]) -> None:
         """Start with `config`; `load` reads it again, and raises `ConfigurationError` if it is invalid."""
-        self._config = config
+        self.config = config
+        """As applied so far."""
         self._load = load
         self._takers: list[Taker] = []
         self._files: list[Callable[[], Awaitable[None]]] = []
@@ -81,14 +81,14 @@ class Reloader:
         except ConfigurationError as error:
             log.error("config_not_reloaded", why=error.message)  # noqa: TRY400 - no bug, so no trace
             raise
-        before = self._config
+        before = self.config
         changed = {name for name in ServeConfig.model_fields if getattr(before, name) != getattr(config, name)}
         applied: set[str] = set()
         for taker in self._takers:
             if taker.names & changed and taker.take(config):
                 applied |= taker.names & changed
         # What was not applied stays, so that the next reload reports it again.
-        self._config = config.model_copy(update={name: getattr(before, name) for name in changed - applied})
+        self.config = config.model_copy(update={name: getattr(before, name) for name in changed - applied})
         report = {
             "applied": {name: difference(name, before, config) for name in sorted(applied)},
             "needs_restart": {name: difference(name, before, config) for name in sorted(changed - applied)},
@@ -130,7 +130,7 @@ def take_over(
         return True
 
     def take_backends(config: ServeConfig) -> bool:
-        if simulated or not config.backends or any(url.startswith(DNS_SCHEME) for url in config.backends):
+        if simulated or not config.backends or dns_names_of(config) != dns_names_of(reloader.config):
             return False
         discovery.replicas_wanted("static", static_of(config.backends))
         return True

@@ -32,6 +32,11 @@ def static_of(urls: tuple[str, ...]) -> list[Wanted]:
     return [wanted_of(url) for url in urls if not url.startswith(SCHEME)]
 
 
+def dns_names_of(config: ServeConfig) -> set[str]:
+    """Return the backends whose names are to be resolved."""
+    return {url for url in config.backends if url.startswith(SCHEME)}
+
+
 def sources_of(config: ServeConfig) -> list[Source]:
     """Return the configured sources, besides the static list. Raises `ConfigurationError`."""
     interval_s = config.discovery_interval_s

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tests.loopback import free_ports
 from thunderagent.backends import backend_of
-from thunderagent.backends.asking import Asker, next_poll_after_s
+from thunderagent.backends.asking import Asker, Found, next_poll_after_s
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
 from thunderagent.errors import ConfigurationError
@@ -174,17 +174,8 @@ def test_a_poll_that_is_cancelled_leaves_no_connection_open() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=hex\r\nContent-Length: 2\r\n\r\nab",
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=punycode\r\nContent-Length: 2\r\n\r\n\xff\xfe",
-        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
-        b"not\nHTTP\r\n\r\n",
-    ],
-)
-async def test_an_answer_that_cannot_be_read_is_a_failure(answer: bytes) -> None:
-    """Its text is short, one line, and without the login of the URL."""
+async def found_in(answer: bytes) -> Found:
+    """Poll an engine that answers everything so."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -192,14 +183,35 @@ async def test_an_answer_that_cannot_be_read_is_a_failure(answer: bytes) -> None
         writer.close()
 
     async with await asyncio.start_server(behaviour, "127.0.0.1", 0) as server:
-        asker = Asker(f"http://u:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}", backend_of("vllm"), DEADLINE_S)
+        url = f"http://u:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        asker = Asker(url, backend_of("sglang"), DEADLINE_S)
         async with asker.client("", None) as client:
-            failure = (await asker.ask(client)).failure
+            return asker.found(await asker.ask(client), [None], finds_ranks=False)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", b"not\nHTTP\r\n\r\n"])
+async def test_an_answer_that_cannot_be_read_is_a_failure(answer: bytes) -> None:
+    """Its text is short, one line, and without the login of the URL."""
+    failure = (await found_in(answer)).failure
     assert failure is not None
     assert not failure.is_silence
     assert len(failure.why) < 300
     assert "\n" not in failure.why
     assert "secret" not in failure.why
+
+
+@pytest.mark.parametrize("charset", ["hex", "punycode", "raw_unicode_escape", "utf-16"])
+@pytest.mark.parametrize(
+    ("name", "names", "capacity_tokens"), [(b"m", ("m",), 7), (b"\xff", ("\ufffd",), 7), (rb"\ud800", (), None)]
+)
+async def test_an_engine_is_read_as_utf_8_whatever_charset_it_declares(
+    charset: str, name: bytes, names: tuple[str, ...], capacity_tokens: int | None
+) -> None:
+    """Python has charsets that are no text, and some whose text cannot be encoded."""
+    body = b'{"max_total_num_tokens": 7, "data": [{"id": "%b"}]}' % name
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset={charset}\r\nContent-Length: {len(body)}\r\n\r\n"
+    found = await found_in(head.encode() + body)
+    assert (found.failure, found.models, found.info_capacity_tokens) == (None, names, capacity_tokens)
 
 
 @pytest.mark.parametrize("where", ["u:%D0%BF@127.0.0.1", "a..b", f"{'x' * 70}.example"])

@@ -18,6 +18,7 @@ from thunderagent.errors import ReplicaError
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import OBSERVED, PAUSED
 from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.reading.sse import UNREADABLE
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.engine_control")
@@ -97,6 +98,6 @@ class Observer:
             return 0, {}
         try:
             state = msgspec.json.decode(body) if response.status == 200 else {}
-        except msgspec.DecodeError:
+        except UNREADABLE:
             state = {}
         return response.status, state if isinstance(state, dict) else {}

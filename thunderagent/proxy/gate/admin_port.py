@@ -25,7 +25,7 @@ DASHBOARD_PATH = "/dashboard"
 OF_ALL_UNLESS_NAMED = ("GET", "/sandboxes/events")
 """For an agent that follows its own program, and for operators who follow all."""
 
-RELEASE = ("POST", "/programs/release")
+RELEASES = frozenset({("POST", "/programs/release"), ("POST", "/sessions/batch_delete")})
 """For an agent that names its programs, and for operators who mean all."""
 
 MUST_NAME = web.RequestKey("must_name_programs", bool)
@@ -38,11 +38,11 @@ def is_admin(method: str, route_path: str) -> bool:
 
 
 class AdminPort:
-    """Knows which listener a request came to. `port` is set once it is known."""
+    """Knows which listener a request came to. `ports` is set once they are known: one for each address of the host."""
 
     def __init__(self) -> None:
         """Start before the listeners do."""
-        self.port: int | None = None
+        self.ports: frozenset[int] = frozenset()
 
     def before(self, handler: Handler, method: str, route_path: str, tenancy: Tenancy) -> Handler:
         """Wrap a handler to refuse elsewhere what belongs on the admin port."""
@@ -52,7 +52,7 @@ class AdminPort:
             return self._only_here(handler, lambda _: True)
         if (method, route_path) == OF_ALL_UNLESS_NAMED:
             return self._only_here(handler, lambda request: "program_id" not in request.query)
-        if (method, route_path) == RELEASE:
+        if (method, route_path) in RELEASES:
             return self._named_elsewhere(handler)
         if route_path == CATCH_ALL:  # a spelling that an engine may understand
             return self._only_here(handler, lambda request: request[NEEDS] is Access.ADMIN)
@@ -82,4 +82,4 @@ class AdminPort:
         if transport is None:
             return False
         address = transport.get_extra_info("sockname")
-        return self.port is not None and address is not None and address[1] == self.port
+        return address is not None and address[1] in self.ports

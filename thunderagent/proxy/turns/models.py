@@ -14,6 +14,7 @@ from thunderagent.errors import NoReplicaError, ReplicaError
 from thunderagent.leases import ReplicaMap
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.reading.sse import UNREADABLE
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 
 DEADLINE_S = 5.0
@@ -81,6 +82,6 @@ class Models:
 def _models_in(body: bytes) -> list[dict[str, Any]]:
     try:
         data = msgspec.json.decode(body)["data"]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return []
     return [model for model in data if isinstance(model, dict)] if isinstance(data, list) else []

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from thunderagent.proxy.wire.http11.line import Handler
 
 DEADLINE_S = 10.0
+LARGE_BYTES = 16 * 1024
 
 
 def request(target: str, body: bytes = b"", *headers: str, method: str = "POST", version: str = "1.1") -> bytes:
@@ -40,7 +41,7 @@ def request(target: str, body: bytes = b"", *headers: str, method: str = "POST",
 
 
 class Borrower(asyncio.Protocol):
-    """Answers `lent` with what it got once that holds a whole body of two bytes; it reads no further."""
+    """Answers `lent` once it has a whole body of two bytes; it refuses a larger one at once, and reads no further."""
 
     def __init__(self) -> None:
         self.got = b""
@@ -58,6 +59,10 @@ class Borrower(asyncio.Protocol):
         if self.got.endswith(b"{}"):
             self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlent")
             self.transport.answered(keeps_alive=True)
+        elif len(self.got) > LARGE_BYTES:
+            self.transport.pause_reading()
+            self.transport.write(b"HTTP/1.1 413 No\r\nContent-Length: 0\r\n\r\n")
+            self.transport.answered(keeps_alive=False)
 
 
 class Served:
@@ -210,6 +215,34 @@ async def test_an_answer_before_the_body_is_the_last_and_its_client_may_finish()
         answer = await told(served, request("/refuse", b"x" * 1_000_000)[:100_000], *rest)
         assert b"413 No" in answer
         assert b"Connection: close" in answer
+
+
+async def test_a_client_whose_lent_request_is_refused_may_finish() -> None:
+    """Even if its borrower made it wait: a reset would take the answer away."""
+    async with serving() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request("/lent", b"x" * 8_000_000))  # more than a system keeps
+        await writer.drain()
+        assert (await reader.read()).startswith(b"HTTP/1.1 413 No")
+        writer.close()
+
+
+async def test_who_no_longer_waits_for_room_leaves_the_others_waiting() -> None:
+    async with serving() as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        while not served.settings.connections:
+            await asyncio.sleep(0)
+        (connection,) = served.settings.connections
+        connection.pause_writing()
+        leaves, stays = asyncio.create_task(connection.room()), asyncio.create_task(connection.room())
+        await asyncio.sleep(0)
+        leaves.cancel()
+        await asyncio.wait([leaves])
+        comes = asyncio.create_task(connection.room())
+        await asyncio.sleep(0)
+        connection.resume_writing()
+        await asyncio.gather(stays, comes)
+        writer.close()
 
 
 async def test_a_body_is_invited_only_when_somebody_wants_it() -> None:

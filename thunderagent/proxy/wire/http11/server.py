@@ -175,7 +175,7 @@ class Connection:
         while self.is_full and self.transport is not None:
             if self._room is None:
                 self._room = self._loop.create_future()
-            await self._room
+            await asyncio.shield(self._room)  # others wait for it, too
         if self.transport is None:
             raise LeftError("the client left")
 
@@ -326,6 +326,7 @@ class Connection:
         if is_whole or not transport.can_write_eof() or transport.is_closing():
             self.cut()
             return
+        self.resume_reading()  # what stays unread when it closes would reset it
         transport.write_eof()
         self._waiting.for_end()
 
