@@ -94,7 +94,12 @@ def _release(pools: Pools, event: ProgramReleased) -> Sequence[Addressed]:
 
 
 def _release_together(pools: Pools, event: ProgramsReleased) -> Sequence[Addressed]:
-    return [(pool, event) for pool in pools.all if any(each in pool.scheduler.programs for each in event.program_ids)]
+    """End programs in the pools that know any of them, be it only as hopeless."""
+    return [
+        (pool, event)
+        for pool in pools.all
+        if any(each in pool.scheduler.programs or each in pool.scheduler.hopeless_ids for each in event.program_ids)
+    ]
 
 
 def _judged(pools: Pools, event: ProgramJudged) -> Sequence[Addressed]:
@@ -106,11 +111,12 @@ def _judged(pools: Pools, event: ProgramJudged) -> Sequence[Addressed]:
 
 
 def _route(pools: Pools, event: RouteSet) -> Sequence[Addressed]:
-    """Tell each pool its own replicas of a route; tell all pools if the route ends."""
+    """Tell each pool its own replicas of a route; without any, that a route it has there, or every route, ends."""
     told: list[Addressed] = []
     for pool in pools.all:
         own = tuple(target for target in event.targets if pools.of_replica(target[0]) is pool)
-        if own or not event.targets:
+        routes = pool.scheduler.core.routing.routes
+        if own or not event.targets or any((scope, name) == (event.scope, event.name) for scope, name, _ in routes):
             told.append((pool, replace(event, targets=own)))
     return told
 

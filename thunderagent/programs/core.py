@@ -120,7 +120,7 @@ class Core:
         program.in_flight.clear()
         self.leave(program, book.paused_place(program), reason)
         if not program.held and was_reasoning:
-            program.acting_since_s = book.now_s
+            program.acting_since_s = program.turns_ended_s = book.now_s
             self.limits.hear_of(program)
         book.resize(program)
         program.place.rank(program)

@@ -49,7 +49,8 @@ class Pool:
         before, self.partly = self.partly, {}
         for name in dict.fromkeys((*self.models, *before)):
             ids = [each for each, names in self.listed.items() if name in names or not names]
-            if not ids and self.scheduler.core.routing.routes.by_model[name].programs:
+            route = self.scheduler.core.routing.routes.by_model.get(name)  # None until its scheduler has heard of it
+            if not ids and route is not None and route.programs:
                 ids = [each for each in before[name] if each in self.listed]
             if 0 < len(ids) < len(self.listed):
                 self.partly[name] = tuple(ids)

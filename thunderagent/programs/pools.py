@@ -224,15 +224,17 @@ class Pools:
         self.replicas = ChainMap(*(each.replicas for each in schedulers))
 
     def _index(self) -> None:
-        """Rebuild the index of names; a pool that lost its last replica keeps its names."""
+        """Rebuild the index of names: each stays with its pool while that lists it, or has lost its last replica."""
         before, self._by_model = self._by_model, {}
+        listed = {pool: frozenset(pool.models) for pool in self.all}
         self._overlap = False
         for pool in self.all:
             names = pool.models or [name for name, owner in before.items() if owner is pool and not pool.listed]
             if self._make is not None:
                 self.to_tell.extend((pool, event) for event in pool.serve_anew())
             for name in names:
-                self._overlap |= self._by_model.setdefault(name, pool) is not pool
+                owner = before.get(name, pool)
+                self._overlap |= self._by_model.setdefault(name, owner if name in listed[owner] else pool) is not pool
             pool.name = pool.name or next(iter(names), "")
         self.some_partly = any(pool.partly for pool in self.all)
 

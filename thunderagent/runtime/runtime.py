@@ -169,7 +169,7 @@ class Runtime:
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for permission to run one turn; see `LeaseSource`."""
-        if self.replicas.names_models and not self.served.is_plain(ask.model):
+        if self.replicas.names_models and not (self.stands_by or self.served.is_plain(ask.model)):
             ask = await self._with_pool(ask, while_held)
         if self._closing or self.stands_by:
             raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
@@ -386,7 +386,7 @@ class Runtime:
         `outcome` says how it ended: `success`, `failure`, or empty.
         """
         lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
-        if lives or any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers):
+        if lives or self._is_hopeless(program_id):
             self._writer.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
         return lives
 
@@ -402,9 +402,13 @@ class Runtime:
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
         """End several programs at once, so that none of them gets another's room; return those that lived."""
         live_ids = [program_id for program_id in program_ids if program_id in self.programs]
-        if live_ids:
-            self._writer.dispatch(ProgramsReleased(self.now_s(), tuple(live_ids)))
+        known_ids = [each for each in program_ids if each in self.programs or self._is_hopeless(each)]
+        if known_ids:
+            self._writer.dispatch(ProgramsReleased(self.now_s(), tuple(known_ids)))
         return live_ids
+
+    def _is_hopeless(self, program_id: str) -> bool:
+        return any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers)
 
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
         """Report that a program's tool begins now, `inferred` if not by its client; return False if it is unknown."""

@@ -172,7 +172,9 @@ class ServedModels:
         if self._closing:
             return
         if self.pools.several or (ask.model and ask.pinned_replica_id is None and self._refuses_unknown):
-            self.pools.send(ask.turn_id, await self._pool_when_known(ask, while_held))
+            pool = await self._pool_when_known(ask, while_held)
+            if self.pools.several and ask.pinned_replica_id is None:  # otherwise nobody asks where it goes
+                self.pools.send(ask.turn_id, pool)
 
     async def _pool_when_known(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> Pool:
         """Return the pool of a turn; a replica may serve by now what it, or any other, did not.

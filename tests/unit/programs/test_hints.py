@@ -237,14 +237,31 @@ def test_tenants_that_were_not_heard_of_for_longest_are_forgotten() -> None:
 
 
 def test_a_tool_that_is_said_to_be_through_is_waited_for_whatever_was_said_before(driver: Driver) -> None:
-    """The next turn comes at once; when another tool begins, the hint counts as before."""
+    """The next turn comes at once, or within what holding may cost; for another tool, the hint counts as before."""
     driver.takes_turn("a", 200)
     driver.is_hinted("a", 4.0)
     driver.tool_ends("a")
-    assert held_s(driver) == float("inf")
+    assert held_s(driver) == pytest.approx(THRESHOLD_S)
     driver.passes(1.0)
     driver.tool_starts("a", "make")
     assert held_s(driver) == pytest.approx(7.0)
+
+
+def test_what_is_held_for_ended_tools_is_bounded_however_often_they_end(driver: Driver) -> None:
+    """The first end after a turn counts, however late it comes; the next turn begins anew."""
+    driver.takes_turn("a", 200)
+    for _ in range(2):
+        driver.passes(50.0)
+        driver.tool_starts("a", "make")
+        driver.passes(50.0)
+        driver.tool_ends("a")
+        assert held_s(driver) == pytest.approx(THRESHOLD_S)
+        for elapsed_s in (10.0, 20.0, 30.0):
+            driver.passes(10.0)
+            driver.tool_starts("a", "make")
+            driver.tool_ends("a")
+            assert held_s(driver) == pytest.approx(THRESHOLD_S - elapsed_s)
+        driver.takes_turn("a", 210)
 
 
 def test_a_policy_that_holds_by_something_else_goes_by_itself() -> None:

@@ -270,6 +270,24 @@ def test_a_failed_turn_teaches_no_growth() -> None:
     assert driver.scheduler.knowledge.growth.turn_tokens(0.75, 77) == 77
 
 
+def test_turns_that_teach_nothing_leave_the_mean_size_of_programs_as_it_is() -> None:
+    """Failed turns and those that only a stranger tells of do not count, and neither do programs that had no others."""
+    driver = driver_with()
+    growth = driver.scheduler.knowledge.growth
+    for number in range(10):
+        program_id = f"p{number}"
+        for tokens in (1000, 3000) if number < 5 else ():
+            driver.takes_turn(program_id, tokens)
+        for _ in range(3):
+            driver.fails(driver.arrives(program_id, 3000))
+            turn_id = driver.arrives(program_id, 3000)
+            driver.send(TurnUnverified(driver.now_s, turn_id))
+            driver.finishes(turn_id, 3000)
+        driver.releases(program_id)
+        assert (growth.whole_tokens == inf) == (number < 4)
+    assert growth.whole_tokens == pytest.approx(1000)
+
+
 # --- What strangers report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.book.prefixes import SIZE_SLACK_RATIO, PrefixTree, chain_of
+from thunderagent.programs.book.prefixes import MOVED_RATIO, SIZE_SLACK_RATIO, PrefixTree, chain_of
 from thunderagent.programs.model.turn import Chain
 
 REPLICAS = ("r0", "r1")
@@ -26,6 +26,7 @@ class Union:
     def __init__(self) -> None:
         self.sizes_tokens: dict[tuple[int, ...], int] = {}
         self.chains: list[tuple[tuple[int, ...], str]] = []
+        self.measured: set[tuple[int, ...]] = set()
 
     def size_tokens(self, path: tuple[int, ...]) -> int:
         return self.sizes_tokens.setdefault(path, 7 * len(path) + sum(path))
@@ -40,11 +41,17 @@ class Union:
             chain.append((hash(cut), tokens))
         return tuple(chain)
 
-    def resize(self, cut: tuple[int, ...], size_tokens: int) -> None:
-        """Take a new size, unless it concerns the counted chain."""
-        is_counted = any(path[: len(cut)] == cut for path, _ in self.chains)
-        if not is_counted or abs(self.size_tokens(cut) - size_tokens) > SIZE_SLACK_RATIO * size_tokens:
-            self.sizes_tokens[cut] = size_tokens
+    def counted(self) -> set[tuple[int, ...]]:
+        return {cut for path, _ in self.chains for cut in self.cuts_of(path)}
+
+    def resize(self, cut: tuple[int, ...], size_tokens: int) -> Chain:
+        """Return a chain that ends with a cut of another size, and take that; all of it, until it is measured."""
+        chain, counted, moved_tokens = self.chain(cut), self.counted(), size_tokens - self.size_tokens(cut)
+        if cut not in counted or abs(moved_tokens) > SIZE_SLACK_RATIO * size_tokens:
+            taken_ratio = MOVED_RATIO if cut in self.measured else 1
+            self.sizes_tokens[cut] += int(taken_ratio * moved_tokens)
+        self.measured |= counted.intersection(self.cuts_of(cut))
+        return (*chain[:-1], (chain[-1][0], chain[-1][1] + moved_tokens))
 
     def shared_tokens(self, replica_id: str) -> int:
         paths = [path for path, where in self.chains if where == replica_id]
@@ -73,9 +80,9 @@ def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tup
         elif kind == "leave" and union.chains:
             path, where = union.chains.pop(what % len(union.chains))
             shared_tokens[where] -= tree.leave(union.chain(path), where)
+            union.measured &= union.counted()
         elif kind == "resize" and what:
-            union.resize(what, size_tokens)
-            for where, grown_tokens in tree.resize(union.chain(what)).items():
+            for where, grown_tokens in tree.resize(union.resize(what, size_tokens)).items():
                 shared_tokens[where] += grown_tokens
         assert shared_tokens == {each: union.shared_tokens(each) for each in REPLICAS}
         assert len(tree) == len({cut for path, _ in union.chains for cut in union.cuts_of(path)})
@@ -130,3 +137,4 @@ def test_cuts_that_do_not_ascend_have_no_size() -> None:
 def test_cuts_come_in_bytes() -> None:
     """They are counted in tokens."""
     assert chain_of([(7, 400), (8, 1000)], 0.25) == ((7, 100), (8, 250))
+    assert chain_of(((7, 400), (8, 1000)), 0.25, 150) == ((7, 100), (8, 150))

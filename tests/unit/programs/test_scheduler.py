@@ -494,18 +494,26 @@ def test_the_forget_limit_drops_a_program_and_its_id_comes_back_as_a_new_one() -
     assert driver.program("a").generation > generation
 
 
-def test_the_limits_are_those_of_one_tool_however_many_run_between_two_turns() -> None:
-    """An agent that runs one command after another is at work: it keeps its claim, and is not forgotten."""
+@pytest.mark.parametrize("inferred", [False, True])
+def test_the_idle_limit_counts_from_the_first_tool_however_many_run_between_two_turns(inferred: bool) -> None:
+    """An agent that runs one command after another is not forgotten, but two cheap words keep no claim for ever."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
-    for _ in range(6):
-        driver.tool_starts("a", "make")
-        driver.ticks(40.0)
-        driver.tool_ends("a", inferred=True)
+    driver.passes(20.0)
+    driver.tool_starts("a", "make")
+    for _ in range(2):
         driver.ticks(20.0)
+        driver.tool_ends("a", inferred=inferred)
+        driver.ticks(5.0)
+        driver.tool_starts("a", "make")
     assert driver.home("a") == "r0"
-    assert of_kind(Pause, driver.ticks(31.0)) == ["a"]
-    assert of_kind(Release, driver.ticks(150.0)) == ["a"]
+    assert of_kind(Pause, driver.ticks(1.0)) == ["a"]
+    for _ in range(6):
+        driver.ticks(60.0)
+        driver.tool_ends("a", inferred=inferred)
+        driver.tool_starts("a", "make")
+    assert of_kind(Release, driver.ticks(200.0)) == []
+    assert of_kind(Release, driver.ticks(1.0)) == ["a"]
 
 
 def test_a_program_with_a_turn_is_neither_idle_nor_forgotten() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.builders import Driver
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.book.prefixes import SharedPrefixes
 from thunderagent.programs.model.places import Kind, Place
@@ -83,16 +85,58 @@ def two_programs() -> tuple[SharedPrefixes, Program, Program, Account]:
     return shares, here, comes, account
 
 
+def sends(shares: SharedPrefixes, program: Program, ratio: float, account: Account) -> None:
+    """Send the program's prompt again, with known tokens per byte."""
+    branch = program.branches[MAIN_BRANCH]
+    branch.tokens_per_byte_ratio = ratio
+    cuts = CUTS["ab" if program.program_id == "here" else "ac"]
+    for replica_id, tokens in shares.set_prefix(program, branch, cuts, 1.0).items():
+        assert replica_id == "r0"
+        account.share(tokens)
+
+
 def test_a_made_up_size_moves_what_others_share_within_bounds() -> None:
-    """A client may report any usage; a cut has 1/16 to 1 token a byte."""
+    """A client may report any usage; a cut has 1/16 to 1 token a byte, and a turn moves it by an eighth."""
     shares, liar, victim, account = two_programs()
     activate(shares, victim, "r0", account)
-    for ratio, cut_tokens in ((1250.0, 100), (1e-6, 100 // 16)):
-        liar.branches[MAIN_BRANCH].tokens_per_byte_ratio = ratio
-        for replica_id, tokens in shares.set_prefix(liar, liar.branches[MAIN_BRANCH], CUTS["ab"], 1.0).items():
-            assert replica_id == "r0"
-            account.share(tokens)
+    for ratio, cut_tokens in ((1250.0, 100), (1e-6, 89)):
+        sends(shares, liar, ratio, account)
         assert account.shared_tokens == cut_tokens
+    for _ in range(100):
+        sends(shares, liar, 1e-6, account)
+    assert 100 // 16 <= account.shared_tokens < 100 // 16 + 8
+
+
+def test_a_program_with_a_dense_history_moves_what_others_share_by_little() -> None:
+    """Each turn moves it by an eighth of the difference at most, and the others' turns move it back."""
+    shares, dense, other, account = two_programs()
+    activate(shares, other, "r0", account)
+    sends(shares, other, 0.25, account)
+    assert account.shared_tokens == 25
+    for _ in range(50):
+        before_tokens = account.shared_tokens
+        sends(shares, dense, 1.0, account)
+        assert account.shared_tokens - before_tokens < 10
+        sends(shares, other, 0.25, account)
+        assert account.shared_tokens < (25 + 100) / 2
+
+
+def test_a_guess_gives_way_to_what_is_measured_at_once() -> None:
+    """With one ratio for all, nobody moves it again."""
+    shares, here, comes, account = two_programs()
+    activate(shares, comes, "r0", account)
+    assert account.shared_tokens == 100
+    for program in (comes, here, comes, here):
+        sends(shares, program, 0.25, account)
+        assert account.shared_tokens == 25
+
+
+def test_no_shared_part_is_larger_than_the_prompt_that_has_it() -> None:
+    """The rest of this body is no prompt: it has less than 1/16 token a byte."""
+    driver = Driver(load_policy("breakeven", {}), replicas={"r0": 100_000})
+    driver.finishes(driver.arrives("a", 4000), 100)
+    driver.arrives("a", 4000, prefix={"system": 3000})
+    assert [tokens for _, tokens in driver.program("a").branches[MAIN_BRANCH].prefix] == [100]
 
 
 def test_a_paused_program_finds_what_others_claim() -> None:

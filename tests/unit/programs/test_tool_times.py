@@ -262,3 +262,12 @@ def test_many_are_censored_as_one_by_one(some_s: list[float], times: int) -> Non
     for each_s in sorted(away_s):
         apart.censored("t", each_s)
     assert together.export() == apart.export()
+
+
+def test_more_late_returns_than_are_remembered_leave_what_another_can_adopt() -> None:
+    """5,000 programs lose their claims at once, as at an outage, and all of them come back."""
+    times = ToolTimes()
+    times.all_censored("t", [50.0] * 5000)
+    for _ in range(5000):
+        times.came_back_late("t", 50.0, 900.0)
+    ToolTimes().adopt(*times.export())

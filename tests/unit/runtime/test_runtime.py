@@ -14,7 +14,7 @@ import structlog.testing
 from msgspec.structs import replace
 
 from tests.builders import asked
-from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError
+from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError, StandingByError
 from thunderagent.leases import TurnEnd, TurnHint
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.invariants import check
@@ -298,6 +298,29 @@ async def test_release_says_whether_there_was_such_a_program() -> None:
         assert runtime.release("a", generation)
         assert not runtime.release("a")
         assert not runtime.release("never-was")
+
+
+async def test_programs_that_are_released_together_are_no_longer_hopeless() -> None:
+    """This is as in a release of one; only those that lived are returned."""
+    async with running(replicas=("r0", "r1")) as (runtime, _):
+        (await runtime.lease(asked(runtime, "a"))).finished()
+        runtime.scheduler.hopeless_ids["b"] = None
+        assert runtime.release_together(["b", "a", "never-was"]) == ["a"]
+        assert not runtime.scheduler.hopeless_ids
+        runtime.scheduler.hopeless_ids["b"] = None
+        assert runtime.release_together(["b"]) == []
+        assert not runtime.scheduler.hopeless_ids
+
+
+async def test_a_turn_that_comes_to_a_standby_leaves_nothing_there() -> None:
+    """Its pool is not looked for."""
+    runtime = Runtime(Scheduler(Cap(n=1)), make_scheduler=lambda: Scheduler(Cap(n=1)))
+    for replica_id in ("r0", "r1"):
+        runtime.served.listed(replica_id, (f"model of {replica_id}",))
+    runtime.stands_by = True
+    with pytest.raises(StandingByError):
+        await runtime.lease(asked(runtime, "a", model="model of r1"))
+    assert not runtime.pools._to_come
 
 
 # --- Shut down

@@ -77,6 +77,21 @@ async def test_an_unknown_model_waits_for_one_answer_of_each_replica() -> None:
     await again
 
 
+async def test_a_pool_is_remembered_only_for_a_turn_that_is_sent_there() -> None:
+    """Not with a single pool, and not for a turn whose replica is known: nobody would ask, and it would stay."""
+    world = World()
+    finding = world.finding("b")
+    await asyncio.sleep(0)
+    world.lists("a", "b")
+    await finding
+    world.served.listed("q", ("c",))
+    assert world.served.pools.several
+    for turn_id, replica_id in ((2, "q"), (3, None)):
+        ask = TurnAsk(turn_id=turn_id, model="c", pinned_replica_id=replica_id)
+        await world.served.find_pool(ask, nullcontext())
+    assert list(world.served.pools._to_come) == [3]
+
+
 async def test_what_was_loaded_just_after_all_were_asked_is_found() -> None:
     """A turn that comes too early for another question waits until it is allowed."""
     world = World()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from math import inf
 from typing import Final
 
 from thunderagent.programs.book.accounts import Account
@@ -23,12 +24,17 @@ from thunderagent.programs.model.turn import Branch, Chain, usual_ratio
 SIZE_SLACK_RATIO: Final = 0.2
 """Sizes of a cut that differ by less count as equal: each program estimates them from its own prompts."""
 
+MOVED_RATIO: Final = 1 / 8
+"""How far a turn moves the measured size of a cut that others count: it is a guess by the ratio of the whole prompt."""
+
 
 class _Cut:
-    __slots__ = ("counts", "own_tokens")
+    __slots__ = ("counts", "is_measured", "own_tokens")
 
     def __init__(self, own_tokens: int) -> None:
         self.own_tokens = own_tokens
+        self.is_measured = False
+        """Whether a program whose tokens per byte are known has said its size."""
         self.counts: dict[str, int] = {}
 
 
@@ -85,11 +91,12 @@ class PrefixTree:
             if digest != before_digest:
                 break
             cut, own_tokens = self.cuts[digest], max(0, tokens - previous_tokens)
-            if own_tokens != cut.own_tokens:
-                if len(cut.counts) == 1 and cut.counts[replica_id] == 1:
-                    cut.own_tokens = own_tokens
-                else:
-                    others_differ = True
+            if own_tokens == cut.own_tokens:
+                cut.is_measured |= exact
+            elif len(cut.counts) == 1 and cut.counts[replica_id] == 1:
+                cut.own_tokens, cut.is_measured = own_tokens, exact
+            else:
+                others_differ = True
             previous_tokens = tokens
             same_count += 1
         shared_tokens = -self.leave(before[same_count:], replica_id)
@@ -99,18 +106,23 @@ class PrefixTree:
         return grown
 
     def resize(self, chain: Chain) -> dict[str, int]:
-        """Give a chain's cuts their current sizes; return by how much each replica's shared tokens grow."""
+        """Move the sizes of a chain's cuts towards its own; return by how much each replica's shared tokens grow."""
         grown: dict[str, int] = {}
         previous_tokens = 0
         for digest, tokens in chain:
             cut = self.cuts.get(digest)
             own_tokens = max(0, tokens - previous_tokens)
             previous_tokens = tokens
-            if cut is None or abs(cut.own_tokens - own_tokens) <= SIZE_SLACK_RATIO * own_tokens:
+            if cut is None:
                 continue
+            moved_tokens, was_measured, cut.is_measured = own_tokens - cut.own_tokens, cut.is_measured, True
+            if abs(moved_tokens) <= SIZE_SLACK_RATIO * own_tokens:
+                continue
+            if was_measured:
+                moved_tokens = int(MOVED_RATIO * moved_tokens)
             for replica_id, count in cut.counts.items():
-                grown[replica_id] = grown.get(replica_id, 0) + (own_tokens - cut.own_tokens) * (count - 1)
-            cut.own_tokens = own_tokens
+                grown[replica_id] = grown.get(replica_id, 0) + moved_tokens * (count - 1)
+            cut.own_tokens += moved_tokens
         return grown
 
     def sized(self, chain: Chain) -> Chain:
@@ -129,9 +141,9 @@ class PrefixTree:
         return shared_tokens
 
 
-def chain_of(cuts: Sequence[tuple[int, int]], tokens_per_byte_ratio: float) -> Chain:
-    """Return the cuts of a prompt in tokens."""
-    return tuple([(digest, int(size_bytes * tokens_per_byte_ratio)) for digest, size_bytes in cuts])
+def chain_of(cuts: Sequence[tuple[int, int]], tokens_per_byte_ratio: float, most_tokens: float = inf) -> Chain:
+    """Return the cuts of a prompt in tokens, none of them larger than the prompt itself."""
+    return tuple([(digest, int(min(size_bytes * tokens_per_byte_ratio, most_tokens))) for digest, size_bytes in cuts])
 
 
 class SharedPrefixes:
@@ -144,7 +156,12 @@ class SharedPrefixes:
         self.tree = PrefixTree()
 
     def set_prefix(
-        self, program: Program, branch: Branch, cuts: Sequence[PrefixCut], first_ratio: float
+        self,
+        program: Program,
+        branch: Branch,
+        cuts: Sequence[PrefixCut],
+        first_ratio: float,
+        prompt_tokens: float = inf,
     ) -> Mapping[str, int]:
         """Record where a branch's prompt may part from others; return by how much each replica's shared tokens grow.
 
@@ -152,7 +169,8 @@ class SharedPrefixes:
         """
         ratio = branch.tokens_per_byte_ratio
         exact = ratio is not None
-        before, branch.prefix = branch.prefix, chain_of(cuts, usual_ratio(ratio) if ratio else first_ratio)
+        before = branch.prefix
+        branch.prefix = chain_of(cuts, usual_ratio(ratio), prompt_tokens) if ratio else chain_of(cuts, first_ratio)
         if program.place.active:
             return self.tree.replace(before, branch.prefix, program.replica_id or "", exact=exact)
         return self.tree.resize(branch.prefix) if exact else {}

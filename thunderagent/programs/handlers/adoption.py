@@ -128,7 +128,7 @@ class Adoption:
 def _take_in(program: Program, record: ProgramRecord, now_s: float) -> None:
     """Write down what only the program itself keeps of a record."""
     program.opened_s = now_s - record.age_s
-    program.acting_since_s = now_s - record.acting_s
+    program.acting_since_s = program.turns_ended_s = now_s - record.acting_s
     program.branches = {each.branch_id: _branch_of(each) for each in record.branches}
     program.branches.setdefault(MAIN_BRANCH, Branch())
     program.tool, program.tool_named = record.tool, record.tool_named
@@ -136,6 +136,7 @@ def _take_in(program: Program, record: ProgramRecord, now_s: float) -> None:
     program.turn_count = record.turn_count
     program.first_prompt_tokens = record.first_prompt_tokens
     program.larger_tokens_total = record.larger_tokens_total
+    program.learned_count = record.turn_count if record.first_prompt_tokens else 0
     program.prompt_tokens_total = record.prompt_tokens_total
     program.output_tokens_total = record.output_tokens_total
     program.cached_tokens_total = record.cached_tokens_total

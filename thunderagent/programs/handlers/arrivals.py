@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from thunderagent.programs.book.replica import Replica
@@ -95,16 +96,16 @@ class Arrivals:
         book.turns[turn.turn_id] = turn
         branch = program.branch_of(turn, event.parent_branch_id)
         if event.prefix and core.claim_rules.share_prefixes:
-            self._share(program, branch, event.prefix)
+            self._share(program, branch, event.prefix, turn.prompt_tokens if turn.prompt_bytes else inf)
         if runs_on is None:
             self._place_turn(program, turn, earlier)
         else:
             self._count_where_it_runs(program, turn, runs_on)
 
-    def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...]) -> None:
+    def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...], prompt_tokens: float) -> None:
         """Note which parts of a prompt other programs may share."""
         book, ratio = self._core.book, self._core.knowledge.tokens_per_byte_ratio
-        for replica_id, tokens in book.prefixes.set_prefix(program, branch, prefix, ratio).items():
+        for replica_id, tokens in book.prefixes.set_prefix(program, branch, prefix, ratio, prompt_tokens).items():
             if tokens:
                 book.touch(book.replicas[replica_id]).share(tokens)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any, Final
 
 from thunderagent.programs.core import Core
@@ -26,7 +25,8 @@ from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import ProgramRecord
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.views import SandboxSums
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import ProgramView, SandboxSums
 
 MAX_HOPELESS_COUNT: Final = 10_000
 """How many ids of programs that were ended as hopeless are remembered; the oldest is forgotten first."""
@@ -39,6 +39,11 @@ class Lives:
         """Work on the parts of `core`."""
         self._core = core
         self._settings = settings
+        policy = core.policy
+        self._ended_hold_s: Callable[[View, ProgramView], float] = (
+            getattr(policy, "hold_threshold_s", None) or policy.hold_s
+        )
+        """How long a program is held whose client says that its tool ended."""
         self.hopeless_ids: dict[str, None] = {}
         """Programs that were ended because they were judged hopeless; their turns are rejected."""
 
@@ -131,7 +136,10 @@ class Lives:
             self._core.stream.tool_ended(program)
 
     def _tool_started(self, event: ToolStarted) -> None:
-        """Measure the tool from now on, whatever was assumed to have begun at the end of the turn."""
+        """Measure the tool from now on, whatever was assumed to have begun at the end of the turn.
+
+        Only the first one since then also begins the hold and the idle limit anew: what follows could go on for ever.
+        """
         core, book = self._core, self._core.book
         program = book.programs.get(event.program_id)
         if program is None or program.place.phase is not Phase.ACTING or program.place is book.announced:
@@ -140,22 +148,26 @@ class Lives:
             core.knowledge.tool_is_another(program)
         if event.tool and not (event.inferred and program.tool_named):
             program.tool, program.tool_named = event.tool, not event.inferred
-        core.limits.hear_of(program)
+        is_first = program.acting_since_s <= program.turns_ended_s
+        core.limits.hear_of(program, goes_on=not is_first)
         core.tool_began(program)
-        self._act_anew(program, book.now_s, book.now_s + core.policy.hold_s(core.view, program))
+        since_s = book.now_s if is_first else program.turns_ended_s
+        self._act_anew(program, book.now_s, since_s + core.policy.hold_s(core.view, program))
 
     def _tool_ended(self, event: ToolEnded) -> None:
-        """Hold a program that will be back at once; if nobody announced that, as long as when its tool began."""
+        """Hold a program that will be back at once while that pays; if nobody said so, as long as when its tool began.
+
+        Both count from the first end since its turn. Nothing is held for the ends that follow.
+        """
         core, program = self._core, self._core.book.programs.get(event.program_id)
         if program is None or not program.tool_runs:
             return
-        core.limits.hear_of(program)
+        core.limits.hear_of(program, goes_on=True)
         self.tool_returned(program)
-        if event.inferred:
-            hold_until_s = core.book.now_s + core.policy.hold_s(core.view, program)
-            self._act_anew(program, program.acting_since_s, hold_until_s)
-        else:
-            self._act_anew(program, program.acting_since_s, inf, is_hinted=False)
+        if program.tool_ended_s < program.turns_ended_s:
+            program.tool_ended_s = core.book.now_s
+        hold_s = (core.policy.hold_s if event.inferred else self._ended_hold_s)(core.view, program)
+        self._act_anew(program, program.acting_since_s, program.tool_ended_s + hold_s, is_hinted=event.inferred)
 
     def _act_anew(self, program: Program, since_s: float, hold_until_s: float, *, is_hinted: bool = True) -> None:
         core, keeps = self._core, False

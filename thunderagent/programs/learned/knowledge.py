@@ -239,6 +239,7 @@ class Knowledge:
         larger_tokens = ended.prompt_tokens + ended.output_tokens - program.first_prompt_tokens
         if larger_tokens > 0:
             program.larger_tokens_total += larger_tokens
+        program.learned_count += 1
         self.growth.turn_ended(ended)
         self._measure_reserves()
         self.role_outputs.turn_ended(ended)
@@ -297,7 +298,8 @@ class Knowledge:
             if program.last_ended_s is not None:
                 self.residences.add(program.last_ended_s - program.opened_s)
                 self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
-            self.growth.program_ended(program.larger_tokens_total, program.turn_count)
+            if program.learned_count:
+                self.growth.program_ended(program.larger_tokens_total, program.learned_count)
 
     def measure_claim(self, program: Program) -> None:
         """Measure what a program claims: its context and what its next turn adds; separately its further growth."""

@@ -187,8 +187,9 @@ class ToolTimes:
         """Learn that a paused program came back after all: `censored` was not the end of it."""
         censored_id, interval_id = bisect_right(EDGES_S, censored_after_s), bisect_right(EDGES_S, away_s)
         for table in (self._all, self._table(name)):  # the totals stay the same
-            table.away[censored_id] -= 1.0
-            table.returned[interval_id] += 1.0
+            if table.away[censored_id] >= 1.0 - REMEMBERED_COUNT:  # else more come back than are remembered
+                table.away[censored_id] -= 1.0
+                table.returned[interval_id] += 1.0
 
     def hold_s(self, name: str, threshold_s: float) -> float:
         """Return how long from a tool's begin holding pays: until G·threshold falls to 1.

@@ -91,9 +91,11 @@ class Program:
         "hold_until_s",
         "ideal_s_total",
         "idle_at_s",
+        "idle_since_s",
         "in_flight",
         "larger_tokens_total",
         "last_ended_s",
+        "learned_count",
         "leaves_for",
         "limits_since_s",
         "lost",
@@ -114,9 +116,11 @@ class Program:
         "served_by",
         "tenant",
         "tool",
+        "tool_ended_s",
         "tool_named",
         "tool_runs",
         "turn_count",
+        "turns_ended_s",
         "verdicts",
     )
 
@@ -129,7 +133,10 @@ class Program:
         self.opened_s = opened_s
         self.place = place or Place(Kind.AWAY)
         """Its place. Only the book writes this."""
-        self.acting_since_s = opened_s
+        self.acting_since_s = self.turns_ended_s = opened_s
+        """Since when its tool runs, and when its last turn ended: earlier, if a tool was reported to begin later."""
+        self.tool_ended_s = -inf
+        """When a tool was reported to end: the first one since its last turn, if that is later."""
         self.tool = ""
         self.tool_named = False
         """Whether its answer or its client named the tool; otherwise an inferred name replaces this one."""
@@ -147,11 +154,9 @@ class Program:
         self.hint_score = (0.0, 0.0)
         """Weight of its hints that were right, and of all measured ones."""
         self.group: Group | None = None
-        self.limits_since_s = 0.0
-        """When it was last heard of, on the clock of the limits, which stands still while nothing is granted."""
-        self.parent_id = ""
-        self.tenant = ""
-        self.program_class = ""
+        self.limits_since_s = self.idle_since_s = 0.0
+        """When it was last heard of, and from when its idle limit counts, on the clock of the limits."""
+        self.parent_id = self.tenant = self.program_class = ""
         self.priority = 0
         """Its set priority: lower comes first, in the paused queue and in engines, before the policy's rank."""
         self.priority_by_replica: dict[str, int] | None = None
@@ -172,8 +177,8 @@ class Program:
         self.claim_tokens = 0
         """c of the paper: its claim while active, or what it would claim if restored."""
         self.first_prompt_tokens = 0
-        self.larger_tokens_total = 0
-        """By how much it exceeded its first prompt, summed over its turns."""
+        self.larger_tokens_total = self.learned_count = 0
+        """By how much it exceeded its first prompt, summed over the turns that taught something, and how many did."""
         self.growth_tokens = 0
         """Expected growth beyond its claim, until it is as large as programs are on average."""
         self.reserve_tokens = 0
@@ -189,8 +194,7 @@ class Program:
         self.granted_output_tokens = 0
         """Expected output of the turn that was granted last."""
         self.verdicts = Verdicts()
-        self.turn_count = 0
-        self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
+        self.turn_count = self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
         self.held_s_total = 0.0
         self.ideal_s_total = 0.0
         """What its finished turns would have taken alone, plus its tools' actual time."""

@@ -2,12 +2,13 @@
 
 Theory of operation
 ===================
-A program whose tool runs is heard of at the end of its turn, and whenever its client mentions it. After the idle limit
-it loses its claim, after the forget limit it is forgotten. Both are measured on a clock that stands still while nothing
-is granted anywhere, and nothing is taken where nothing is granted now. Without a set idle limit it is learned for the
-tool: long beyond the time in which nearly all return, but never more than half of the forget limit. Each tenant's
-programs are counted, and those whose tools run have an order of their own: so a tenant that opens too many forgets its
-own.
+A program whose tool runs is heard of at the end of its turn, and whenever its client mentions it. After the forget
+limit it is forgotten. After the idle limit it loses its claim: that counts from the end of its turn, or from the first
+tool that was reported to begin since, because a client that goes on to report tools must not keep memory for ever. Both
+are measured on a clock that stands still while nothing is granted anywhere, and nothing is taken where nothing is
+granted now. Without a set idle limit it is learned for the tool: long beyond the time in which nearly all return, but
+never more than half of the forget limit. Each tenant's programs are counted, and those whose tools run have an order of
+their own: so a tenant that opens too many forgets its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from math import inf
 from operator import itemgetter
 
 from thunderagent.programs.book.book import Book
@@ -96,9 +96,11 @@ class Limits:
 
     # --- who is heard of --------------------------------------------------------------------------------------------
 
-    def hear_of(self, program: Program) -> None:
-        """Restart the limits of a program without a turn."""
+    def hear_of(self, program: Program, *, goes_on: bool = False) -> None:
+        """Restart the limits of a program without a turn; if it `goes_on` with its tools, not the idle limit."""
         program.limits_since_s = self.clock_s
+        if not goes_on:
+            program.idle_since_s = program.limits_since_s
         of_tenant = self._quiet_of.get(program.tenant)
         if of_tenant is None:
             of_tenant = self._quiet_of[program.tenant] = OrderedDict()
@@ -115,7 +117,7 @@ class Limits:
 
     def watch(self, program: Program) -> None:
         """Watch an acting program that has something to lose at the idle limit."""
-        program.idle_at_s = program.limits_since_s + self._first_limit_s
+        program.idle_at_s = program.idle_since_s + self._first_limit_s
         self._watched.add(program, program.idle_at_s)
 
     def look_away(self, program: Program) -> None:
@@ -206,11 +208,9 @@ class Limits:
         """Take claims past the idle limit, forget programs, and reject turns that found no replica in time."""
         book = self._book
         if self._halted_since_s is None:
-            quiet_since_s = min((program.limits_since_s for program in self._longest_quiet()), default=inf)
-            if self.clock_s > quiet_since_s + self._first_limit_s:  # otherwise no limit is over
-                self._enforce_idle_limit(verbs)
+            self._enforce_idle_limit(verbs)
             before_s = self.clock_s - self._settings.forget_limit_s
-            if quiet_since_s < before_s:
+            if any(program.limits_since_s < before_s for program in self._longest_quiet()):
                 self._forget_quiet(verbs, before_s)
         since_s = self._no_replica_since_s
         if since_s is None and not book.open_replicas:
@@ -244,8 +244,8 @@ class Limits:
                 continue
             if self._settings.idle_limit_s is None:
                 learned_s = min(self._idle_limit_s(program.tool), self._most_idle_limit_s)
-                if program.limits_since_s + learned_s >= clock_s:
-                    program.idle_at_s = program.limits_since_s + learned_s
+                if program.idle_since_s + learned_s >= clock_s:
+                    program.idle_at_s = program.idle_since_s + learned_s
                     watched.add(program, program.idle_at_s)
                     continue
             watched.discard(program)

@@ -10,6 +10,7 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.events import TurnUnverified
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
@@ -139,6 +140,19 @@ def test_it_learns_what_a_turn_adds() -> None:
     assert order.areas.growth_tokens == pytest.approx(300, rel=0.05)
 
 
+def test_sizes_that_nobody_vouches_for_teach_no_growth() -> None:
+    """Neither does what comes after them in the same program."""
+    order = LeastArea()
+    driver = driver_with(order)
+    driver.takes_turn("p", 1000)
+    turn_id = driver.arrives("p", 1000)
+    driver.send(TurnUnverified(driver.now_s, turn_id))
+    driver.finishes(turn_id, 900_000)
+    for _ in range(3):
+        driver.takes_turn("p", 950_000)
+    assert order.areas.growth_tokens == FIRST_GROWTH_TOKENS
+
+
 def test_it_forgets_programs_that_ended() -> None:
     """Only their counts are kept."""
     order = taught([3] * 20)
@@ -266,6 +280,21 @@ def test_the_waits_of_all_its_turns_count_together() -> None:
             driver.scheduler.core.pause(driver.program("large"), Reason.IDLE)
         else:
             assert driver.held(small)
+
+
+def test_turns_that_wait_together_wait_once() -> None:
+    """Sixteen branches that are held for a minute are one program that waited for a minute."""
+    order = LeastArea()
+    driver = Driver(Composed(Cap(n=1), order=order), replicas={"r0": 1_000_000})
+    for waited_s in (60.0, 90.0):
+        driver.arrives("holder", 10)
+        turn_ids = [driver.arrives("a", 100, branch=f"b{number}") for number in range(16)]
+        driver.passes(60.0 if waited_s == 60.0 else 30.0)
+        driver.releases("holder")
+        assert order.areas._waited_s == {"a": waited_s}
+        for turn_id in turn_ids:
+            driver.finishes(turn_id, 100)
+        driver.scheduler.core.pause(driver.program("a"), Reason.IDLE)
 
 
 def test_waits_that_are_over_are_forgotten_though_nobody_is_ever_overdue() -> None:

@@ -35,17 +35,32 @@ def test_a_turn_within_the_time_stays_and_begins_it_again() -> None:
     assert of_kind(Pause, driver.ticks(1.0)) == ["a"]
 
 
-def test_the_end_of_a_tool_begins_it_again_where_the_client_did_not_say_that() -> None:
-    """A program that its client promised back is held as long as needed; an ended command promises nothing."""
+@pytest.mark.parametrize("inferred", [False, True])
+def test_the_first_end_of_a_tool_begins_it_again_and_no_later_one(inferred: bool) -> None:
+    """Whoever says so: otherwise a client could keep its claim for ever."""
     driver = driver_with()
-    for program_id in ("promised", "inferred"):
-        driver.takes_turn(program_id, 400)
+    driver.takes_turn("a", 400)
     driver.passes(9.0)
-    driver.tool_ends("promised")
-    driver.tool_ends("inferred", inferred=True)
-    assert driver.ticks(9.9) == []
-    assert of_kind(Pause, driver.ticks(0.1)) == ["inferred"]
-    assert driver.ticks(100.0) == []
+    driver.tool_ends("a", inferred=inferred)
+    driver.ticks(5.0)
+    driver.tool_starts("a", "make")
+    driver.tool_ends("a", inferred=inferred)
+    assert driver.ticks(4.9) == []
+    assert of_kind(Pause, driver.ticks(0.1)) == ["a"]
+
+
+def test_the_first_begin_of_a_tool_begins_it_again_and_later_ones_count_from_the_turn() -> None:
+    """It is held for 10 s from the first begin; from the second on, for 10 s from the end of its turn."""
+    driver = driver_with()
+    for program_id in ("once", "twice"):
+        driver.takes_turn(program_id, 400)
+    driver.passes(5.0)
+    for program_id in ("once", "twice", "twice"):
+        driver.tool_starts(program_id, "make")
+        driver.passes(1.0)
+    assert of_kind(Pause, driver.ticks(2.0)) == ["twice"]
+    assert driver.ticks(4.9) == []
+    assert of_kind(Pause, driver.ticks(0.1)) == ["once"]
 
 
 def test_the_end_of_a_claim_lets_in_who_waits_the_oldest_first() -> None:

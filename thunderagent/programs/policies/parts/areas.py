@@ -50,6 +50,9 @@ FEW_COUNT: Final = 64
 MOST_COUNT: Final = 1e9
 """More than is ever counted: what is taken in from a file is checked."""
 
+UNVERIFIED_TOKENS: Final = -1
+"""In place of a context once nobody vouched for the size of a turn: what its program adds teaches nothing any more."""
+
 NOT_OVERDUE_RANK: Final = 1e12
 """Over every time: ranks of those that waited too long are times."""
 
@@ -201,12 +204,10 @@ class Areas:
     def observe(self, view: View, signal: Signal) -> None:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
         if isinstance(signal, GpuSubmit):
-            self._submitted(view, signal.program_id)
-            if signal.held_s:
-                self._waited_s[signal.program_id] = self._waited_s.get(signal.program_id, 0.0) + signal.held_s
+            self._submitted(view, signal.program_id, signal.held_s)
         elif isinstance(signal, GpuEnd):
             if signal.finished:
-                self._turn_finished(view, signal.program_id)
+                self._turn_finished(view, signal.program_id, signal.turn_id)
             self._look_for_overdue(view)
         elif isinstance(signal, ProgramEnd):
             for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
@@ -214,11 +215,15 @@ class Areas:
             self._program_ended(signal.turn_count)
             self._look_for_overdue(view)
 
-    def _submitted(self, view: View, program_id: str) -> None:
+    def _submitted(self, view: View, program_id: str, held_s: float) -> None:
         self._waits.pop(program_id, None)
         self._overdue.pop(program_id, None)
         program = view.program(program_id)
-        if program is None or program.turn_count <= self._passed_counts.get(program_id, 0):
+        if program is None:
+            return
+        if held_s and not program.in_flight:  # the first of the turns that waited together: it waited longest
+            self._waited_s[program_id] = self._waited_s.get(program_id, 0.0) + held_s
+        if program.turn_count <= self._passed_counts.get(program_id, 0):
             return
         self._passed_counts[program_id] = program.turn_count
         interval = _INTERVAL_OF.get(program.turn_count)
@@ -234,11 +239,14 @@ class Areas:
             self._passed = [count / 2 for count in self._passed]
         self._counted()
 
-    def _turn_finished(self, view: View, program_id: str) -> None:
+    def _turn_finished(self, view: View, program_id: str, turn_id: int) -> None:
         program = view.program(program_id)
         if program is None:
             return
         before_tokens, tokens = self._contexts_tokens.get(program_id, 0), program.context_tokens
+        turn = program.in_flight.get(turn_id)
+        if before_tokens < 0 or (turn is not None and turn.unverified):
+            tokens = UNVERIFIED_TOKENS
         self._contexts_tokens[program_id] = tokens
         if 0 < before_tokens <= tokens:
             self._grown_tokens = FORGETTING_RATIO * self._grown_tokens + (tokens - before_tokens)
