@@ -23,7 +23,7 @@ from thunderagent.picker.stream import Stream
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.reading.answers import StreamUsage, includes_last, read_answer
-from thunderagent.proxy.reading.tool_calls import StreamToolCalls
+from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls
 from thunderagent.proxy.turns.record import Record
 
 log = structlog.get_logger("thunderagent.picker")

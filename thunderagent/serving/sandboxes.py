@@ -13,8 +13,8 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady
 from thunderagent.programs.model.places import Phase, Status
+from thunderagent.proxy.reading.dialects.tool_calls import MAX_KEY_CHARS, first_word
 from thunderagent.proxy.reading.header_words import check_program_id
-from thunderagent.proxy.reading.tool_calls import MAX_KEY_CHARS, first_word
 from thunderagent.runtime import Runtime
 from thunderagent.tools.base import Driver, Owner
 from thunderagent.tools.manager import HEARS, Manager, ManagerSettings

@@ -18,8 +18,8 @@ import msgspec
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Dialect, KeepId, Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import Calls
+from thunderagent.proxy.reading.dialects.tool_calls import key_of, may_call
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
-from thunderagent.proxy.reading.tool_calls import key_of, may_call
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
 """A stream with a longer event is relayed without looking for events any more."""

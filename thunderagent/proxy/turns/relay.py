@@ -23,9 +23,9 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.reading.answers import StreamUsage, includes_last, read_answer
 from thunderagent.proxy.reading.dialects.base import KeepId
+from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
-from thunderagent.proxy.reading.tool_calls import StreamToolCalls
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thunderagent.proxy.reading.answers import StreamUsage, read_answer
 from thunderagent.proxy.reading.dialects.openai import OpenAI
-from thunderagent.proxy.reading.tool_calls import (
+from thunderagent.proxy.reading.dialects.tool_calls import (
     MAX_CALLS,
     MAX_KEPT_CHARS,
     MAX_KEY_CHARS,

@@ -24,7 +24,7 @@ from thunderagent.proxy.reading.dialects.base import (
     read_events,
 )
 from thunderagent.proxy.reading.dialects.structs import Calls
-from thunderagent.proxy.reading.tool_calls import key_of
+from thunderagent.proxy.reading.dialects.tool_calls import key_of
 
 _KINDS = {
     400: "invalid_request_error",

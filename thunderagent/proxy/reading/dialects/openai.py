@@ -31,7 +31,7 @@ from thunderagent.proxy.reading.dialects.structs import (
     UsageObject,
     UsageOnly,
 )
-from thunderagent.proxy.reading.tool_calls import key_of
+from thunderagent.proxy.reading.dialects.tool_calls import key_of
 
 _decode_answer: Final = msgspec.json.Decoder(UsageOnly).decode
 _decode_calling: Final = msgspec.json.Decoder(CallsAndUsage).decode

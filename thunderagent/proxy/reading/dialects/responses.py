@@ -26,7 +26,7 @@ from thunderagent.proxy.reading.dialects.base import (
 )
 from thunderagent.proxy.reading.dialects.openai import error_body
 from thunderagent.proxy.reading.dialects.structs import Calls
-from thunderagent.proxy.reading.tool_calls import key_of
+from thunderagent.proxy.reading.dialects.tool_calls import key_of
 
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')
 

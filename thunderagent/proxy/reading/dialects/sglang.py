@@ -25,8 +25,8 @@ from thunderagent.proxy.reading.dialects.base import (
     written_ids,
 )
 from thunderagent.proxy.reading.dialects.structs import Calls
+from thunderagent.proxy.reading.dialects.tool_calls import key_of
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
-from thunderagent.proxy.reading.tool_calls import key_of
 
 MAX_INDEXES = 1024
 """How many answers in one stream are distinguished."""
