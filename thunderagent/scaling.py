@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import structlog
 from aiohttp import web
 
-from thunderagent.backends import backend_of
+from thunderagent.backends import BACKENDS, backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
@@ -81,6 +81,8 @@ def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None
             "store: `serve --gateways` cannot use a store; start `thunderagent scheduler` and `thunderagent gateway` "
             "instead"
         )
+    if in_one_command and config.schedulers:
+        raise ConfigurationError("schedulers: `serve --gateways` has its own; start `thunderagent gateway` instead")
     given = [name for name in NOT_WITH_GATEWAYS if getattr(config, name)]
     if given:
         raise ConfigurationError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with no gateways yet")
@@ -132,7 +134,7 @@ def _store_of(config: ServeConfig) -> Store | None:
     try:
         from thunderagent.scale.leader.redis_store import RedisStore  # noqa: PLC0415 - needs an extra
     except ImportError as error:
-        raise ConfigurationError("store: needs the extra scale: pip install 'thunderagent[scale]'") from error
+        raise ConfigurationError("store: install thunderagent with the extra `scale`") from error
     try:
         store = RedisStore(config.store.get_secret_value(), config.cell, config.lock_s)
     except ValueError:
@@ -298,26 +300,39 @@ class _Fleet:
         self._replicas = replicas
         self._group = group
         self._unnamed_ids: set[str] = set()
+        self._removed_ids: set[str] = set()
+        """Replicas that are forgotten next, unless they come back first."""
 
     def take(self, changed: Sequence[RemoteReplica], removed_ids: Sequence[str], unnamed_ids: Sequence[str]) -> None:
         """Add, remove, and start over with replicas that came up."""
         for each in changed:
             state = each.state
             self._unnamed_ids.discard(state.replica_id)
-            endpoint = ReplicaEndpoint(state.replica_id, state.url, backend_of(each.kind), each.rank_id)
+            self._removed_ids.discard(state.replica_id)
+            kind = each.kind if each.kind in BACKENDS else "auto"  # its scheduler is newer
+            endpoint = ReplicaEndpoint(state.replica_id, state.url, backend_of(kind), each.rank_id)
             known = self._replicas.known.get(state.replica_id)
             if known is None:
                 known = self._replicas.add(endpoint)
-            elif known.endpoint != endpoint or known.endpoint.backend.kind != each.kind:
+            elif known.endpoint != endpoint or known.endpoint.backend.kind != kind:
                 known.endpoint = endpoint
             if state.is_up and not known.is_up:
                 self._replicas.came_up(state.replica_id)
             known.is_up, known.why_down = state.is_up, "" if state.is_up else "its scheduler says so"
+        self._removed_ids.update(removed_ids)
         for replica_id in removed_ids:
-            self._group.create_task(self._replicas.remove(replica_id))
+            if (gone := self._replicas.known.get(replica_id)) is not None:
+                gone.is_up = False  # what comes back is another engine
+            self._group.create_task(self._remove(replica_id))
         self._unnamed_ids.update(unnamed_ids)
         for replica_id in unnamed_ids:
             self._group.create_task(self._leave(replica_id))
+
+    async def _remove(self, replica_id: str) -> None:
+        """Forget a removed replica, unless it came back, for example with another model."""
+        if replica_id in self._removed_ids:
+            self._removed_ids.discard(replica_id)
+            await self._replicas.remove(replica_id)
 
     async def _leave(self, replica_id: str) -> None:
         """Forget a replica that a new scheduler does not name, or not yet, once nothing is in flight there."""

@@ -152,7 +152,7 @@ class Picker:
         running = None
         try:
             running = held.runs(record.held_bytes)
-            await self._run(stream, record, attempt, _allowed(first), kept, has_trailers=has_trailers)
+            await self._run(stream, first, record, attempt, kept, has_trailers=has_trailers)
         except ThunderAgentError as error:
             record.status, record.outcome = error.status, "rejected"
             error.answer_headers = {**error.answer_headers, **record.headers()}
@@ -196,14 +196,14 @@ class Picker:
     async def _run(
         self,
         stream: Stream,
+        first: Any,
         record: Record,
         attempt: Attempt,
-        allowed: frozenset[str] | None,
         kept: KeptBody,
         *,
         has_trailers: bool,
     ) -> None:
-        leases, addresses, turn = self._leases, self._around.addresses, record.turn
+        leases, addresses, turn, allowed = self._leases, self._around.addresses, record.turn, _allowed(first)
         patience_s = attempt.patience.patience_s
         deadline_s = None if patience_s is None else attempt.since_s + patience_s
         home_id = leases.home_of(turn.told_id, record.model) if turn.told_id else None
@@ -225,7 +225,7 @@ class Picker:
             record.reason, record.held_s = granted.reason, granted.held_s
             record.tries_count += 1
             await stream.write(_picked([endpoint, *self._fallbacks(granted, allowed)], record.target))
-            if turn.body or has_trailers:
+            if not first.request_headers.end_of_stream:
                 await stream.write_body("request_body", turn.body, ends=not has_trailers)
             if has_trailers:
                 trailers = messages.ProcessingResponse()

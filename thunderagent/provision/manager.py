@@ -12,6 +12,9 @@ once. A started replica is named to the proxy like one of any other source: it g
 there is none within `ready_limit_s` it is ended. One that ends is no longer named: it drains, and its driver ends it
 only when the proxy has forgotten it. If that fails it may still run: it is tried again, and until then no other one
 gets its place.
+
+A scheduler that stands by starts and ends nothing, and its core's decisions are dropped: it sees no programs. It asks
+its driver how many replicas there are only when it leads.
 """
 
 from __future__ import annotations
@@ -84,13 +87,22 @@ class Provisioning:
     """Carries out decisions on replicas. All methods belong to one event loop."""
 
     def __init__(
-        self, driver: Provisioner | None, fleet: Fleet, settings: ProvisionSettings, clock: Callable[[], float]
+        self,
+        driver: Provisioner | None,
+        fleet: Fleet,
+        settings: ProvisionSettings,
+        clock: Callable[[], float],
+        stands_by: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start and end by `driver`; without one, replicas that an operator ends only drain and are forgotten."""
+        """Start and end by `driver`; without one, replicas that an operator ends only drain and are forgotten.
+
+        Nothing is started or ended while `stands_by()`; a scheduler stands by only before it leads.
+        """
         self._driver = driver
         self._fleet = fleet
         self._settings = settings
         self._now_s = clock
+        self._stands_by = stands_by
         self._todo: list[Provision | EndReplica] = []
         self._something = asyncio.Event()
         self._own: dict[str, _Own] = {}
@@ -139,7 +151,8 @@ class Provisioning:
         return not self._driver.names_urls or self._own_at(url) is not None
 
     def check_start(self) -> None:
-        """Raise `ProvisionOffError` or `ProvisionLimitError` if no replica can be started."""
+        """Raise `OperationRefusedError`, `ProvisionOffError` or `ProvisionLimitError` if no replica can be started."""
+        self._check_leads()
         if self._driver is None:
             raise ProvisionOffError("starting replicas is not configured: see --provision")
         running_count = self.count + len(self._unended_urls)
@@ -150,17 +163,22 @@ class Provisioning:
 
     def check_end(self, replica_id: str) -> None:
         """Raise `ProvisionLimitError` or `OperationRefusedError` if a replica must not be ended."""
+        self._check_leads()
         if self._fleet.url_of(replica_id) in self._ending_urls:
             raise OperationRefusedError(f"replica {replica_id} ends already")
         if self.owns(replica_id) and self.count <= self._settings.min_count:
             raise ProvisionLimitError(f"there are {self.count} started replicas, which is the smallest number allowed")
+
+    def _check_leads(self) -> None:
+        if self._stands_by():
+            raise OperationRefusedError("this scheduler stands by; ask the one that leads")
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Note the scheduler's decisions on replicas, and check whether a removed one was started here."""
         if type(event) is ReplicaRemoved and self._own:
             self._something.set()
         wanted = [decision for decision in decisions if isinstance(decision, Provision | EndReplica)]
-        if wanted:
+        if wanted and not self._stands_by():
             self._todo += wanted
             self._something.set()
 
@@ -169,6 +187,8 @@ class Provisioning:
     async def run(self) -> None:
         """Carry out decisions until cancelled; then end what must not outlive the proxy."""
         try:
+            while self._stands_by():  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(LOOK_S)
             async with asyncio.TaskGroup() as group:
                 if self._driver is not None:
                     await self._open(self._driver)

@@ -63,7 +63,8 @@ def build_provisioning(config: ServeConfig, runtime: Runtime, replicas: Replicas
         cooldown_s=config.provision_cooldown_s,
         ready_limit_s=config.provision_ready_limit_s,
     )
-    provisioning = Provisioning(_driver(config), ProxyFleet(replicas, discovery), settings, runtime.now_s)
+    fleet = ProxyFleet(replicas, discovery)
+    provisioning = Provisioning(_driver(config), fleet, settings, runtime.now_s, lambda: runtime.stands_by)
     runtime.observe(provisioning.observe, *HEARS)
     return provisioning
 
@@ -99,7 +100,7 @@ def _driver(config: ServeConfig) -> Provisioner | None:
         from thunderagent.provision.kubernetes import KubernetesProvisioner, Workload  # noqa: PLC0415
     except ImportError as error:
         raise ConfigurationError(
-            f"provision {config.provision} needs its library: pip install 'thunderagent[{config.provision}]'"
+            f"provision {config.provision}: install thunderagent with the extra `{config.provision}`"
         ) from error
     if not config.kubernetes_replicas:
         raise ConfigurationError("provision kubernetes: needs kubernetes_replicas, which finds the pods")

@@ -1,4 +1,4 @@
-"""Ending replicas: an end that fails is tried again, and until it succeeds no other replica gets the place."""
+"""Starting and ending replicas: only while this scheduler leads, and no other one gets the place of one that stays."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, ParamSpec
 import pytest
 
 from tests.virtual_time import VirtualTimeLoop
-from thunderagent.errors import ProvisionError, ProvisionLimitError
+from thunderagent.backends import backend_of
+from thunderagent.config import ServeConfig
+from thunderagent.errors import OperationRefusedError, ProvisionError, ProvisionLimitError
 from thunderagent.programs.model.decisions import EndReplica, Provision, Reason
 from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaRemoved
+from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provision.base import Launched, ReplicaGoneError
 from thunderagent.provision.manager import Provisioning, ProvisionSettings
+from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.runtime import Runtime
+from thunderagent.serving.provisioning import build_provisioning
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -37,9 +45,10 @@ class Driver:
         self.names_urls = names_urls
         self.on_lost: OnLost | None = None
         self.ended_at_s: list[float] = []
-        self.started_count = 0
+        self.started_count = self.opened_count = 0
 
     async def open(self) -> int:
+        self.opened_count += 1
         return 0
 
     async def run(self, on_lost: OnLost) -> None:
@@ -184,3 +193,53 @@ async def test_one_that_is_gone_is_not_ended_again() -> None:
     async with one_ending(ReplicaGoneError("no pod"), names_urls=False) as (provisioning, driver, _):
         await asyncio.sleep(10 * COOLDOWN_S)
         assert (len(driver.ended_at_s), provisioning.count, provisioning.failure) == (1, 1, "no pod")
+
+
+class StandsBy:
+    """Whether a scheduler stands by, as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = True
+
+    def __call__(self) -> bool:
+        return self.now
+
+
+@with_both_kinds_of_driver
+@in_virtual_time
+async def test_a_scheduler_that_stands_by_starts_and_ends_nothing(names_urls: bool) -> None:
+    """Its core sees no programs, so it would end the leader's replicas; it asks for their number when it leads."""
+    fleet, stands_by = Fleet(), StandsBy()
+    fleet.known.add("http://leader's:1")
+    driver = Driver(fleet, names_urls=names_urls)
+    settings = ProvisionSettings(min_count=1, max_count=2, cooldown_s=COOLDOWN_S)
+    provisioning = Provisioning(driver, fleet, settings, asyncio.get_running_loop().time, stands_by)
+    running = asyncio.create_task(provisioning.run())
+    try:
+        for reason in (Reason.SPARE, Reason.OPERATOR):
+            provisioning.observe(ProvisionAsked(0.0), [EndReplica("http://leader's:1", reason), Provision(reason)])
+        with pytest.raises(OperationRefusedError, match="stands by"):
+            provisioning.check_start()
+        with pytest.raises(OperationRefusedError, match="stands by"):
+            provisioning.check_end("http://leader's:1")
+        await asyncio.sleep(10 * COOLDOWN_S)
+        assert (driver.opened_count, driver.started_count, driver.ended_at_s) == (0, 0, [])
+        stands_by.now = False
+        await asyncio.sleep(1.0)
+        assert (driver.opened_count, driver.started_count, driver.ended_at_s) == (1, 1, [])
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_the_provisioning_of_a_proxy_knows_whether_it_stands_by() -> None:
+    runtime = Runtime(Scheduler(Cap()))
+    replicas = Replicas(runtime, [])
+    discovery = Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())
+    config = ServeConfig(provision="command", provision_command="engine --port {port}")
+    provisioning = build_provisioning(config, runtime, replicas, discovery)
+    provisioning.check_start()
+    runtime.stands_by = True
+    with pytest.raises(OperationRefusedError, match="stands by"):
+        provisioning.check_start()
+    await runtime.close()

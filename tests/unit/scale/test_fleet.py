@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ThunderAgentError, UnknownModelError
 from thunderagent.leases import ReplicaState, TurnAsk
 from thunderagent.programs.model.decisions import Decision, Release
@@ -42,6 +43,49 @@ def test_a_replica_whose_url_changed_is_called_at_the_new_one() -> None:
         state = ReplicaState("a", url, is_up=True, is_open=True)
         fleet.take((RemoteReplica(state, "vllm"),), (), ())
         assert known["a"].endpoint.url == url
+
+
+class Known:
+    """A proxy's replicas, and which of them began anew."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, KnownReplica] = {}
+        self.came_up_ids: list[str] = []
+        self.came_up = self.came_up_ids.append
+
+    def add(self, endpoint: ReplicaEndpoint) -> KnownReplica:
+        known = self.known[endpoint.replica_id] = KnownReplica(endpoint)
+        return known
+
+    async def remove(self, replica_id: str) -> None:
+        self.known.pop(replica_id, None)
+
+
+async def test_a_replica_that_is_removed_and_up_again_in_one_frame_stays() -> None:
+    """It was restarted with another model; a later removal counts."""
+    here: Any = Known()
+    async with asyncio.TaskGroup() as group:
+        fleet = _Fleet(here, group)
+        fleet.take((replica("a"),), (), ())
+        fleet.take((), ("a",), ())
+        fleet.take((replica("a", models=("m",)),), (), ())
+    assert (list(here.known), here.came_up_ids) == (["a"], ["a", "a"])
+    async with asyncio.TaskGroup() as group:
+        fleet = _Fleet(here, group)
+        fleet.take((replica("a"),), (), ())
+        fleet.take((), ("a",), ())
+    assert not here.known
+
+
+def test_an_engine_of_a_kind_that_only_its_scheduler_knows_is_detected() -> None:
+    """A scheduler may be newer than its gateways."""
+    here: Any = Known()
+    fleet, state = _Fleet(here, asyncio.TaskGroup()), ReplicaState("a", "http://a", is_up=True)
+    fleet.take((RemoteReplica(state, "of_tomorrow"),), (), ())
+    endpoint = here.known["a"].endpoint
+    fleet.take((RemoteReplica(state, "of_tomorrow"),), (), ())
+    assert endpoint.backend.kind == "auto"
+    assert here.known["a"].endpoint is endpoint
 
 
 def test_what_happens_to_replicas_is_told_as_the_events_that_the_core_hears() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -29,7 +30,7 @@ from thunderagent.scale.messages import (
     Turns,
     encode,
 )
-from thunderagent.scale.scheduler.gateways import EPOCH_JUMP, FORGET_S, Gateways
+from thunderagent.scale.scheduler.gateways import EPOCH_JUMP, FORGET_S, GENERATION_BITS, Gateways
 from thunderagent.scale.scheduler.tried_again import LOOKS_COUNT
 
 
@@ -42,6 +43,7 @@ class Heard:
         self.seen_of: list[Digest] = []
         self.asked_ids: list[int] = []
         self.cards_of: list[str] = []
+        self.released_of: list[Released] = []
 
     def new_turn_id(self) -> int:
         return next(self.ids)
@@ -59,7 +61,8 @@ class Heard:
 
     def tried_again(self, turn_id: int) -> None: ...
 
-    def released(self, word: Released) -> None: ...
+    def released(self, word: Released) -> None:
+        self.released_of.append(word)
 
     def card(self, card: Card) -> None:
         self.cards_of.append(card.program_id)
@@ -293,3 +296,95 @@ def test_a_gateway_that_does_not_end_an_attempt_is_not_waited_for_long() -> None
     assert cell.heard.asked_ids == [1, 2]
     cell.says("a", Left(10))
     assert cell.heard.asked_ids == [1, 2]
+
+
+class NoLook(dict[int, None]):
+    """Entries that nobody may go through."""
+
+    def __iter__(self) -> NoReturn:
+        pytest.fail("a frame costs a look at each of them")
+
+    items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_a_frame_costs_no_look_at_turns_whose_counts_wait_for_the_store() -> None:
+    """Acknowledged turns are forgotten once their gateway has heard it; the others stay."""
+    cell = Cell()
+    cell.links("a", 1)
+    gateway, unwritten = cell.gateways.all["a"], set[int]()
+    cell.gateways.on_counted = lambda _, turn_id: unwritten.add(turn_id)
+    for turn_id in range(1, 101):
+        cell.says(
+            "a", Turns(running=(Running(TurnAsk(turn_id=turn_id), LEASE, end=TurnEnd(turn_id, None, 0, "failed")),))
+        )
+    assert unwritten == set(range(1, 101))
+    gateway.counted = NoLook(gateway.counted)
+    for turn_id in (7, 3):
+        cell.gateways.written("a", turn_id)
+    frame = cell.gateways.frame(gateway)
+    cell.says("a", Digest("r", "failed"))
+    assert len(gateway.counted) == 100, "it has not heard it"
+    cell.gateways.take(gateway, Frame(gateway.heard + 1, frame.number, 0, ()))
+    assert len(gateway.counted) == 98
+    assert 3 not in gateway.counted
+    assert 8 in gateway.counted
+
+
+def test_acknowledgements_of_an_earlier_link_say_nothing_of_this_one() -> None:
+    """Its frames have the same numbers."""
+    cell = Cell()
+    cell.links("a", 1)
+    gateway = cell.gateways.all["a"]
+    ended = Turns(running=(Running(TurnAsk(turn_id=1), LEASE, end=TurnEnd(1, None, 0, "failed")),))
+    cell.says("a", ended)
+    cell.gateways.frame(gateway)
+    cell.gateways.linked(Hello("a", 1, 2))
+    first = cell.gateways.frame(gateway)
+    cell.says("a", ended, Told())
+    cell.gateways.take(gateway, Frame(gateway.heard + 1, first.number, 0, ()))
+    assert 1 in gateway.counted
+
+
+@pytest.mark.parametrize("count", [1, 2500])
+def test_ends_of_programs_are_told_before_turns_that_may_begin_them_anew(count: int) -> None:
+    """And after those that ended; frames stay small."""
+    turns = CarriedTurns("g", 1)
+    for turn_id in range(3):
+        turns.asked(TurnAsk(turn_id=turn_id, program_id="p"), 0.0)
+    for turn_id in range(2):
+        turns.granted_here(turn_id, replace(LEASE, turn_id=turn_id))
+    turns.ended(TurnEnd(0, "p", 1, "finished", 5, 7))
+    for number in range(count):
+        turns.released(f"p{number}", 1, "")
+    frames = frames_of_a_link(turns)
+    told = [message for frame in frames for message in frame.messages]
+    assert [type(each) for each in told] == [Hello, Turns, Turns, *[Released] * count, Turns, Turns, Told]
+    assert [each.ask.turn_id for message in told[1:3] for each in message.running] == [0, 1]  # type: ignore[union-attr]
+    assert max(len(frame.messages) for frame in frames) <= carried.FRAME_COUNT
+
+
+def test_the_end_of_a_run_in_another_epoch_ends_no_run_that_was_asked_for_since() -> None:
+    """Its generation is unknown here; one of this epoch is, and names its run."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.gateways.leads_in(5)
+    old, ours = 4 << GENERATION_BITS | 9, 5 << GENERATION_BITS | 9
+    cell.says("a", Released("p", old))
+    assert cell.heard.released_of == [Released("p", None)]
+    cell.says("a", TurnAsk(turn_id=1, program_id="p"), Released("p", old), Released("p", ours), Released("p"))
+    assert cell.heard.released_of[1:] == [Released("p", 9), Released("p", None)]
+    assert cell.gateways.all["a"].outbox.count(Gone("p")) == 4, "each is answered"
+    cell.gateways.program_ended("p")
+    cell.says("a", Released("p", old))
+    assert cell.heard.released_of[3:] == [Released("p", None)]
+
+
+def test_programs_that_never_began_are_not_remembered() -> None:
+    """Their turns were refused, or their clients left; anyone may send such turns."""
+    cell = Cell()
+    cell.links("a", 1)
+    old = 4 << GENERATION_BITS
+    cell.says("a", TurnAsk(turn_id=1, program_id="p"), TurnAsk(turn_id=2, program_id="q"), Left(2))
+    cell.gateways.refused(cell.heard.asked_ids[0], "no_replica", "none")
+    cell.says("a", Released("p", old), Released("q", old))
+    assert len(cell.heard.released_of) == 2

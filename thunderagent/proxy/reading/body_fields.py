@@ -111,6 +111,9 @@ def read_fields(body: bytes) -> BodyFields | None:
 
 
 _FORM_MODEL: Final = b'name="model"'
+MAX_MODEL_CHARS: Final = 512
+"""A longer name of a model is cut to one character more: no replica lists that."""
+
 _FORM_VALUE: Final = re.compile(rb"\r\n\r\n([^\r\n]{1,512})\r\n")
 FORM_ENDS_BYTES: Final = 64 * 1024
 """How much of a form is searched for the model's name, at its begin and at its end: a file is between."""
@@ -123,7 +126,7 @@ def model_named(model: Raw, body: bytes) -> str:
             name = msgspec.json.decode(model)
         except (ValueError, RecursionError):  # as the engine will say
             return ""
-        return name if isinstance(name, str) else ""
+        return name[: MAX_MODEL_CHARS + 1] if isinstance(name, str) else ""
     if body[:2] == b"--":
         for part in (body[:FORM_ENDS_BYTES], body[-FORM_ENDS_BYTES:]):
             at = part.find(_FORM_MODEL)

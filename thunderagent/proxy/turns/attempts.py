@@ -172,8 +172,9 @@ def told_key(attempt: Attempt) -> str:
     turn, key = attempt.turn, attempt.patience.idempotency_key
     if not key or turn.program_id is None:
         return ""
-    what = "\0".join((turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
-    return blake2b(turn.body[-TOLD_BYTES:], key=blake2b(what.encode()).digest(), digest_size=16).hexdigest()
+    words = "\0".join((turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
+    what = words.encode(errors="surrogateescape")  # a header may hold any bytes
+    return blake2b(turn.body[-TOLD_BYTES:], key=blake2b(what).digest(), digest_size=16).hexdigest()
 
 
 def _key_of(attempt: Attempt) -> str | None:

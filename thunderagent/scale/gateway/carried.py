@@ -6,8 +6,9 @@ Pure: it is told what happens and what arrived, and says what to send; its owner
 
 Each requested turn has a row until its lease was refused, its client left while it was held, or its end was
 acknowledged. A row outlives links and schedulers. At the beginning of each link all rows are sent again, ended ones
-first. So a scheduler that knows nothing learns all of them, and one that knew them counts nothing twice. Nothing else
-is buffered for sending while there is no link: the rows are enough.
+first. So a scheduler that knows nothing learns all of them, and one that knew them counts nothing twice. Beside the
+rows only the ends of programs are kept while there is no link. They are sent before held turns: such a turn may be the
+first of a new run of its program.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class CarriedTurns:
         self._number = self._heard = 0
         hello = Hello(self.gateway_id, self.boot_id, self.link_number, self.epoch, self._leader_id, polls=self.polls)
         self._told, self._next_told = self._all_turns(now_s), hello
-        self._outbox = [*self._released.values(), Told(tuple(tripped_ids))]
+        self._outbox = [Told(tuple(tripped_ids))]
 
     def unlinked(self) -> None:
         """End a link; what was not sent is sent at the beginning of the next."""
@@ -198,7 +199,7 @@ class CarriedTurns:
         self._outbox, self._told, self._next_told = [], iter(()), None
 
     def _all_turns(self, now_s: float) -> Iterator[Message]:
-        """Yield the current turns; each becomes a message only when it is sent."""
+        """Yield the current turns, and ends of programs; each becomes a message only when it is sent."""
         rows = self.rows.values()
         ended = [row for row in rows if row.end is not None]
         running = [row for row in rows if row.lease is not None and row.end is None]
@@ -206,6 +207,7 @@ class CarriedTurns:
         return chain(
             (Turns(running=chunk) for chunk in _chunks(map(_running, ended))),
             (Turns(running=chunk) for chunk in _chunks(map(_running, running))),
+            list(self._released.values()),
             (Turns(held=chunk) for chunk in _chunks(_aged(row, now_s) for row in held)),
             (Turns(cards=chunk) for chunk in _chunks(list(self.cards.values()))),
         )
@@ -226,7 +228,9 @@ class CarriedTurns:
         meantime are sent after all that.
         """
         messages: list[Message] = []
-        while self._next_told is not None and not (messages and type(messages[-1]) is Turns):
+        while self._next_told is not None and len(messages) < FRAME_COUNT:
+            if messages and type(messages[-1]) is Turns:
+                break
             messages.append(self._next_told)
             self._next_told = next(self._told, None)
         if not messages:

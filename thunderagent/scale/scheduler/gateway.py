@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 from thunderagent.errors import BadFrameError
@@ -52,11 +53,12 @@ class Grants(Protocol):
 class GatewayTurn:
     """One turn of a gateway."""
 
-    __slots__ = ("lease", "own_id")
+    __slots__ = ("lease", "own_id", "program_id")
 
-    def __init__(self, own_id: int) -> None:
+    def __init__(self, own_id: int, program_id: str | None) -> None:
         """Create a held turn."""
         self.own_id = own_id
+        self.program_id = program_id
         self.lease: Lease | None = None
         """As sent; None while the turn is held."""
 
@@ -78,8 +80,8 @@ class Gateway:
         """Since when it has no link."""
         self.turns: dict[int, GatewayTurn] = {}
         """By its own numbers."""
-        self.counted: dict[int, int] = {}
-        """Turns whose ends were counted: the frame with the acknowledgement; 0 while it was not sent."""
+        self.counted: dict[int, None] = {}
+        """Turns whose ends were counted, until it has heard so."""
         self.outbox: list[Message] = []
         self.uncounted_ids: list[int] = []
         """Turns to acknowledge in the next frame."""
@@ -88,6 +90,8 @@ class Gateway:
         self.told_ids: set[int] = set()
         self.tripped_ids: set[str] = set()
         """Replicas that fail it turn after turn."""
+        self._acknowledged: deque[tuple[int, int]] = deque()
+        """Frames of this link that acknowledged turns, and these turns, in order."""
         self._lost_ids: dict[int, int] = {}
 
     # --- its link
@@ -102,6 +106,7 @@ class Gateway:
         self.number, self.heard = 0, 0
         self.told_ids = set()
         self.outbox, self.uncounted_ids = [], []
+        self._acknowledged.clear()
 
     def hears(self, frame: Frame) -> bool:
         """Return whether a received frame is new. Raises `BadFrameError` if one is missing."""
@@ -110,14 +115,14 @@ class Gateway:
         if frame.number != self.heard + 1:
             raise BadFrameError(f"frame {frame.number} of {self} came after frame {self.heard}")
         self.heard = frame.number
-        if self.is_told and self.counted:
-            for turn_id in [each for each, number in self.counted.items() if 0 < number <= frame.heard]:
-                del self.counted[turn_id]
+        acknowledged = self._acknowledged
+        while self.is_told and acknowledged and acknowledged[0][0] <= frame.heard:
+            self.counted.pop(acknowledged.popleft()[1], None)
         return True
 
     def all_told(self) -> None:
         """Note that it has sent all that it has; forget ends that it knows to be counted."""
-        self.counted = {each: number for each, number in self.counted.items() if each in self.told_ids}
+        self.counted = dict.fromkeys(each for each in self.counted if each in self.told_ids)
         self.told_ids = set()
         self.is_told = self.cards_are_known = True
 
@@ -127,8 +132,7 @@ class Gateway:
         self.number += 1
         if self.uncounted_ids:
             messages.append(Ok(tuple(self.uncounted_ids)))
-            for turn_id in self.uncounted_ids:
-                self.counted[turn_id] = self.number
+            self._acknowledged.extend((self.number, turn_id) for turn_id in self.uncounted_ids)
             self.uncounted_ids = []
         return Frame(self.number, self.heard, epoch, messages)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thunderagent.leases import TurnHint
-from thunderagent.proxy.reading.body_fields import hint_in, model_named, read_fields
+from thunderagent.proxy.reading.body_fields import MAX_MODEL_CHARS, hint_in, model_named, read_fields
 
 RETAIN, OFFLOAD = TurnHint(keep="retain"), TurnHint(keep="offload")
 
@@ -57,6 +57,14 @@ def test_a_text_that_is_no_json_says_nothing(text: str) -> None:
 @pytest.mark.parametrize("model", [b'"\\ud800"', b'"\xed\xa0\x80"', b"NaN", b"[", b"3", b'{"a": 1}'])
 def test_what_is_no_name_of_a_model_is_left_to_the_engine(model: bytes) -> None:
     assert model_named(msgspec.Raw(model), b"") == ""
+
+
+def test_a_long_name_of_a_model_is_cut_to_one_that_no_replica_lists() -> None:
+    """A gateway sends it to its scheduler, with the turn; the longest name that may be listed stays."""
+    fits = "m" * MAX_MODEL_CHARS
+    assert model_named(msgspec.Raw(msgspec.json.encode(fits)), b"") == fits
+    cut = model_named(msgspec.Raw(msgspec.json.encode("é" * 2**20)), b"")
+    assert cut == "é" * (MAX_MODEL_CHARS + 1)
 
 
 def test_the_first_that_says_something_counts() -> None:
