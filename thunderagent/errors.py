@@ -386,6 +386,13 @@ class ReplicaError(ThunderAgentError):
         self.replica_id = replica_id
 
 
+class ReplicasDisagreeError(ThunderAgentError):
+    """Some replicas did not do what a control call told all of them; the answer has what each one said."""
+
+    status = 502
+    code = "replicas_disagree"
+
+
 class ReplicaUnreachableError(ReplicaError):
     """No connection to the replica could be made: nothing was sent."""
 

@@ -35,6 +35,7 @@ from thunderagent.client import (
     program,
 )
 from thunderagent.programs.model.events import ProgramReleased
+from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -224,6 +225,24 @@ async def test_a_child_process_runs_as_the_program(proxy: RunningProxy) -> None:
         (known,) = proxy.runtime.scheduler.programs.values()
         assert (known.program_id, known.turn_count) == ("père/1", 1)
     assert live(proxy) == []
+
+
+async def test_the_key_of_the_environment_is_enough(replica: FakeReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent with turns, by a child process too, as with the release."""
+    key, line = mint_key("me")
+    async with running_proxy(replica.url, api_keys=(line,)) as proxy:
+        monkeypatch.setenv("THUNDERAGENT_PROXY", proxy.url)
+        monkeypatch.setenv("THUNDERAGENT_KEY", key)
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        async with program("task") as p, p.async_openai() as client:
+            await client.chat.completions.create(model="simulated", messages=MESSAGES, max_tokens=4)
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", CHILD, stdout=PIPE, stderr=PIPE, env=os.environ | p.environment
+            )
+            assert await child.communicate() == (b"3\n", b"")
+            (known,) = proxy.runtime.scheduler.programs.values()
+            assert known.turn_count == 2
+        assert live(proxy) == []
 
 
 # --- sandboxes

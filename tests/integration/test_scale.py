@@ -301,6 +301,8 @@ async def test_one_command_serves_with_several_gateways() -> None:
         assert {answer.status for answer in answers} == {200}
         programs = json.loads((await get(served.url, "/programs")).body)["programs"]
         assert len(programs) == 20
+        of_scheduler = await get(served.url, "/scheduler/metrics")
+        assert sum(b"thunderagent_programs{" in line for line in of_scheduler.body.splitlines()) > 0
         served.process.terminate()
         assert await served.exit_status() == 0
         assert "Traceback" not in served.log
@@ -318,6 +320,7 @@ async def test_with_keys_the_one_command_has_its_own_for_its_gateways() -> None:
         assert (await exchange(served.url, "DELETE", "/programs/p", [bearer])).json()["released"]
         assert (await exchange(served.url, "DELETE", "/programs/p")).status == 401
         assert (await exchange(served.url, "GET", "/queue", [bearer])).status == 403
+        assert (await get(served.url, "/scheduler/metrics")).status == 200
         internal = await exchange(served.url, "GET", "/internal/lease", [bearer])
         assert internal.status in (403, 404)
 
@@ -326,7 +329,7 @@ async def test_an_operator_logs_in_at_any_gateway() -> None:
     """The scheduler knows the logins: an unknown cookie opens neither the scheduler nor a gateway."""
     key, line = mint_key("operator")
     named = ("--admin-keys", line, "--api-keys", mint_key("me")[1], "--tenant-from-key", "false")
-    async with command("serve", "--port", "0", "--gateways", "2", *named) as served:
+    async with command("serve", "--port", "0", "--gateways", "2", "--metrics-need-key", *named) as served:
         await served.ready()
         page = ("Origin", served.url), ("Sec-Fetch-Site", "same-origin")
         login = await post(served.url, "/dashboard/login", json.dumps({"key": key}).encode(), *page)
@@ -334,9 +337,12 @@ async def test_an_operator_logs_in_at_any_gateway() -> None:
         cookie = ("Cookie", str(login.header("Set-Cookie")).partition(";")[0])
         for _ in range(8):  # the system chooses the gateway of each connection
             assert (await exchange(served.url, "GET", "/queue", [cookie, *page])).status == 200
+            assert (await get(served.url, "/scheduler/metrics")).status == 401
             assert (await post(served.url, CHAT, turn("p"), cookie)).status == 401
         assert (await post(served.url, "/replicas", b"{}", cookie, ("Origin", "http://elsewhere"))).status == 403
         assert (await exchange(served.url, "GET", "/queue", [("Cookie", "thunderagent_login=x")])).status == 401
+        admins = [("Authorization", f"Bearer {key}")]
+        assert (await exchange(served.url, "GET", "/scheduler/metrics", admins)).status == 200
         large = b" " * (16 * MAX_OPEN_BODY_BYTES)
         assert (await post(served.url, "/programs/release", large, ("Cookie", "thunderagent_login=x"))).status == 413
 
@@ -365,7 +371,8 @@ async def forwarded(method: str, target: str, to: Scheduler) -> int:
     request = make_mocked_request(method, target)
     keep_target(request, Target.parse(target, "gateway"))
     async with asynccontextmanager(to.context)(web.Application()):
-        return (await to.forward(request)).status
+        relay = to.metrics if target == "/scheduler/metrics" else to.forward
+        return (await relay(request)).status
 
 
 async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> None:
@@ -388,7 +395,8 @@ async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> No
         to = Scheduler(lambda: str(server.make_url("/")), of_gateway)
         assert await forwarded("GET", "/programs/a%2Fb?pool=m", to) == 200
         assert await forwarded("GET", "http://gateway/queue?x=1", to) == 200
-    assert heard == ["/programs/a%2Fb?pool=m", "/queue?x=1"]
+        assert await forwarded("GET", "/scheduler/metrics", to) == 200
+    assert heard == ["/programs/a%2Fb?pool=m", "/queue?x=1", "/metrics"]
 
 
 async def test_a_scheduler_that_hangs_is_waited_for_no_longer_than_it_may_take() -> None:

@@ -151,10 +151,8 @@ def manifests(namespace: Namespace, copy: Path, folder: str) -> list[Json]:
     if not copy.exists():
         shutil.copytree(DEPLOY, copy)
         settings = copy / "thunderagent.toml"
-        engines = f"{namespace.name}/app.kubernetes.io/name=vllm:http"
-        found = f'kubernetes_replicas = "{engines}"\nsandboxes = ["kubernetes"]\n'
-        lines = [line for line in settings.read_text().splitlines() if not line.startswith("backends")]
-        settings.write_text(found + "\n".join(lines) + "\n")
+        shipped = settings.read_text().replace('"thunderagent/', f'"{namespace.name}/')
+        settings.write_text(f'sandboxes = ["kubernetes"]\n{shipped}')
         whole = copy / "kustomization.yaml"
         made = yaml.safe_load(whole.read_text())
         name, _, tag = namespace.access.proxy_images[0].rpartition(":")

@@ -83,6 +83,24 @@ def test_an_option_that_was_not_given_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--user-names-program"], True),
+        (["--user-names-program", "true"], True),
+        (["--user-names-program", "false"], False),
+        (["--user-names-program=no"], False),
+        (["--user-names-program", "--port", "1"], True),
+        (["--port", "1"], False),
+    ],
+)
+def test_an_option_that_is_true_or_false_may_stand_alone(argv: list[str], said: bool) -> None:
+    """Then it is true."""
+    args = build_parser().parse_args(["serve", *argv])
+    given = {} if args.user_names_program is None else {"user_names_program": args.user_names_program}
+    assert ServeConfig.load(**given).user_names_program is said
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         ([], "the following arguments are required: COMMAND"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import shlex
 import sys
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -30,6 +32,7 @@ from scripts.docs_site import SHOWN, whole
 from tests.builders import Driver
 from thunderagent.backends import vllm
 from thunderagent.backends.discovery.file import parse
+from thunderagent.cli import build_parser
 from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.config import NovaConfig
@@ -44,6 +47,7 @@ from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
+from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.engine.timing import load_profiles
 from thunderagent.tools.template import Template
 
@@ -90,7 +94,7 @@ ENDPOINTS = {
     *("load_lora_adapter", "unload_lora_adapter", "init_weights_update_group", "init_weight_transfer_engine"),
     *("init_weight_transfer", "init_broadcaster", "init_weights_send_group_for_remote_instance"),
     *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases"),
-    *("get_load", "get_loads", "end", "release"),
+    *("get_load", "get_loads", "end", "release", "scheduler"),
     *("add_worker", "remove_worker"),
     *("health_generate", "model_info", "server_info", "get_server_info", "open_session", "close_session"),
     "min",  # a column of a benchmark's table
@@ -281,6 +285,30 @@ def test_every_error_and_reason_is_in_its_table() -> None:
     assert "<!-- generated: reasons -->" in page("reference/logs.md")
 
 
+def literal_codes(source: str) -> set[str]:
+    """Return the texts that code gives as an error's code: in a dict, by keyword, or to `error_body`."""
+    given: list[ast.expr | None] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Dict):
+            given += [value for key, value in zip(node.keys, node.values, strict=True) if is_text(key, "code")]
+        elif isinstance(node, ast.Call):
+            given += [each.value for each in node.keywords if each.arg == "code"]
+            given += node.args[1:2] if isinstance(node.func, ast.Name) and node.func.id == "error_body" else []
+    return {each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def is_text(node: ast.expr | None, text: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == text
+
+
+def test_no_error_of_the_proxy_has_a_code_of_its_own() -> None:
+    """A literal would be in no list; facades repeat what other proxies say."""
+    assert literal_codes('{"code": "a"}, f(code="b"), error_body(502, "c", why), {"code": d, "kind": "e"}') == {*"abc"}
+    sources = [path.read_text() for path in (ROOT / "thunderagent").rglob("*.py")]
+    found = set[str]().union(*map(literal_codes, sources))
+    assert found <= {kind.code for kind in error_classes()} | {"WORKER_NOT_FOUND"}
+
+
 def test_every_kind_of_message_is_documented() -> None:
     """The page names what `GET /events` may send, no other kind, and the signals."""
     table = page("reference/logs.md").partition("| Kinds | |\n")[2].partition("\n\n")[0]
@@ -418,6 +446,15 @@ def test_the_whole_global_policy_of_the_page_gives_and_takes_replicas(
     routes = {name: set(route.targets) for _, name, route in driver.scheduler.core.routing.routes}
     assert len(routes["chat"]) == 1
     assert len(routes[""]) == 2
+
+
+def test_the_comparison_of_the_page_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its policies are read as written, with the module that lies beside."""
+    example_of("chat_first", tmp_path, monkeypatch)
+    (line,) = [line for line in page("how-to/write-a-policy.md").splitlines() if "thunderagent compare" in line]
+    command = shlex.split(line.removeprefix("PYTHONPATH=. thunderagent "))
+    _, text = build_parser().parse_args(command).policies
+    assert dict(Contestant.parse(text).settings) == {"global_policy": "chat_first:ChatFirst"}
 
 
 def drive(scheduler: Scheduler) -> None:

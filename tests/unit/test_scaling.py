@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.one_machine import serve_with_gateways
 from thunderagent.scaling import check_gateways, serve_scheduler
+from thunderagent.serving.serving import serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,6 +26,25 @@ async def test_one_command_with_gateways_shares_no_store() -> None:
     with pytest.raises(ConfigurationError, match="thunderagent scheduler"):
         await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
     check_gateways(config)  # then `scheduler` may be given the same file
+
+
+@pytest.mark.parametrize(
+    ("given", "gateways", "why"),
+    [
+        ({"store": "redis://127.0.0.1:1"}, 0, "store: `serve` cannot use a store; start `thunderagent scheduler`"),
+        ({"schedulers": "http://127.0.0.1:1"}, 0, "schedulers: `serve` schedules by itself; start `thunderagent gat"),
+        ({"schedulers": "http://127.0.0.1:1"}, 2, "schedulers: `serve --gateways` has its own; start `thunderagent g"),
+    ],
+)
+async def test_what_only_several_processes_use_is_not_ignored(given: dict[str, str], gateways: int, why: str) -> None:
+    """A user would believe that another process takes over."""
+    config = ServeConfig.load(gateways=gateways, port=0, **given)
+
+    def ready(_url: str, _name: str) -> None:
+        pytest.fail("it serves")
+
+    with pytest.raises(ConfigurationError, match=re.escape(why)):
+        await (serve_with_gateways(config, (), ready=ready) if gateways else serve(config, ready=ready))
 
 
 async def test_a_scheduler_that_stands_by_again_knows_in_which_epoch_it_led(monkeypatch: pytest.MonkeyPatch) -> None:

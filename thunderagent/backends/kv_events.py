@@ -34,7 +34,7 @@ try:
     import zmq
     from zmq.asyncio import Context, Socket
 except ImportError as error:
-    raise ConfigurationError("kv_events needs pyzmq: pip install 'thunderagent[kv-events]'") from error
+    raise ConfigurationError("kv_events needs pyzmq: install thunderagent with the extra `kv-events`") from error
 
 _log = structlog.get_logger(__name__)
 

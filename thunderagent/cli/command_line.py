@@ -212,7 +212,7 @@ def run_nova(args: argparse.Namespace) -> int:
     try:
         from thunderagent.nova import command  # and torch with it
     except ModuleNotFoundError as error:
-        raise ConfigurationError(f"nova needs the extra nova, pip install 'thunderagent[nova]': {error}") from error
+        raise ConfigurationError(f"nova: install thunderagent with the extra `nova`: {error}") from error
     configure_logging("info", as_json=False)
     return command.run(config)
 
@@ -222,8 +222,6 @@ def run_workflow(args: argparse.Namespace) -> int:
     try:
         from thunderagent.workflows import command
     except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"workflows need the extra workflows, pip install 'thunderagent[workflows]': {error}"
-        ) from error
+        raise ConfigurationError(f"workflows: install thunderagent with the extra `workflows`: {error}") from error
     run: Callable[[argparse.Namespace], int] = getattr(command, args.command)
     return run(args)

@@ -42,6 +42,9 @@ FILE_FIELDS = frozenset({"sandbox_templates"})
 LIST_FIELDS = {"policy_args": "policy-arg", "tenant_weights": "tenant-weight", "model_aliases": "model-alias"}
 """Fields given one item at a time, by an option of another name."""
 
+TRUTH = "true|false"
+"""What an option takes that may also stand alone; then it is true."""
+
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add what `serve` takes."""
@@ -167,6 +170,8 @@ def _add_option(group: Any, name: str, field: Any, environment_prefix: str) -> N
     elif get_origin(field.annotation) is Literal:
         choices = [choice for choice in get_args(field.annotation) if choice]
         group.add_argument(f"--{option}", dest=name, choices=choices, help=help_text)
+    elif _metavar(field.annotation) == TRUTH:
+        group.add_argument(f"--{option}", dest=name, nargs="?", const="true", metavar=TRUTH, help=help_text)
     else:
         metavar = "X" if name.endswith(("_per_s", "_ratio")) else _metavar(field.annotation)
         group.add_argument(f"--{option}", dest=name, metavar=metavar, help=help_text)
@@ -174,7 +179,7 @@ def _add_option(group: Any, name: str, field: Any, environment_prefix: str) -> N
 
 def _metavar(annotation: Any) -> str:
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    for kind, metavar in ((bool, "true|false"), (int, "N"), (float, "SECONDS"), (Path, "FILE")):
+    for kind, metavar in ((bool, TRUTH), (int, "N"), (float, "SECONDS"), (Path, "FILE")):
         if kind in kinds:
             return metavar
     return "A,B" if get_origin(annotation) is tuple else "TEXT"

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlsplit
 
-from thunderagent.client.exchange import exchange, in_thread
+from thunderagent.client.exchange import exchange, in_thread, proxy_key
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -99,14 +99,19 @@ class Branch:
 
     @property
     def litellm(self) -> dict[str, Any]:
-        """Keyword arguments for `litellm.completion` with a model that is served as `hosted_vllm/` or `openai/`."""
-        return {"api_base": self.base_url, "extra_headers": self._turn_headers, "timeout": TURN_TIMEOUT_S}
+        """Keyword arguments for `litellm.completion` with a model that is served as `hosted_vllm/` or `openai/`.
+
+        They contain an API key only if `THUNDERAGENT_KEY` is set.
+        """
+        key = {"api_key": proxy_key()} if proxy_key() else {}
+        return {"api_base": self.base_url, "extra_headers": self._turn_headers, "timeout": TURN_TIMEOUT_S, **key}
 
     def openai(self, **options: Any) -> OpenAI:
         """Return an `openai.OpenAI` whose requests are turns of this branch. Close it yourself.
 
-        The options are those of that class. Without an API key in them or in the environment it sends "none". Its
-        timeout is an hour, because a turn may be held. Raises `ImportError` if the package is missing.
+        The options are those of that class. The API key is that of the options, then `THUNDERAGENT_KEY` of the
+        environment, then the library's own variable, then "none". Its timeout is an hour, because a turn may be held.
+        Raises `ImportError` if the package is missing.
         """
         library = _library("openai")
         client: OpenAI = library.OpenAI(**self._options(library, self.base_url, options, "OPENAI_API_KEY"))
@@ -133,7 +138,9 @@ class Branch:
             "base_url": base_url,
             "timeout": library.Timeout(TURN_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         }
-        if not any(os.environ.get(name) for name in key_names):
+        if key := proxy_key():
+            defaults["api_key"] = key
+        elif not any(os.environ.get(name) for name in key_names):
             defaults["api_key"] = "none"  # the libraries refuse to work without one
         headers = {**self._turn_headers, **(given.get("default_headers") or {})}
         return {**defaults, **given, "default_headers": headers}

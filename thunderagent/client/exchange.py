@@ -40,7 +40,7 @@ def exchange(proxy: str, method: str, path: str, body: object = None, *, timeout
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     content = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Connection": "close"}
-    if key := os.environ.get(KEY_VARIABLE):
+    if key := proxy_key():
         headers["X-ThunderAgent-Key"] = key
     try:
         with closing(kind(parts.hostname or "", parts.port, timeout=timeout_s)) as connection:
@@ -50,6 +50,11 @@ def exchange(proxy: str, method: str, path: str, body: object = None, *, timeout
     except (OSError, HTTPException, UnicodeError) as error:  # the last for a host that is no name
         raise ProxyUnreachableError(f"no proxy answers at {proxy}: {error!r}") from error
     return _object_of(f"{method} {proxy}{path}", status, said)
+
+
+def proxy_key() -> str:
+    """Return the proxy's API key that the environment names; empty if it names none."""
+    return os.environ.get(KEY_VARIABLE, "")
 
 
 def _object_of(what: str, status: int, said: bytes) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from urllib.parse import quote
 
 from thunderagent.client.branch import Branch
 from thunderagent.client.errors import ClientError, ProxyRefusedError, SandboxFailedError, SandboxTimeoutError
-from thunderagent.client.exchange import exchange, in_thread
+from thunderagent.client.exchange import KEY_VARIABLE, exchange, in_thread, proxy_key
 
 log = logging.getLogger("thunderagent.client")
 
@@ -163,14 +163,17 @@ class Program(Branch):
     def environment(self) -> dict[str, str]:
         """Variables that make an agent in a child process run as this program: `env=os.environ | p.environment`.
 
-        Its base URLs name the program. It contains no API key.
+        Its base URLs name the program. It contains an API key only if `THUNDERAGENT_KEY` is set.
         """
+        key = proxy_key()
+        keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", KEY_VARIABLE), key) if key else {}
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             PROXY_VARIABLE: self.proxy,
             "THUNDERAGENT_PROGRAM_ID": self.program_id,
+            **keys,
         }
 
     @property

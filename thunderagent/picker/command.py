@@ -90,7 +90,7 @@ async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable
         from thunderagent.picker.carried import Around  # noqa: PLC0415
         from thunderagent.picker.turns import Picker, PickerSettings  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigurationError("picker: needs the extra picker: pip install 'thunderagent[picker]'") from error
+        raise ConfigurationError("picker: install thunderagent with the extra `picker`") from error
     tls = None
     if config.tls_cert is not None:
         key, client_ca = config.tls_key or config.tls_cert, options.client_ca

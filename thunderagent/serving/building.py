@@ -145,5 +145,5 @@ def tracing_of(config: ServeConfig) -> Tracing | None:
     try:
         from thunderagent.proxy.watch.tracing import open_tracing  # noqa: PLC0415 - needs an extra
     except ImportError as error:
-        raise ConfigurationError("otlp_endpoint: needs the extra otel: pip install 'thunderagent[otel]'") from error
+        raise ConfigurationError("otlp_endpoint: install thunderagent with the extra `otel`") from error
     return open_tracing(config.otlp_endpoint, config.trace_sample_ratio)

@@ -145,7 +145,7 @@ def _driver(kind: DriverKind, owner: Owner, config: ServeConfig) -> Driver:
             )
     except ImportError as error:
         raise ConfigurationError(
-            f"sandboxes by {kind} need its library: pip install 'thunderagent[{kind}]' ({error.name} is missing)"
+            f"sandboxes by {kind}: install thunderagent with the extra `{kind}` ({error.name} is missing)"
         ) from error
     from thunderagent.tools.callback import CallbackDriver  # noqa: PLC0415 - beside the others
 

@@ -16,6 +16,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.discovery import Source
 from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import ServeConfig
+from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.app import HISTORY, LOOP_LAG, build_app
 from thunderagent.proxy.control.engine_control import EngineControlSettings
@@ -86,6 +87,7 @@ async def serve(
     flush the event log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot
     be used.
     """
+    check_one_process(config)
     raise_file_limit()
     keep_freed_memory()
     stop = asyncio.Event()
@@ -115,6 +117,16 @@ async def serve(
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
         await leave(apps[0], runtime, config.shutdown_delay_s)
         await runtime.close()
+
+
+def check_one_process(config: ServeConfig) -> None:
+    """Raise `ConfigurationError` for settings that one process, which schedules and carries, would ignore."""
+    if config.store is not None:
+        raise ConfigurationError(
+            "store: `serve` cannot use a store; start `thunderagent scheduler` and `thunderagent gateway` instead"
+        )
+    if config.schedulers:
+        raise ConfigurationError("schedulers: `serve` schedules by itself; start `thunderagent gateway` instead")
 
 
 @asynccontextmanager

@@ -501,4 +501,4 @@ def test_without_pyzmq_the_error_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 2
-    assert "pip install 'thunderagent[kv-events]'" in done.stderr
+    assert "install thunderagent with the extra `kv-events`" in done.stderr

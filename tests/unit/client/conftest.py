@@ -11,7 +11,10 @@ from tests.unit.client.support import FakeProxy, fake_proxy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VARIABLES = ("THUNDERAGENT_PROXY", "OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+VARIABLES = (
+    *("THUNDERAGENT_PROXY", "THUNDERAGENT_KEY"),
+    *("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
+)
 
 
 @pytest.fixture(autouse=True)

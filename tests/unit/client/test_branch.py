@@ -125,6 +125,18 @@ def test_a_client_of_openai_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (client.api_key, client.default_headers["X-Program-Branch"]) == ("given", "helper")
 
 
+def test_the_proxy_s_key_of_the_environment_is_sent_with_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It precedes a library's own variable, which may name a provider's key; an option precedes both."""
+    p = program("a", proxy=PROXY)
+    monkeypatch.setenv("OPENAI_API_KEY", "of-a-provider")
+    monkeypatch.setenv("THUNDERAGENT_KEY", "tak_mine")
+    with p.openai() as client, p.branch("helper").openai(api_key="given") as other:
+        assert (client.api_key, other.api_key) == ("tak_mine", "given")
+    assert p.litellm["api_key"] == "tak_mine"
+    keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "THUNDERAGENT_KEY")
+    assert {name: p.environment[name] for name in keys} == dict.fromkeys(keys, "tak_mine")
+
+
 async def test_an_async_client_of_openai_is_set_up() -> None:
     async with program("a", proxy=PROXY).async_openai() as client:
         assert isinstance(client, openai.AsyncOpenAI)
@@ -151,6 +163,8 @@ def test_clients_of_anthropic_are_set_up(monkeypatch: pytest.MonkeyPatch) -> Non
         }
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "token")
     assert not hasattr(p.anthropic(), "api_key")
+    monkeypatch.setenv("THUNDERAGENT_KEY", "tak_mine")
+    assert vars(p.anthropic())["api_key"] == "tak_mine"
 
 
 @pytest.mark.parametrize(("helper", "package"), [("openai", "openai"), ("async_anthropic", "anthropic")])

@@ -19,11 +19,15 @@ import yaml
 from tests.integration.kubernetes_api import LABEL_KEY, LABEL_VALUE, NAME
 from tests.unit.deploy.kubectl import kubectl
 from tests.unit.deploy.kubernetes_schema import problems
+from thunderagent.backends.discovery.base import PodSelection
+from thunderagent.cli.command_line import build_parser
 from thunderagent.cli.handover import add_arguments
 from thunderagent.config import ServeConfig
+from thunderagent.picker.command import Options, check_port
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.scaling import check_gateways
 from thunderagent.serving.listening import CLOSE_S
+from thunderagent.serving.security import check_security
 from thunderagent.tools.base import SANDBOX_LABEL
 
 if TYPE_CHECKING:
@@ -96,6 +100,47 @@ def pod_of(workload: Json) -> Json:
 def container_of(workload: Json) -> Json:
     (container,) = pod_of(workload)["spec"]["containers"]
     return dict(container)
+
+
+WORKLOADS = of_kind("Deployment", "StatefulSet")
+OURS = [each for each in WORKLOADS if container_of(each)["image"] == "thunderagent"]
+"""The proxy (or gateways), the schedulers, the picker."""
+
+
+def labels_of(workload: Json) -> dict[str, str]:
+    """Return the labels of a workload's pods."""
+    labels: dict[str, str] = pod_of(workload)["metadata"]["labels"]
+    return labels
+
+
+def selects(selector: Json, labels: dict[str, str]) -> bool:
+    """Say whether a label selector selects an object with these labels."""
+    held = {
+        "In": lambda each: labels.get(each["key"]) in each["values"],
+        "DoesNotExist": lambda each: each["key"] not in labels,
+    }
+    expressions = selector.get("matchExpressions", ())
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        held[each["operator"]](each) for each in expressions
+    )
+
+
+def lets_in(target: Json, port: str, pod: dict[str, str], namespace: dict[str, str] | None = None) -> bool:
+    """Say whether a pod with these labels reaches a port; it is in this namespace, or in one with those labels."""
+    policies = [
+        each["spec"] for each in of_kind("NetworkPolicy") if selects(each["spec"]["podSelector"], labels_of(target))
+    ]
+    assert policies, "every pod of the cluster reaches it"
+    sources = [
+        source
+        for policy in policies
+        for rule in policy["ingress"]
+        if port in [each["port"] for each in rule["ports"]]
+        for source in rule["from"]
+    ]
+    if namespace is None:
+        return any("namespaceSelector" not in each and selects(each["podSelector"], pod) for each in sources)
+    return any("namespaceSelector" in each and selects(each["namespaceSelector"], namespace) for each in sources)
 
 
 @pytest.fixture
@@ -244,11 +289,24 @@ def test_budgets_and_policies_are_about_pods_that_there_are(manifest: Json) -> N
     assert sum(selector["matchLabels"].items() <= labels.items() for labels in pods) == 1
 
 
-def test_the_monitor_finds_the_service() -> None:
-    """It selects the Service's labels, and a port of the Service."""
-    monitor, service = one("ServiceMonitor", "thunderagent")["spec"], one("Service", "thunderagent")
-    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert {each["port"] for each in monitor["endpoints"]} <= {each["name"] for each in service["spec"]["ports"]}
+@pytest.mark.parametrize("workload", OURS, ids=id_of)
+def test_the_monitor_finds_every_process_of_ours(workload: Json) -> None:
+    """Each has a Service with metrics, which the monitor selects; Prometheus may reach the port."""
+    monitor = one("ServiceMonitor", "thunderagent")["spec"]
+    (port,) = [each["port"] for each in monitor["endpoints"]]
+    (service,) = [
+        each for each in of_kind("Service") if each["spec"]["selector"].items() <= labels_of(workload).items()
+    ]
+    assert port in {each["name"] for each in service["spec"]["ports"]}
+    assert selects(monitor["selector"], service["metadata"]["labels"])
+    assert lets_in(workload, port, {}, {"kubernetes.io/metadata.name": "monitoring"})
+
+
+def test_the_monitor_finds_nothing_else() -> None:
+    """A Service that it selects leads to a process of ours."""
+    selector = one("ServiceMonitor", "thunderagent")["spec"]["selector"]
+    found = [each for each in of_kind("Service") if selects(selector, each["metadata"]["labels"])]
+    assert len(found) == len(OURS)
 
 
 @pytest.mark.parametrize("binding", of_kind("RoleBinding"), ids=id_of)
@@ -292,16 +350,18 @@ def test_the_service_s_variables_are_not_taken_for_the_configuration(
         ServeConfig.load(KUBERNETES / "thunderagent.toml")
 
 
-def test_the_configuration_is_one_and_names_the_engines(config: ServeConfig) -> None:
-    """The ConfigMap's file is read by the proxy; its replicas are the pods of the example, at their port."""
-    engines = one("StatefulSet", "vllm")
-    service = one("Service", engines["spec"]["serviceName"])
-    hosts = [f"vllm-{number}.{service['metadata']['name']}" for number in range(engines["spec"]["replicas"])]
-    urls = [urlsplit(url) for url in config.backends]
-    assert [url.hostname for url in urls] == hosts
-    assert {url.port for url in urls} == {each["containerPort"] for each in container_of(engines)["ports"]}
-    assert f"--port={urls[0].port}" in container_of(engines)["args"]
-    assert service["spec"]["clusterIP"] == "None"
+def test_the_configuration_is_one_and_finds_the_engines(config: ServeConfig) -> None:
+    """The ConfigMap's file is read by the proxy; its replicas are the example's pods, however many are scaled to."""
+    assert config.backends == ()
+    found = PodSelection.read(config.kubernetes_replicas)
+    assert found.namespace == yaml.safe_load((KUBERNETES / "vllm/kustomization.yaml").read_text())["namespace"]
+    name, _, value = found.selector.partition("=")
+    (engines,) = [each for each in WORKLOADS if labels_of(each).get(name) == value]
+    target = one("ScaledObject", "vllm")["spec"]["scaleTargetRef"]
+    assert id_of(engines) == f"{target['kind']}/{target['name']}"
+    ports = {each["name"]: each["containerPort"] for each in container_of(engines)["ports"]}
+    assert f"--port={ports[found.port]}" in container_of(engines)["args"]
+    assert one("Service", engines["spec"]["serviceName"])["spec"]["clusterIP"] == "None"
     (port,) = one("Service", "thunderagent")["spec"]["ports"]
     assert port["port"] == config.port
     mount, *_ = container_of(one("Deployment", "thunderagent"))["volumeMounts"]
@@ -320,11 +380,58 @@ def test_a_pod_has_time_to_end(config: ServeConfig) -> None:
     assert pod_of(engines)["spec"]["terminationGracePeriodSeconds"] > int(before_s) + 5
 
 
-def test_the_proxy_lets_its_clients_in_but_no_sandbox() -> None:
-    """Code that agents run does not reach the proxy."""
-    (rule,) = one("NetworkPolicy", "thunderagent")["spec"]["ingress"]
-    expressions = rule["from"][0]["podSelector"]["matchExpressions"]
-    assert expressions == [{"key": SANDBOX_LABEL, "operator": "DoesNotExist"}]
+@pytest.mark.parametrize("name", ["thunderagent", "thunderagent-picker"])
+def test_clients_reach_the_proxy_s_api_but_no_sandbox_does(name: str) -> None:
+    """Code that agents run does not reach it; namespaces reach it by their label."""
+    proxy = one("Deployment", name)
+    assert lets_in(proxy, "http", {"app": "an-agent"})
+    assert lets_in(proxy, "http", {}, {"thunderagent.clients": "true"})
+    assert not lets_in(proxy, "http", {SANDBOX_LABEL: "s-1"})
+    assert not lets_in(proxy, "http", {}, {"kubernetes.io/metadata.name": "default"})
+
+
+def test_only_envoys_reach_the_picker_s_port_for_them() -> None:
+    """Whoever calls there counts as an Envoy; Envoys carry the turns, so they reach the engines as well."""
+    for target, port in ((one("Deployment", "thunderagent-picker"), "grpc"), (one("StatefulSet", "vllm"), "http")):
+        assert lets_in(target, port, {"thunderagent.envoys": "true"})
+        assert lets_in(target, port, {}, {"thunderagent.envoys": "true"})
+        assert not lets_in(target, port, {"app": "an-agent"})
+        assert not lets_in(target, port, {}, {"thunderagent.clients": "true"})
+
+
+@pytest.mark.parametrize("workload", OURS, ids=id_of)
+def test_each_process_of_ours_reaches_the_engines(workload: Json) -> None:
+    """The proxy and the picker poll them, and so do gateways and a scheduler that stands by."""
+    assert lets_in(one("StatefulSet", "vllm"), "http", labels_of(workload))
+    assert lets_in(one("StatefulSet", "thunderagent-scheduler"), "http", labels_of(workload))
+
+
+@pytest.mark.parametrize("policy", of_kind("NetworkPolicy"), ids=id_of)
+def test_a_policy_is_about_ports_that_the_pods_have(policy: Json) -> None:
+    """A rule for another port would admit nobody."""
+    (target,) = [each for each in WORKLOADS if selects(policy["spec"]["podSelector"], labels_of(each))]
+    named = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert named <= {each["name"] for each in container_of(target)["ports"]}
+
+
+def test_the_picker_starts_as_it_is_shipped_and_its_api_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the users' keys, finds the engines of the InferencePool, and accepts its options."""
+    container = container_of(one("Deployment", "thunderagent-picker"))
+    for name in [name for name in os.environ if name.startswith("THUNDERAGENT_")]:
+        monkeypatch.delenv(name)
+    args = build_parser().parse_args(container["args"])
+    given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name, None)) is not None}
+    assert [each["secretRef"]["name"] for each in container["envFrom"]] == ["thunderagent-keys"]
+    monkeypatch.setenv("THUNDERAGENT_API_KEYS", mint_key("agents")[1])
+    monkeypatch.setenv("THUNDERAGENT_ADMIN_KEYS", mint_key("operator")[1])
+    settings = ServeConfig.load(None, **given)
+    check_security(settings)
+    check_port(settings, Options.of(args))
+    assert (settings.has_keys, settings.allow_open, settings.keys_name_tenants) == (True, False, False)
+    pool = one("InferencePool", "engines")["spec"]
+    found = PodSelection.read(settings.kubernetes_replicas)
+    assert [f"{name}={value}" for name, value in pool["selector"]["matchLabels"].items()] == [found.selector]
+    assert [str(each["number"]) for each in pool["targetPorts"]] == [found.port]
 
 
 UNITS = sorted((ROOT / "deploy/systemd").iterdir())

@@ -33,7 +33,7 @@ from thunderagent.errors import ConfigurationError, DiscoveryError
 try:
     from thunderagent.cluster import cluster_configuration, version_problem
 except ImportError as error:
-    raise ConfigurationError("Kubernetes needs the extra: pip install 'thunderagent[kubernetes]'") from error
+    raise ConfigurationError("Kubernetes: install thunderagent with the extra `kubernetes`") from error
 
 _log = structlog.get_logger(__name__)
 

@@ -33,7 +33,13 @@ from typing import Any, NamedTuple
 import structlog
 from aiohttp import web
 
-from thunderagent.errors import NoReplicaError, PerReplicaOnlyError, ReplicaError
+from thunderagent.errors import (
+    NoReplicaError,
+    PerReplicaOnlyError,
+    ReplicaError,
+    ReplicasDisagreeError,
+    ReplicaTimeoutError,
+)
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import (
     CALL,
@@ -45,6 +51,7 @@ from thunderagent.proxy.fleet.commands import (
     command_of,
 )
 from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.reading.dialects.openai import error_body
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import target_of
@@ -234,14 +241,10 @@ class EngineControl:
                 finally:
                     response.close()
         except ReplicaError as error:
-            return _failure(replica_id, error.status, error.code, error.message)
+            return _failure(error)
         except TimeoutError:
-            return _failure(
-                replica_id,
-                504,
-                "replica_timeout",
-                f"replica {replica_id} took longer than {self._settings.timeout_s:g} s",
-            )
+            why = f"replica {replica_id} took longer than {self._settings.timeout_s:g} s"
+            return _failure(ReplicaTimeoutError(why, replica_id=replica_id))
         content_type = response.headers.get("Content-Type", "")
         return Reply(replica_id, response.status, content, content_type, _value(content))
 
@@ -294,9 +297,9 @@ def _is_whole(reply: Reply, asked: Asked) -> bool:
     return not asked.tags or "kv_cache" in asked.tags
 
 
-def _failure(replica_id: str, status: int, code: str, why: str) -> Reply:
-    value = {"error": {"message": why, "type": "server_error", "param": None, "code": code}}
-    return Reply(replica_id, status, json.dumps(value).encode(), "application/json", value)
+def _failure(error: ReplicaError) -> Reply:
+    value = error_body(error.status, error.code, error.message)
+    return Reply(error.replica_id, error.status, json.dumps(value).encode(), "application/json", value)
 
 
 def _value(content: bytes) -> Any:
@@ -315,9 +318,10 @@ def _joined(path: str, replies: list[Reply]) -> web.Response:
         response = web.json_response(_merged(replies), status=first.status)
     else:
         failed = [reply.replica_id for reply in replies if not reply.ok]
-        message = f"{len(failed)} of {len(replies)} replicas did not do {path}: {', '.join(failed)}"
-        error = {"message": message, "type": "server_error", "param": None, "code": "replicas_disagree"}
-        response = web.json_response({"error": error, "replicas": _details(replies)}, status=502)
+        why = f"{len(failed)} of {len(replies)} replicas did not do {path}: {', '.join(failed)}"
+        error = ReplicasDisagreeError(why)
+        body = error_body(error.status, error.code, error.message)
+        response = web.json_response({**body, "replicas": _details(replies)}, status=error.status)
     response.headers[REPLIES_HEADER] = ", ".join(f"{reply.replica_id}={reply.status}" for reply in replies)
     return response
 

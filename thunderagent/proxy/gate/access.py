@@ -52,6 +52,12 @@ class ForwardUnknown(StrEnum):
 CATCH_ALL = "/{path:(?s:.*)}"
 """The route of everything that is no other route, even with line breaks: it goes to an engine."""
 
+SCHEDULER_METRICS_PATH = "/scheduler/metrics"
+"""Where a gateway has its scheduler's metrics; `/metrics` has its own."""
+
+METRICS = frozenset({"/metrics", SCHEDULER_METRICS_PATH})
+"""Routes that `metrics_need_key` closes."""
+
 OF_OWN_TENANT = frozenset({"/programs", "/programs/{program_id:.+}"})
 """GET routes on which a data key with a tenant sees its own programs, and an admin key all."""
 
@@ -59,7 +65,8 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     # Access, methods, path: {} is a part of the path that may hold anything, ** is whatever follows.
     (OPEN, "GET", "/health"),
     (OPEN, "GET", "/ready"),
-    (OPEN, "GET", "/metrics"),  # `metrics_need_key` closes it
+    (OPEN, "GET", "/metrics"),  # `metrics_need_key` closes these
+    (OPEN, "GET", SCHEDULER_METRICS_PATH),  # of a gateway only
     (OPEN, "GET", "/openapi.json"),
     (OPEN, "GET", "/dashboard**"),  # a page without any data, which asks for the key
     (OPEN, "POST", "/dashboard/login"),

@@ -22,6 +22,7 @@ from thunderagent.errors import (
     NotFoundError,
 )
 from thunderagent.proxy.gate.access import (
+    METRICS,
     OF_OWN_TENANT,
     Access,
     ForwardUnknown,
@@ -222,7 +223,7 @@ class Guard:
         return needs
 
     def _access_of(self, method: str, route_path: str) -> Access:
-        if route_path == "/metrics" and self._settings.metrics_need_key:
+        if route_path in METRICS and self._settings.metrics_need_key:
             return Access.ADMIN
         return access_of_route(method, route_path) or Access.ADMIN
 

@@ -22,7 +22,7 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, Use
+from thunderagent.proxy.gate.access import CATCH_ALL, ENGINE, ROUTES, SCHEDULER_METRICS_PATH, Use
 from thunderagent.proxy.gate.bodies import report_response
 from thunderagent.proxy.gate.browsers import SAFE_METHODS
 from thunderagent.proxy.gate.guard import Guard, GuardSettings
@@ -44,8 +44,10 @@ from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.scale import messages
 from thunderagent.scale.gateway.remote import RemoteRuntime
 
-ASKED_HERE = frozenset({"/health", "/ready", "/metrics", messages.PATH})
-"""Paths that a gateway answers itself, or rejects."""
+ASKED_HERE = frozenset({"/health", "/ready", "/metrics", SCHEDULER_METRICS_PATH, messages.PATH})
+"""Paths that a gateway answers itself, forwards under another name, or rejects."""
+
+METRICS = Target.parse("/metrics")
 
 ANSWER_LIMIT_S = 60.0
 """Limit for the head of a scheduler's answer to a GET. Commands may take longer, and so may a lease."""
@@ -83,7 +85,12 @@ def build_gateway_app(
     registry.register(GatewayCollector(runtime))
     scheduler = Scheduler(scheduler_url, ssl_context)
     guard = Guard(
-        guard_settings, keyring, registry, Logins(), held, forwards=lambda handler: handler == scheduler.forward
+        guard_settings,
+        keyring,
+        registry,
+        Logins(),
+        held,
+        forwards=lambda handler: handler in (scheduler.forward, scheduler.metrics),
     )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
@@ -103,6 +110,7 @@ def build_gateway_app(
     app.on_shutdown.append(close)
     routes = [
         *GatewayHandlers(runtime, registry).routes(),
+        web.get(SCHEDULER_METRICS_PATH, scheduler.metrics),
         *(web.route(method, path, scheduler.forward) for method, path in _of_scheduler()),
         *(web.post(path, turns.handle) for path in TURN_DIALECTS),
         web.get("/v1/models", models.handle),
@@ -131,8 +139,15 @@ class Scheduler:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Relay a request and its answer, with the caller's own key. Raises `SchedulerUnreachableError`."""
+        return await self._relay(request, target_of(request))
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """Relay the scheduler's own metrics, otherwise as `forward`."""
+        return await self._relay(request, METRICS)
+
+    async def _relay(self, request: web.Request, target: Target) -> web.StreamResponse:
         assert self._http is not None, "the application runs"
-        target, headers, body = target_of(request), forwarded_request_headers(request.headers), await request.read()
+        headers, body = forwarded_request_headers(request.headers), await request.read()
         for judged in ("Origin", "Sec-Fetch-Site"):  # our guard checked it, by the name that the browser knows: ours
             headers.popall(judged, None)
         asks = request.method in SAFE_METHODS and command_of(target.spelt) is None

@@ -48,7 +48,7 @@ class Contestant:
         settings = {}
         whole: list[str] = []
         for part in parts:
-            if "=" not in part and whole and _names_a_module(whole[-1]):  # the class of a part's package.module:Class
+            if "=" not in part and whole and _names_a_module(whole[-1]):  # the class of a part's module:Class
                 whole[-1] += f":{part}"
             else:
                 whole.append(part)
@@ -112,9 +112,13 @@ class Contestant:
 
 
 def _names_a_module(setting: str) -> bool:
-    """Return whether a setting `key=value` is a part of a policy in a module, whose class follows after a colon."""
+    """Return whether a setting `key=value` is a part of a policy in a module, whose class follows after a colon.
+
+    Of several parts, joined by +, it is the last.
+    """
     key, _, value = setting.partition("=")
-    return key in PARTS and "." in value and ":" not in value
+    last = value.rpartition("+")[2]
+    return key in PARTS and bool(last) and last not in PARTS[key] and ":" not in last
 
 
 def _common_prefix_tokens(scenario: Scenario, workload: Workload) -> int:

@@ -26,7 +26,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, NullLocator
 except ImportError as error:
-    raise ConfigurationError("plots need matplotlib: pip install 'thunderagent[plots]'") from error
+    raise ConfigurationError("plots need matplotlib: install thunderagent with the extra `plots`") from error
 
 INK, SOFT_INK, GRID = "#1d2430", "#5b6471", "#dfe3e8"
 """Text, quieter text, the grid: they change on a dark page."""

@@ -22,6 +22,7 @@ from thunderagent.proxy.reading.target import Target
     [
         ("GET", "/health", Access.OPEN),
         ("POST", "/health", None),
+        ("GET", "/scheduler/metrics", Access.OPEN),
         ("POST", "/programs", Access.DATA),
         ("GET", "/programs", Access.DATA),
         ("GET", "/programs/{program_id:.+}", Access.DATA),

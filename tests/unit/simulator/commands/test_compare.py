@@ -264,7 +264,7 @@ def test_without_matplotlib_nothing_runs(
     for name in ("plots", "page"):
         monkeypatch.delitem(sys.modules, f"thunderagent.simulator.report.{name}", raising=False)
     assert exit_status(*QUICK, "--out", str(tmp_path / "report")) == 2
-    assert "pip install 'thunderagent[plots]'" in capsys.readouterr().err
+    assert "install thunderagent with the extra `plots`" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +18,9 @@ from thunderagent.simulator.figures.bounds import Engines, TurnShape, bounds
 from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.workloads.distributions import workload
 from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SCENARIO = Scenario(engine=EngineConfig(kv_tokens=16_000, timing=profile("demo")), horizon_s=900, warmup_s=100)
 STANDARD = workload("standard")
@@ -48,6 +53,42 @@ def test_a_part_of_ones_own_is_named_with_a_colon_too() -> None:
     assert dict(contestant.settings) == {"admission": "tests.builders:Breathing", "priority": "age"}
 
 
+MINE = """
+from dataclasses import dataclass
+
+from tests.builders import Breathing
+from thunderagent.programs.policies import PARTS
+
+
+@dataclass
+class Window(Breathing):
+    pass
+
+
+class Balance(PARTS["global_policy"]["balance"]):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "passthrough:admission=mine_of_a_test:Window",
+        "passthrough:admission=mine_of_a_test:Window:priority=age",
+        "breakeven:global_policy=balance+mine_of_a_test:Balance",
+        "breakeven:global_policy=mine_of_a_test:Balance+migrate",
+    ],
+)
+def test_a_part_in_a_module_beside_one_s_work_needs_no_dot(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page on policies names one in that way."""
+    (tmp_path / "mine_of_a_test.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_of_a_test", raising=False)
+    assert str(Contestant.parse(text)) == text
+
+
 def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
     """They are the public ports' defaults, with another time between checks."""
     policy, _ = Contestant.parse("thunderagent-ports:delta_s=1").prepare(SCENARIO, STANDARD)
@@ -63,6 +104,8 @@ def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
         ("cap:m=3", "no setting 'm'"),
         ("cap:n", "cannot be loaded|no policy|not a policy"),
         ("cap:n=3:", "not a policy"),
+        ("passthrough:admission=window:size", "not a policy"),
+        ("passthrough:admission=windou:size", "admission 'windou:size' cannot be loaded"),
         ("cap:n=0", "n must be"),
         ("oracle:n=3", "policy oracle has no setting 'n'; it has: hold_below_s"),
         ("oracle:headroom_ratio=much", "headroom_ratio must be a number"),
