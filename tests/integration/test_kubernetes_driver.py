@@ -493,6 +493,16 @@ async def test_sweep_removes_what_no_sandbox_is_left_for(api: KubernetesApi, dri
     assert sorted(each["metadata"]["annotations"]["thunderagent.owner"] for each in left) == ["else", OWNER.owner_id]
 
 
+async def test_sweep_goes_on_without_what_cannot_be_removed(api: KubernetesApi, driver: KubernetesDriver) -> None:
+    async with driver_of(api, Owner(OWNER.owner_id, "run-0")) as earlier:
+        for name in ("one", "two"):
+            await earlier.prepare(order(name, name, network="own"))
+            api.delete("jobs", f"thunderagent-{name}")
+    api.errors["networking.k8s.io", "networkpolicies", "delete"] = [ApiError(403, "Forbidden", "a webhook says no")]
+    await driver.sweep()
+    assert len(api.all_of("networkpolicies")) == 1
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -1159,6 +1169,19 @@ async def test_the_configuration_of_kubectl_is_read(api: KubernetesApi, tmp_path
 async def test_a_driver_without_a_configuration(tmp_path: Path) -> None:
     """An unreadable configuration is the engine's trouble when it is needed, not before."""
     driver = KubernetesDriver(OWNER, kubeconfig=tmp_path / "none", concurrency_count=1)
+    with pytest.raises(SandboxEngineError, match="no usable configuration"):
+        await driver.find()
+    await driver.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["clusters: [", "- a\n- b\n", "clusters: 1\ncontexts: 2\nusers: 3\ncurrent-context: x\n"]
+)
+async def test_a_half_written_configuration(tmp_path: Path, text: str) -> None:
+    """Whatever its parser makes of it is the engine's trouble, too."""
+    path = tmp_path / "config"
+    path.write_text(text)
+    driver = KubernetesDriver(OWNER, kubeconfig=path, concurrency_count=1)
     with pytest.raises(SandboxEngineError, match="no usable configuration"):
         await driver.find()
     await driver.close()

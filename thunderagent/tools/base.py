@@ -7,11 +7,17 @@ of its methods may be called at once, and each may be cancelled at any await.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
+from thunderagent.errors import SandboxError
 from thunderagent.tools.template import Template
+
+_log = structlog.get_logger(__name__)
 
 LABEL_PREFIX = "thunderagent."
 PROGRAM_LABEL = "thunderagent.program-id"
@@ -159,7 +165,10 @@ class Driver(Protocol):
         """Return everything with one of our labels, whoever made it. Raises `SandboxError`."""
 
     async def sweep(self) -> None:
-        """Remove leftovers without a sandbox that earlier runs of this owner made: networks, volumes, images."""
+        """Remove leftovers without a sandbox that earlier runs of this owner made: networks, volumes, images.
+
+        One that cannot be removed is logged. Raises `SandboxError` if they cannot be listed.
+        """
 
     def watch(self) -> AsyncGenerator[Change | Command, None]:
         """Yield events of labelled sandboxes from now on; raise `SandboxError` when the engine is lost.
@@ -172,3 +181,12 @@ class Driver(Protocol):
 
     async def close(self) -> None:
         """Close connections and threads; sandboxes stay."""
+
+
+@contextmanager
+def logging_failures(leftover: str) -> Iterator[None]:
+    """Log that a leftover cannot be removed instead of raising `SandboxError`: others can be."""
+    try:
+        yield
+    except SandboxError as error:
+        _log.warning("sandbox_leftover_not_removed", leftover=leftover, why=error.message)

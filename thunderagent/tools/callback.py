@@ -105,10 +105,10 @@ class _Reply:
 class CallbackDriver:
     """Asks a service for sandboxes over HTTP.
 
-    At most `concurrency_count` requests at a time prepare, and as many reclaim: neither waits for the other. A request
-    without a whole answer after `request_timeout_s` has failed, and so has a preparation whose status URL fails for
-    that long. `token` is sent as `Authorization: Bearer`: to the URLs of templates, or, with `token_urls`, only to the
-    origins of these; never to a URL that a client registered.
+    At most `concurrency_count` requests at a time prepare, as many reclaim at the operator's URLs, and as many at
+    clients': none waits for another kind. A request without a whole answer after `request_timeout_s` has failed, and so
+    has a preparation whose status URL fails for that long. `token` is sent as `Authorization: Bearer`: to the URLs of
+    templates, or, with `token_urls`, only to the origins of these; never to a URL that a client registered.
     """
 
     kind = "callback"
@@ -131,7 +131,7 @@ class CallbackDriver:
         self._token = token
         self._token_origins = None if token_urls is None else {_origin_of(_url_of(each)) for each in token_urls}
         self._preparing = asyncio.Semaphore(concurrency_count)
-        self._reclaiming = asyncio.Semaphore(concurrency_count)
+        self._reclaiming = {is_operators: asyncio.Semaphore(concurrency_count) for is_operators in (False, True)}
         self._in_flight_count = 0
         self._closed = asyncio.Event()
         # The semaphores limit requests; and httpx2's timeouts are for each read, but ours is for the whole answer.
@@ -265,14 +265,16 @@ class CallbackDriver:
     async def _reclaim(self, sandbox_id: str, url: httpx2.URL, remote_handle: str) -> None:
         # Only our own sandboxes have our ids: the token is for nobody else.
         headers = self._authorization(url) if sandbox_id else {}
-        async with self._reclaiming:
+        async with self._reclaiming[bool(sandbox_id) and self._is_operators(url)]:
             reply = await self._send("POST", url, headers, {"handle": remote_handle, "sandbox_id": sandbox_id})
         if not (200 <= reply.status < 300 or reply.status in {404, 410}):
             raise _error_of(reply)
 
+    def _is_operators(self, url: httpx2.URL) -> bool:
+        return self._token_origins is None or _origin_of(url) in self._token_origins
+
     def _authorization(self, url: httpx2.URL) -> dict[str, str]:
-        is_meant = self._token_origins is None or _origin_of(url) in self._token_origins
-        return {"Authorization": f"Bearer {self._token}"} if self._token and is_meant else {}
+        return {"Authorization": f"Bearer {self._token}"} if self._token and self._is_operators(url) else {}
 
     async def _send(
         self, method: str, url: httpx2.URL, headers: Mapping[str, str], body: dict[str, Any] | None = None

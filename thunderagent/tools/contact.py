@@ -84,7 +84,7 @@ class Contact:
     async def _look(self) -> None:
         """List everything: at the start, after each loss of contact, and now and then."""
         first = True
-        sweep_at_count = look_count = 0
+        look_count = 0
         delay_s = self._settings.retry_s
         while True:
             self._look_again.clear()
@@ -92,9 +92,6 @@ class Contact:
             try:
                 async with asyncio.timeout(self._settings.answer_timeout_s):
                     found = await self._driver.find()
-                    if look_count >= sweep_at_count:
-                        await self._driver.sweep()
-                        sweep_at_count = look_count + LOOKS_PER_SWEEP_COUNT
             except (SandboxError, TimeoutError) as error:
                 delay_s = await self._lost(error, delay_s)
                 continue
@@ -103,10 +100,20 @@ class Contact:
             self.why_lost, delay_s = "", self._settings.retry_s
             self._listener.found(self._driver.kind, found, known, first=first)
             first = False
+            if look_count % LOOKS_PER_SWEEP_COUNT == 0:
+                await self._sweep()
             look_count += 1
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.resync_interval_s):
                     await self._look_again.wait()
+
+    async def _sweep(self) -> None:
+        """Remove leftovers; if that fails the engine is not lost, because it listed everything just now."""
+        try:
+            async with asyncio.timeout(self._settings.answer_timeout_s):
+                await self._driver.sweep()
+        except (SandboxError, TimeoutError) as error:
+            log.warning("sandboxes_not_swept", driver=self._driver.kind, why=str(error) or "no answer in time")
 
     async def _watch(self) -> None:
         """Follow what the engine says."""

@@ -8,10 +8,11 @@ actions becomes a task of one group, so that nothing outlives `run`.
 
 A preparation that fails goes back to the table, which tries again or gives up. A preparation that is no longer wanted
 is cancelled; the driver then removes what it had begun. A reclaiming that fails is repeated until it succeeds, because
-its object is ours. After each loss of contact and now and then, the engines' state is compared with the table. Objects
-with our name and an earlier run's are orphans and are removed at the start. Objects of this run that are not in the
-table are left from a failed preparation or sandbox, and are removed whenever they are seen. A look takes time: it says
-nothing of what came or went since it began.
+its object is ours; it is given up when the object has ended by itself, or was never ours to end. After each loss of
+contact and now and then, the engines' state is compared with the table. Objects with our name and an earlier run's are
+orphans and are removed at the start. Objects of this run that are not in the table are left from a failed preparation
+or sandbox, and are removed whenever they are seen. A look takes time: it says nothing of what came or went since it
+began.
 
 Programs come from the scheduler: `observe` sees every event with its decisions. Each program with a sandbox is in the
 scheduler's table, opened if needed, so that one that never comes is forgotten, and its sandboxes with it.
@@ -23,8 +24,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -104,7 +105,9 @@ class ManagerSettings:
     adopt_timeout_s: float = 10.0
     reclaim_timeout_s: float = 60.0
     reclaims_count: int = 8
-    """Reclaimings at a time, at each engine."""
+    """Reclaimings at a time, at each engine: of the operator's templates, and as many of all else."""
+    reclaim_tries_count: int = 20
+    """After this many a given or overdue sandbox that cannot be removed is forgotten: at least 4 minutes."""
     contact: ContactSettings = field(default_factory=ContactSettings)
     shutdown_s: float = 20.0
     """How long a shutdown waits for its reclaimings."""
@@ -159,7 +162,12 @@ class Manager:
         self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
         self._group: asyncio.TaskGroup | None = None
         self._feed = Feed()
-        self._reclaim_hands = {kind: asyncio.Semaphore(self.settings.reclaims_count) for kind in drivers}
+        self._reclaim_hands = {
+            (kind, is_operators): asyncio.Semaphore(self.settings.reclaims_count)
+            for kind in drivers
+            for is_operators in (False, True)
+        }
+        """What clients brought may hang for long: it must not keep the operator's own from going."""
         self._closing = False
         self.table.keep_warm({name: (t, t.warm_count) for name, t in templates.items() if t.warm_count})
 
@@ -182,6 +190,7 @@ class Manager:
         self._check_shares(wanted)
         if len(self.table.of_program(program_id)) + len(wanted) > MOST_SANDBOXES_COUNT:
             raise SandboxRefusedError(f"a program may have {MOST_SANDBOXES_COUNT} sandboxes at most")
+        self.table.check_count(len(wanted))
         self._programs.open(program_id, tenant)
         made = [
             self._ask(program_id, each) if place is None else self._register(each.driver, program_id, place)
@@ -385,7 +394,7 @@ class Manager:
         )
         try:
             try:
-                async with asyncio.timeout(template.prepare_timeout_s):
+                async with asyncio.timeout(template.prepare_timeout_s), _only_sandbox_errors(template.driver):
                     place = await driver.prepare(order)
             except TimeoutError:
                 raise SandboxSetupError(f"it was not ready after {template.prepare_timeout_s:g} s") from None
@@ -446,38 +455,54 @@ class Manager:
             self._programs.sandbox_failed(program_id, sandbox.sandbox_id, f"{why}{' (tried again)' if again else ''}")
 
     async def _reclaim(self, action: Reclaim) -> None:
-        """Remove a sandbox, however often that takes; a running preparation is stopped first."""
+        """Remove a sandbox; a running preparation is stopped first."""
         sandbox = action.sandbox
         preparing = self._preparing.get(sandbox.sandbox_id)
         if preparing is not None:
             preparing.cancel()
             await asyncio.wait([preparing])
-        if sandbox.place is not None:
-            kind, handle = sandbox.template.driver, sandbox.place.handle
-            await self._reclaim_for_certain(kind, handle, sandbox)
-        self._is_gone(sandbox, action.why)
+        is_removed = sandbox.place is None or await self._reclaim_repeatedly(
+            sandbox.template.driver, sandbox.place.handle, sandbox
+        )
+        self._is_gone(sandbox, action.why, is_removed=is_removed)
 
-    def _is_gone(self, sandbox: Sandbox, why: str) -> None:
+    def _is_gone(self, sandbox: Sandbox, why: str, *, is_removed: bool = True) -> None:
         if sandbox.place is not None:
             self._reclaimed.add((sandbox.template.driver, sandbox.place.handle))
-        self.reclaimed_count += 1
+        if is_removed:
+            self.reclaimed_count += 1
+            log.info("sandbox_reclaimed", sandbox_id=sandbox.sandbox_id, why=why)
         self.table.reclaimed(sandbox)
-        log.info("sandbox_reclaimed", sandbox_id=sandbox.sandbox_id, why=why)
         self._tell(sandbox)
         self._changed.set()
 
-    async def _reclaim_for_certain(self, kind: str, handle: str, sandbox: Sandbox | None) -> None:
-        """Retry until it is gone: what is ours must not stay."""
+    async def _reclaim_repeatedly(self, kind: str, handle: str, sandbox: Sandbox | None) -> bool:
+        """Retry until it is gone, or given up: return which. `sandbox` is None for what is in no table.
+
+        What is ours must not stay before it ends by itself. An engine that is away is waited for.
+        """
         contact = self.settings.contact
-        delay_s = contact.retry_s
+        delay_s, tries_count = contact.retry_s, 0
         while not await self._try_to_reclaim(kind, handle, sandbox):
+            tries_count += not self._contacts[kind].why_lost
+            may_stay = sandbox is None or sandbox.given or self._is_overdue(sandbox)
+            if may_stay and tries_count >= self.settings.reclaim_tries_count:
+                log.error("sandbox_given_up", driver=kind, handle=handle, tries_count=tries_count)
+                return False
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, contact.retry_limit_s)
+        return True
+
+    def _is_overdue(self, sandbox: Sandbox) -> bool:
+        """Return whether its time to live is over, and it should have ended by itself."""
+        latest_s = self._clock() - self.settings.contact.resync_interval_s
+        return sandbox.begun_s is not None and sandbox.begun_s + sandbox.template.ttl_s < latest_s
 
     async def _try_to_reclaim(self, kind: str, handle: str, sandbox: Sandbox | None) -> bool:
         why = f"not reclaimed after {self.settings.reclaim_timeout_s:g} s"
+        hands = self._reclaim_hands[kind, sandbox is not None and bool(sandbox.template_name)]
         try:
-            async with self._reclaim_hands[kind], asyncio.timeout(self.settings.reclaim_timeout_s):
+            async with hands, asyncio.timeout(self.settings.reclaim_timeout_s), _only_sandbox_errors(kind):
                 await self._drivers[kind].reclaim(handle)
                 return True
         except SandboxError as error:
@@ -532,11 +557,10 @@ class Manager:
 
     def _end_expired(self, kind: str) -> None:
         """Treat overdue sandboxes as ended, and remove them, even without a report."""
-        latest_s = self._clock() - self.settings.contact.resync_interval_s
         for sandbox in list(self.table):
             if sandbox.template.driver != kind or sandbox.stage not in (Stage.READY, Stage.IN_USE):
                 continue
-            if sandbox.begun_s is not None and sandbox.begun_s + sandbox.template.ttl_s < latest_s:
+            if self._is_overdue(sandbox):
                 assert sandbox.place is not None
                 handle = sandbox.place.handle
                 self.ended(kind, handle, "its time to live is over")
@@ -551,7 +575,8 @@ class Manager:
 
     async def _remove(self, kind: str, handle: str, *, is_orphan: bool) -> None:
         try:
-            await self._reclaim_for_certain(kind, handle, None)
+            if not await self._reclaim_repeatedly(kind, handle, None):
+                return
         finally:
             self._removing.discard((kind, handle))
         self.orphan_count += is_orphan
@@ -662,3 +687,15 @@ class Manager:
 def _order_id(sandbox: Sandbox) -> str:
     """Return the engine's name of a sandbox: each failed attempt has a name of its own."""
     return f"{sandbox.sandbox_id}-{sandbox.attempt_count}" if sandbox.attempt_count else sandbox.sandbox_id
+
+
+@asynccontextmanager
+async def _only_sandbox_errors(kind: str) -> AsyncIterator[None]:
+    """Log a driver's unexpected error and raise `SandboxError` instead: one sandbox must not end the proxy."""
+    try:
+        yield
+    except SandboxError:
+        raise
+    except Exception as error:
+        log.exception("sandbox_driver_failed", driver=kind)
+        raise SandboxError(f"{kind} failed unexpectedly: {error!r}") from error

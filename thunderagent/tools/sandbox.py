@@ -90,6 +90,8 @@ class Caps:
     """Limits on all sandboxes together; None is unlimited."""
 
     sandbox_count: int = 64
+    known_count: int = 100_000
+    """Those that programs wait for included: each is looked at for every plan."""
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     hands_count: int = 4

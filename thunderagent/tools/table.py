@@ -107,13 +107,14 @@ class SandboxTable:
     ) -> Sandbox:
         """Request a sandbox for a program: the one of that key, otherwise a warm one, otherwise a new one.
 
-        Raises `SandboxRefusedError` if the key belongs to another template, and as `check` does.
+        Raises `SandboxRefusedError` if the key belongs to another template, and as `check` and `check_count` do.
         """
         self.check(template, share_key)
         sandbox = self._by_share_key.get(share_key) if share_key else None
         if sandbox is None and template.network != "own":  # its own network cannot change its program
             sandbox = self._best_warm(now_s, template.digest())
         if sandbox is None:
+            self.check_count(1)
             sandbox = Sandbox(self._new_id(), template, template_name, now_s)
             self.sandboxes[sandbox.sandbox_id] = sandbox
         if share_key:
@@ -128,6 +129,11 @@ class SandboxTable:
         if shared is not None and shared.digest != template.digest():
             raise SandboxRefusedError(f"the sandbox that is shared as {share_key!r} is made from another template")
         self.caps.check(template)
+
+    def check_count(self, count: int) -> None:
+        """Raise `SandboxRefusedError` if all programs together cannot have so many more."""
+        if len(self.sandboxes) + count > self.caps.known_count:
+            raise SandboxRefusedError(f"all programs together may have {self.caps.known_count} sandboxes at most")
 
     def register(self, now_s: float, kind: str, program_id: str, place: Place) -> Sandbox:
         """Take over a program's own sandbox; idempotent."""

@@ -31,17 +31,21 @@ class FakeDriver:
         self.owner = owner
         self.there: dict[str, Found] = {}
         self.orders: list[Order] = []
-        self.errors: list[SandboxError] = []
+        self.errors: list[Exception] = []
         self.hold: asyncio.Event | None = None
         self.reachable = True
-        self.reclaim_error: SandboxError | None = None
+        self.reclaim_error: Exception | None = None
         self.reclaim_hold: asyncio.Event | None = None
         self.reclaim_hold_count = 0
+        self.stuck: set[str] = set()
+        """Handles whose reclaiming hangs."""
         self.reclaimed: list[str] = []
         self.cancelled: list[str] = []
         self.look_hold: asyncio.Event | None = None
         """While it is set, a listing is answered late, with the state at its begin."""
         self.looking = False
+        self.find_count = self.sweep_count = 0
+        self.sweep_error: SandboxError | None = None
         self.usage = Usage()
         self.opened = self.closed = False
         self.preparing_count = self.most_preparing_count = 0
@@ -126,6 +130,9 @@ class FakeDriver:
         if self.reclaim_hold is not None:
             self.reclaim_hold_count += 1
             await self.reclaim_hold.wait()
+        if handle in self.stuck:
+            self.reclaim_hold_count += 1
+            await asyncio.Event().wait()
         if self.reclaim_error is not None:
             raise self.reclaim_error
         self.reclaimed.append(handle)
@@ -135,6 +142,7 @@ class FakeDriver:
     async def find(self) -> Sequence[Found]:
         await asyncio.sleep(0)
         self._reach()
+        self.find_count += 1
         seen = list(self.there.values())
         if self.look_hold is not None:
             self.looking = True
@@ -144,6 +152,9 @@ class FakeDriver:
 
     async def sweep(self) -> None:
         self._reach()
+        self.sweep_count += 1
+        if self.sweep_error is not None:
+            raise self.sweep_error
 
     async def watch(self) -> AsyncIterator[Change | Command]:
         queue: asyncio.Queue[Change | Command | SandboxError] = asyncio.Queue()

@@ -758,6 +758,23 @@ async def test_so_many_requests_at_once_and_no_more(elsewhere: Elsewhere) -> Non
     assert elsewhere.most_in_flight_count == 4
 
 
+async def test_a_clients_dead_url_takes_no_place_of_the_operators(elsewhere: Elsewhere) -> None:
+    """It is the URL of a registered sandbox, or of a client's own template."""
+    async with (
+        Elsewhere(reclaim=[never]).running() as dead,
+        driver_of(concurrency_count=1, token_urls=[elsewhere.url]) as driver,
+    ):
+        ours = (await driver.prepare(order_at(elsewhere))).handle
+        stuck = [(await driver.adopt("h", f"{dead.url}/reclaim")).handle, (await driver.prepare(order_at(dead))).handle]
+        reclaiming = [asyncio.ensure_future(driver.reclaim(handle)) for handle in stuck]
+        await eventually(lambda: dead.in_flight_count == 1)
+        async with asyncio.timeout(3):  # less than a request's
+            await driver.reclaim(ours)
+        for task in reclaiming:
+            task.cancel()
+        await asyncio.wait(reclaiming)
+
+
 async def test_waiting_for_ready_takes_no_place(elsewhere: Elsewhere) -> None:
     """Many may become ready at the same time, with few requests."""
     ready_s = time.monotonic() + 0.15

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import json
 import shutil
 import signal
 import socket
@@ -39,10 +40,13 @@ from thunderagent.tools.base import (
     Owner,
 )
 from thunderagent.tools.docker import DockerDriver
-from thunderagent.tools.docker.answers import Listed
+from thunderagent.tools.docker.answers import EVENT, Event, Listed
 from thunderagent.tools.docker.engine import mapped
 from thunderagent.tools.docker.networks import Networks
+from thunderagent.tools.docker.prepare import STOP_GRACE_LABEL
+from thunderagent.tools.docker.reap import reap
 from thunderagent.tools.docker.scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
+from thunderagent.tools.docker.watch import _Killed
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
@@ -269,8 +273,11 @@ def test_errors_are_mapped(error: Exception, kind: type[SandboxError]) -> None:
 
 
 @contextlib.contextmanager
-def engine(tmp_path: Path, *answers: bytes) -> Iterator[str]:
-    """Answer each connection's first request with the next answer, and close it; yield the URL."""
+def engine(tmp_path: Path, *answers: bytes, asked: list[str] | None = None) -> Iterator[str]:
+    """Answer each connection's first request with the next answer, and close it; yield the URL.
+
+    `asked` gets each request's method and path, without the version.
+    """
     path = str(tmp_path / "docker.sock")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
@@ -281,7 +288,9 @@ def engine(tmp_path: Path, *answers: bytes) -> Iterator[str]:
                 with contextlib.suppress(OSError):
                     connection, _ = server.accept()
                     with connection:
-                        connection.recv(65536)
+                        method, path, _ = connection.recv(65536).decode().split(" ", 2)
+                        if asked is not None:
+                            asked.append(f"{method} /{path.partition('?')[0].split('/', 2)[-1]}")
                         connection.sendall(each)
 
         thread = threading.Thread(target=serve)
@@ -294,8 +303,8 @@ def engine(tmp_path: Path, *answers: bytes) -> Iterator[str]:
             thread.join(5)
 
 
-def http(body: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+def http(body: bytes, status: int = 200) -> bytes:
+    return b"HTTP/1.1 %d OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
 def event(action: str, handle: str, **attributes: str) -> bytes:
@@ -322,19 +331,36 @@ async def test_an_end_is_told_once(tmp_path: Path) -> None:
         + event("die", "d", exitCode="124", **{**ours, EXPIRES_LABEL: "1"})
         + event("oom", "e", **ours)
         + event("die", "e", exitCode="0", **ours)
+        + event("die", "f", exitCode="137", **ours)  # the reason comes late
+        + event("oom", "f", **ours)
+        + event("destroy", "f", **ours)
     )
     with engine(tmp_path, stream) as url:
         driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
         changes = driver.watch()
-        told = [await anext(changes) for _ in range(4)]
+        told = [await anext(changes) for _ in range(5)]
         with pytest.raises(SandboxEngineError):
             await anext(changes)
         await driver.close()
-    assert [(change.found.handle, change.ended, change.why) for change in told] == [
+    assert sorted((change.found.handle, change.ended, change.why) for change in told) == [
         ("a", True, "it ended with exit code 137: out of memory"),
         ("c", True, "it was removed"),
         ("d", True, "its time to live is over"),
         ("e", True, "it ended with exit code 0"),
+        ("f", True, "it ended with exit code 137: out of memory"),
+    ]
+
+
+async def test_the_end_of_a_killed_container_waits_but_a_moment() -> None:
+    """What follows it stays behind it; others do not wait."""
+    events: asyncio.Queue[Event | None] = asyncio.Queue()
+    killed = _Killed(events)
+    for each in (event("die", "a", exitCode="137"), event("start", "a"), event("start", "b"), event("oom", "a")):
+        killed.take(EVENT.decode(each))
+    async with asyncio.timeout(5):
+        told = [await events.get() for _ in range(4)]
+    assert [(each.action, each.actor.id) for each in told if each] == [
+        *(("start", "b"), ("oom", "a"), ("die", "a"), ("start", "a"))
     ]
 
 
@@ -410,6 +436,58 @@ async def test_an_answer_that_is_none_is_an_error_of_the_engine(tmp_path: Path) 
             with pytest.raises(SandboxError):
                 await driver.find()
         await driver.close()
+
+
+@pytest.mark.parametrize("labels", [{PROGRAM_LABEL: "p-1"}, {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}])
+@pytest.mark.parametrize("grace", ["abc", "inf", "nan", ""])
+async def test_a_label_that_anybody_may_set_stops_no_removal(
+    tmp_path: Path, labels: dict[str, str], grace: str
+) -> None:
+    """A given container has no time to end by itself; that of ours is a number, and a year at most."""
+    labels = {**labels, STOP_GRACE_LABEL: grace}
+    running = {"Id": "a", "Name": "/a", "State": {"Running": True}, "Config": {"Labels": labels, "Image": "i"}}
+    ended = {**running, "State": {"Running": False}}
+    asks_to_stop = SANDBOX_LABEL in labels and grace in ("inf", "nan")
+    stopping = [http(b"", 204), *([http(json.dumps(ended).encode())] if grace == "inf" else [])] if asks_to_stop else []
+    asked: list[str] = []
+    with engine(tmp_path, http(json.dumps(running).encode()), *stopping, http(b"", 204), asked=asked) as url:
+        driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
+        async with asyncio.timeout(5):
+            await driver.reclaim("a")
+        await driver.close()
+    assert asked[-1] == "DELETE /containers/a"
+    assert ("POST /containers/a/kill" in asked) == asks_to_stop
+
+
+LEFTOVERS = b'[{"Id": "a", "State": "dead", "Labels": %s}, {"Id": "b", "State": "dead", "Labels": %s}]'
+NETWORKS = b'[{"Name": "n", "Labels": %s}, {"Name": "m", "Labels": %s}]'
+STUCK = http(b'{"message": "driver failed to remove the root filesystem"}', 500)
+REMOVALS = ["DELETE /containers/a", "DELETE /containers/b", "DELETE /networks/n", "DELETE /networks/m"]
+
+
+async def test_a_leftover_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
+    asked: list[str] = []
+    containers = [http(LEFTOVERS % (b"{}", b"{}")), STUCK, http(b"", 204)]
+    networks = [http(NETWORKS % (b"{}", b"{}")), http(b"[]"), STUCK, http(b"[]"), http(b"", 204)]
+    with engine(tmp_path, *containers, *networks, asked=asked) as url:
+        driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
+        await driver.sweep()
+        await driver.close()
+    assert [each for each in asked if each.startswith("DELETE")] == REMOVALS
+
+
+def test_the_reaper_goes_on_without_one_that_cannot_be_removed(tmp_path: Path) -> None:
+    """It is tried again for an hour after it expired."""
+    labels = b'{"thunderagent.expires": "100"}'
+    for now_s, left_s in ((101.0, 100.0), (5000.0, None)):
+        asked: list[str] = []
+        containers = [http(LEFTOVERS % (labels, labels)), STUCK, http(b"", 204)]
+        networks = [http(NETWORKS % (labels, labels)), http(b"[]"), STUCK, http(b"[]"), http(b"", 204)]
+        folder = tmp_path / f"{now_s:g}"
+        folder.mkdir()
+        with engine(folder, *containers, *networks, asked=asked) as url:
+            assert reap(url, Owner("me", "run"), now_s) == left_s
+        assert [each for each in asked if each.startswith("DELETE")] == REMOVALS
 
 
 async def test_an_engine_that_is_not_there_is_told_of(tmp_path: Path) -> None:

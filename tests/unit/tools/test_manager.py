@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -239,6 +240,76 @@ async def test_a_reclaiming_is_tried_until_it_succeeds() -> None:
         assert world.stage_of("s1") == "reclaiming"
         world.driver.reclaim_error = None
         await world.until(lambda: world.stage_of("s1") == "gone")
+
+
+async def test_an_unexpected_error_of_a_driver_ends_nothing_else() -> None:
+    """It is an error of that sandbox, which is tried again."""
+    async with running() as world:
+        world.driver.errors = [ValueError("a bug")]
+        await world.has_ready("p")
+        assert world.programs.story[0][:2] == ("p", "failed")
+        assert "ValueError('a bug')" in world.programs.story[0][2]
+        world.driver.reclaim_error = ValueError("another")
+        world.releases("p")
+        await world.until(lambda: "another" in (world.manager.all()[0]["why"] or ""))
+        world.driver.reclaim_error = None
+        await world.until(lambda: world.stage_of("s1") == "gone")
+
+
+async def test_a_sandbox_that_cannot_be_removed_is_given_up_unless_it_is_ours_and_lives() -> None:
+    """One of ours has ended by itself when its time is over; a given one was never ours to end."""
+    async with running(settings=replace(FAST, reclaim_tries_count=2)) as world:
+        world.driver.put("mine", {}, tell=False)
+        await world.has_ready("p")
+        await world.has_ready("p")
+        await world.asks("p", handle="mine")
+        world.driver.reclaim_error = SandboxRefusedError("never")
+        world.releases("p")
+        world.manager.table.sandboxes["s2"].begun_s = -inf
+        await world.until(lambda: world.stage_of("s2") == world.stage_of("s3") == "gone")
+        assert (world.stage_of("s1"), world.manager.reclaimed_count) == ("reclaiming", 0)
+        world.driver.reclaim_error = None
+        await world.until(lambda: world.manager.reclaimed_count == 1)
+
+
+async def test_a_given_sandbox_is_not_given_up_while_its_engine_is_away() -> None:
+    async with running(settings=replace(FAST, reclaim_tries_count=1)) as world:
+        world.driver.put("mine", {}, tell=False)
+        await world.asks("p", handle="mine")
+        world.driver.reachable = False
+        await world.until(lambda: world.manager.engine_errors)
+        world.releases("p")
+        await world.until(lambda: world.manager.all()[0]["why"] == "no engine answers")
+        assert world.stage_of("s1") == "reclaiming"
+        world.driver.reachable = True
+        await world.until(lambda: world.driver.reclaimed == ["mine"])
+
+
+async def test_what_clients_brought_keeps_nothing_of_the_operator_from_going() -> None:
+    settings = replace(FAST, reclaims_count=1, reclaim_timeout_s=60.0, shutdown_s=0.05)
+    async with running(settings=settings) as world:
+        world.driver.put("mine", {}, tell=False)
+        world.driver.stuck = {"mine"}
+        await world.asks("p", handle="mine")
+        await world.has_ready("q")
+        world.releases("p")
+        await world.until(lambda: world.driver.reclaim_hold_count)
+        world.releases("q")
+        await world.until(lambda: world.driver.reclaimed == ["s2"])
+
+
+async def test_leftovers_that_cannot_be_removed_are_no_loss_of_contact() -> None:
+    """What was found counts, and they are left until the next sweep."""
+
+    def before(driver: FakeDriver) -> None:
+        driver.put("given", given_labels("p"))
+        driver.sweep_error = SandboxConflictError("it is dead, and stays")
+
+    async with running(before=before) as world:
+        await world.until(lambda: world.driver.find_count >= 3)
+        assert (world.driver.sweep_count, world.manager.engine_errors) == (1, {})
+        assert world.manager.of_program("p")
+        await world.until(lambda: world.driver.sweep_count == 2)
 
 
 async def test_orphans_of_earlier_runs_go_at_the_start_and_nobody_elses() -> None:
@@ -531,6 +602,18 @@ async def test_a_program_has_a_thousand_sandboxes_at_most() -> None:
         with pytest.raises(SandboxRefusedError, match="1000 sandboxes at most"):
             await world.manager.request("p", json.dumps([{"template": "plain"}] * 401).encode())
         await world.asks("other")
+
+
+async def test_all_programs_together_have_a_bound() -> None:
+    """It counts for requests and for classes; a turn goes on without."""
+    async with running(caps=Caps(known_count=2)) as world:
+        await world.asks("p")
+        with pytest.raises(SandboxRefusedError, match="together may have 2 sandboxes at most"):
+            await world.manager.request("q", b'[{"template": "plain"}, {"template": "plain"}]')
+        assert "q" not in world.programs.opened
+        world.manager.program_seen("q", "coder")
+        world.manager.program_seen("r", "coder")
+        assert (len(world.manager.of_program("q")), world.manager.of_program("r")) == (1, [])
 
 
 async def test_clients_templates_can_be_refused() -> None:

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from docker import APIClient  # type: ignore[import-untyped]
@@ -40,15 +41,17 @@ from thunderagent.tools.base import (
     Owner,
     Place,
     Usage,
+    logging_failures,
 )
 from thunderagent.tools.docker.answers import Listed, labels_of, list_all, memory_bytes_of, place_of, volume_bytes_of
-from thunderagent.tools.docker.connection import ignoring
+from thunderagent.tools.docker.connection import ignoring, try_to_remove
 from thunderagent.tools.docker.engine import Engine
 from thunderagent.tools.docker.images import Images
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.prepare import NETWORK_LABEL, STOP_GRACE_LABEL, Preparation
 from thunderagent.tools.docker.reap import spawn_reaper
 from thunderagent.tools.docker.watch import changes
+from thunderagent.tools.template import LONGEST_S
 
 _log = structlog.get_logger(__name__)
 
@@ -182,8 +185,8 @@ class DockerDriver:
             labels: Mapping[str, str] = info["Config"]["Labels"] or {}
             if not self._may_touch(info["Id"], labels):
                 raise SandboxRefusedError(f"the container {info['Name']} is not ours to remove")
-            if info["State"]["Running"]:
-                await self._stop(info["Id"], float(labels.get(STOP_GRACE_LABEL, 0.0)))
+            if info["State"]["Running"] and SANDBOX_LABEL in labels:
+                await self._stop(info["Id"], _grace_s(labels))
             await self._engine.remove(info["Id"])
             if SANDBOX_LABEL in labels:
                 made = _Made(labels.get(NETWORK_LABEL, ""), info["Config"]["Image"])
@@ -248,7 +251,8 @@ class DockerDriver:
         for each in await self._engine.ask(lambda client: list_all(client, ours)):
             is_over = each.state in ("created", "exited", "dead")
             if is_over and self._preparing.isdisjoint(name.removeprefix("/") for name in each.names):
-                await self._engine.remove(each.id)
+                with logging_failures(f"container {each.id[:12]}"):
+                    await self._engine.ask(partial(try_to_remove, handle=each.id))
         await self._networks.sweep()
         await self._images.sweep()
 
@@ -332,3 +336,11 @@ class DockerDriver:
         running = [each.id for each in listed if each.state == "running"]
         measured = await asyncio.gather(*(memory_of(handle) for handle in running))
         return Usage(disk_bytes, {handle: taken for handle, taken in measured if taken is not None})
+
+
+def _grace_s(labels: Mapping[str, str]) -> float:
+    """Return a sandbox's time to end by itself; 0 if its label, which anybody may have set, does not say."""
+    try:
+        return min(float(labels.get(STOP_GRACE_LABEL, "")), LONGEST_S)
+    except ValueError:
+        return 0.0

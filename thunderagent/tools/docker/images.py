@@ -11,6 +11,7 @@ import structlog
 from docker import APIClient, errors  # type: ignore[import-untyped]
 
 from thunderagent.errors import SandboxEngineError, SandboxError
+from thunderagent.tools.base import logging_failures
 from thunderagent.tools.docker.answers import Json, list_all
 from thunderagent.tools.docker.connection import ignoring, none_if_missing
 from thunderagent.tools.docker.engine import Engine
@@ -76,9 +77,10 @@ class Images:
             _log.info("sandbox_image_removed", image=name)
 
     async def sweep(self) -> None:
-        """Remove all that nobody needs. Raises `SandboxError`."""
+        """Remove all that nobody needs."""
         for name in tuple(self._pulled):
-            await self.drop_unused(name)
+            with logging_failures(f"image {name}"):
+                await self.drop_unused(name)
 
     def close(self) -> None:
         """Stop pulling."""

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from docker import APIClient, errors  # type: ignore[import-untyped]
 
-from thunderagent.tools.base import EXPIRES_LABEL, OWNER_LABEL, PROGRAM_LABEL, RUN_LABEL, Order, Owner
+from thunderagent.tools.base import EXPIRES_LABEL, OWNER_LABEL, PROGRAM_LABEL, RUN_LABEL, Order, Owner, logging_failures
 from thunderagent.tools.docker.answers import expires_s, list_all
 from thunderagent.tools.docker.engine import Engine
 
@@ -60,13 +60,14 @@ class Networks:
                 await self._engine.ask(lambda client: remove_network(client, name))
 
     async def sweep(self) -> None:
-        """Remove unneeded networks that an earlier run made or that expired. Raises `SandboxError`."""
+        """Remove unneeded networks that an earlier run made or that expired. Raises `SandboxError` without a list."""
         ours = {"label": [f"{OWNER_LABEL}={self._owner.owner_id}"]}
         now_s = time.time()
         for network in await self._engine.ask(lambda client: client.networks(filters=ours)):
             labels = network["Labels"] or {}
             if labels.get(RUN_LABEL) != self._owner.run_id or expires_s(labels) <= now_s:
-                await self.drop_unused(network["Name"])
+                with logging_failures(f"network {network['Name']}"):
+                    await self.drop_unused(network["Name"])
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

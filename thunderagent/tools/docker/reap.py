@@ -8,6 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
+
+from docker import errors  # type: ignore[import-untyped]
 
 from thunderagent.tools.base import OWNER_LABEL, RUN_LABEL, Owner
 from thunderagent.tools.docker.answers import expires_s, labels_of, list_all
@@ -16,6 +20,8 @@ from thunderagent.tools.docker.engine import LIBRARY_ERRORS, mapped
 from thunderagent.tools.docker.networks import remove_network
 
 _TIMEOUT_S = 60.0
+# What an engine has not removed for this long after it expired will not be removed.
+_GIVE_UP_S = 3600.0
 
 
 def spawn_reaper(owner: Owner, url: str, reading: int) -> None:
@@ -46,12 +52,22 @@ def reap(url: str, of: Owner, now_s: float) -> float | None:
         with contextlib.closing(connect(url, _TIMEOUT_S)) as client:
             for each in list_all(client, ours):
                 end_s = expires_s(labels_of(each))
-                if end_s > now_s or not try_to_remove(client, each.id):
+                if _is_left(end_s, now_s, partial(try_to_remove, client, each.id)):
                     left_s.append(end_s)
             for network in client.networks(filters=ours):
                 end_s = expires_s(network["Labels"] or {})
-                if end_s > now_s or not remove_network(client, network["Name"]):
+                if _is_left(end_s, now_s, partial(remove_network, client, network["Name"])):
                     left_s.append(end_s)
     except LIBRARY_ERRORS as error:
         raise mapped(error) from error
     return min(left_s, default=None)
+
+
+def _is_left(end_s: float, now_s: float, remove: Callable[[], bool]) -> bool:
+    """Remove an object that has expired; return whether to look at it again."""
+    if end_s > now_s:
+        return True
+    with contextlib.suppress(errors.APIError):  # the engine answers: the others may go
+        if remove():
+            return False
+    return end_s > now_s - _GIVE_UP_S

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 import urllib3
-from kubernetes import client, config
+from kubernetes import client
 
 from thunderagent.cluster import cluster_configuration, version_problem
 from thunderagent.errors import (
@@ -298,8 +298,8 @@ class Api:
             raise SandboxEngineError(f"the Kubernetes API cannot be used: {error.reason}") from error
         except (urllib3.exceptions.HTTPError, OSError, UnicodeDecodeError) as error:
             raise SandboxEngineError(f"the Kubernetes API does not answer: {error}") from error
-        except config.ConfigException as error:
-            raise SandboxEngineError(f"no usable configuration for Kubernetes: {error}") from error
+        except Exception as error:  # a half-written configuration raises whatever its readers happen to
+            raise SandboxEngineError(f"no usable configuration for Kubernetes: {error!r}") from error
 
     def _connected(self) -> Any:
         """Return the client, and configure it first if that has not succeeded yet."""

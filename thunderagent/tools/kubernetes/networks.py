@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 
 from thunderagent.errors import SandboxConflictError
-from thunderagent.tools.base import Owner
+from thunderagent.tools.base import Owner, logging_failures
 from thunderagent.tools.kubernetes.api import Api
 from thunderagent.tools.kubernetes.objects import (
     POLICIES,
@@ -58,7 +58,8 @@ class Networks:
         """Remove policies without a sandbox."""
         policies, _ = self._api.list_all(POLICIES, namespace, owned_selector(self._owner))
         for network in {network_in(policy) for policy in policies}:
-            self.leave(namespace, network)
+            with logging_failures(f"network policies of {network} in {namespace}"):
+                self.leave(namespace, network)
 
     def _lock(self, namespace: str, network: str) -> threading.Lock:
         return self._locks[zlib.crc32(f"{namespace}/{network}".encode()) % _LOCKS_COUNT]
