@@ -113,6 +113,14 @@ WELL_IN_A_CELL = {
 }
 """Of several processes: two schedulers, and a gateway."""
 
+STOPPED = {GRANTED["anonymous"]: steady(70), GRANTED["home"]: steady(60)}
+ON_HOLD = series("thunderagent_decisions_total", decision="hold", reason="no_room")
+
+
+def _without(situation: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: values for name, values in situation.items() if name not in names}
+
+
 CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "all is well": (WELL, set()),
     "no proxy": ({}, {"ThunderAgentDown"}),
@@ -128,16 +136,17 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "turns rejected": ({**WELL, ENDED["rejected"]: rising(1)}, {"ThunderAgentTurnsRejected"}),
     "turns fail": ({**WELL, ENDED["failed"]: rising(5)}, {"ThunderAgentTurnsFail"}),
-    "nothing granted": ({**WELL, series(f"{HOLD}_count"): steady(7)}, {"ThunderAgentNothingIsGranted"}),
-    "nobody waits": ({**WELL, series(f"{HOLD}_count"): steady(7), HELD: steady(0)}, set()),
+    "nothing granted": ({**WELL, **STOPPED}, {"ThunderAgentNothingIsGranted"}),
+    "nothing granted ever": (
+        {**_without(WELL, *GRANTED.values()), ON_HOLD: steady(9)},
+        {"ThunderAgentNothingIsGranted"},
+    ),
+    "turns wait at a gateway": (_without(WELL, *GRANTED.values()), set()),
     "long holds": ({**WELL, **holds(HOLD, within_1_s=0, within_60_s=90, within_300_s=100)}, {"ThunderAgentLongHolds"}),
     "thrashing": ({**WELL, SPENT["recompute"]: rising(400)}, {"ThunderAgentThrashing"}),
     "programs pile up": ({**WELL, ACTING: steady(2000)}, {"ThunderAgentProgramsPileUp"}),
     "most turns are nobody's": ({**WELL, GRANTED["anonymous"]: rising(70)}, {"ThunderAgentMostTurnsAreAnonymous"}),
-    "no turns": (
-        {**WELL, GRANTED["anonymous"]: steady(70), GRANTED["home"]: steady(60)},
-        set(),
-    ),
+    "nobody waits": ({**WELL, **STOPPED, HELD: steady(0)}, set()),
     "no engine of sandboxes": ({**WELL, SANDBOX_ENGINE: steady(1)}, {"ThunderAgentSandboxEngineDown"}),
     "late sandboxes": (
         {**WELL, **holds(SANDBOX_WAIT, within_1_s=5, within_60_s=10, within_300_s=10)},

@@ -101,16 +101,17 @@ class Branch:
     def litellm(self) -> dict[str, Any]:
         """Keyword arguments for `litellm.completion` with a model that is served as `hosted_vllm/` or `openai/`.
 
-        They contain an API key only if `THUNDERAGENT_KEY` is set.
+        They contain `THUNDERAGENT_KEY` as the API key if that is set, and neither library's own variable is.
         """
-        key = {"api_key": proxy_key()} if proxy_key() else {}
+        has_own = any(os.environ.get(name) for name in ("HOSTED_VLLM_API_KEY", "OPENAI_API_KEY"))
+        key = {"api_key": proxy_key()} if proxy_key() and not has_own else {}
         return {"api_base": self.base_url, "extra_headers": self._turn_headers, "timeout": TURN_TIMEOUT_S, **key}
 
     def openai(self, **options: Any) -> OpenAI:
         """Return an `openai.OpenAI` whose requests are turns of this branch. Close it yourself.
 
-        The options are those of that class. The API key is that of the options, then `THUNDERAGENT_KEY` of the
-        environment, then the library's own variable, then "none". Its timeout is an hour, because a turn may be held.
+        The options are those of that class. The API key is that of the options, then the library's own
+        variable, then `THUNDERAGENT_KEY`, then "none". Its timeout is an hour, because a turn may be held.
         Raises `ImportError` if the package is missing.
         """
         library = _library("openai")
@@ -138,10 +139,8 @@ class Branch:
             "base_url": base_url,
             "timeout": library.Timeout(TURN_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         }
-        if key := proxy_key():
-            defaults["api_key"] = key
-        elif not any(os.environ.get(name) for name in key_names):
-            defaults["api_key"] = "none"  # the libraries refuse to work without one
+        if not any(os.environ.get(name) for name in key_names):
+            defaults["api_key"] = proxy_key() or "none"  # the libraries refuse to work without one
         headers = {**self._turn_headers, **(given.get("default_headers") or {})}
         return {**defaults, **given, "default_headers": headers}
 

@@ -31,7 +31,7 @@ from urllib.parse import quote
 
 from thunderagent.client.branch import Branch
 from thunderagent.client.errors import ClientError, ProxyRefusedError, SandboxFailedError, SandboxTimeoutError
-from thunderagent.client.exchange import KEY_VARIABLE, exchange, in_thread, proxy_key
+from thunderagent.client.exchange import exchange, in_thread, proxy_key
 
 log = logging.getLogger("thunderagent.client")
 
@@ -163,10 +163,10 @@ class Program(Branch):
     def environment(self) -> dict[str, str]:
         """Variables that make an agent in a child process run as this program: `env=os.environ | p.environment`.
 
-        Its base URLs name the program. It contains an API key only if `THUNDERAGENT_KEY` is set.
+        Its base URLs name the program. `THUNDERAGENT_KEY` is the value of API keys that are not in the environment.
         """
-        key = proxy_key()
-        keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", KEY_VARIABLE), key) if key else {}
+        key, names = proxy_key(), ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+        keys = {name: key for name in names if key and not os.environ.get(name)}
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,

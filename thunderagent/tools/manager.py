@@ -151,6 +151,8 @@ class Manager:
         self._classes = {name: template_name for template_name, t in templates.items() for name in t.program_classes}
         self._seen: set[str] = set()
         """Programs that were given their class's sandboxes; they may have let them go since."""
+        self._given_up: set[tuple[str, str]] = set()
+        """By driver and handle, given sandboxes that could not be removed and are still there."""
         self._reclaimed: set[tuple[str, str]] = set()
         """Drivers and handles reclaimed since the last look, which may still have seen them."""
         self._removing: set[tuple[str, str]] = set()
@@ -485,9 +487,10 @@ class Manager:
         delay_s, tries_count = contact.retry_s, 0
         while not await self._try_to_reclaim(kind, handle, sandbox):
             tries_count += not self._contacts[kind].why_lost
-            may_stay = sandbox is None or sandbox.given or self._is_overdue(sandbox)
+            may_stay = sandbox is not None and (sandbox.given or self._is_overdue(sandbox))
             if may_stay and tries_count >= self.settings.reclaim_tries_count:
                 log.error("sandbox_given_up", driver=kind, handle=handle, tries_count=tries_count)
+                self._given_up.add((kind, handle))
                 return False
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, contact.retry_limit_s)
@@ -549,6 +552,8 @@ class Manager:
             if is_orphan if first else each.is_of(self._owner) and not is_orphan and each.sandbox_id not in names:
                 self._remove_soon(kind, each.handle, is_orphan=is_orphan)
         self._reclaimed = {key for key in self._reclaimed if key[0] != kind}
+        there = {(kind, each.handle) for each in found}
+        self._given_up = {key for key in self._given_up if key[0] != kind or key in there}
         alive = {each.handle for each in found if not each.ended}
         for handle in known:
             if handle not in alive:
@@ -575,8 +580,7 @@ class Manager:
 
     async def _remove(self, kind: str, handle: str, *, is_orphan: bool) -> None:
         try:
-            if not await self._reclaim_repeatedly(kind, handle, None):
-                return
+            await self._reclaim_repeatedly(kind, handle, None)
         finally:
             self._removing.discard((kind, handle))
         self.orphan_count += is_orphan
@@ -584,7 +588,8 @@ class Manager:
 
     def appeared(self, kind: str, found: Found) -> None:
         """Take over a sandbox that an agent made and labelled."""
-        if not found.is_given or self.table.with_handle(kind, found.handle) is not None:
+        key = kind, found.handle
+        if not found.is_given or key in self._given_up or self.table.with_handle(*key) is not None:
             return
         try:
             self._programs.open(found.program_id)

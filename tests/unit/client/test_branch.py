@@ -126,15 +126,20 @@ def test_a_client_of_openai_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_proxy_s_key_of_the_environment_is_sent_with_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It precedes a library's own variable, which may name a provider's key; an option precedes both."""
+    """A library's own variable and an option precede it: it may be an admin's, which no agent should have."""
     p = program("a", proxy=PROXY)
-    monkeypatch.setenv("OPENAI_API_KEY", "of-a-provider")
     monkeypatch.setenv("THUNDERAGENT_KEY", "tak_mine")
     with p.openai() as client, p.branch("helper").openai(api_key="given") as other:
         assert (client.api_key, other.api_key) == ("tak_mine", "given")
     assert p.litellm["api_key"] == "tak_mine"
-    keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "THUNDERAGENT_KEY")
-    assert {name: p.environment[name] for name in keys} == dict.fromkeys(keys, "tak_mine")
+    keys = {"OPENAI_API_KEY": "tak_mine", "ANTHROPIC_API_KEY": "tak_mine"}
+    assert keys.items() <= p.environment.items()
+    assert "THUNDERAGENT_KEY" not in p.environment
+    monkeypatch.setenv("OPENAI_API_KEY", "tak_data")
+    with p.openai() as client:
+        assert client.api_key == "tak_data"
+    assert "api_key" not in p.litellm
+    assert "OPENAI_API_KEY" not in p.environment
 
 
 async def test_an_async_client_of_openai_is_set_up() -> None:
@@ -163,6 +168,7 @@ def test_clients_of_anthropic_are_set_up(monkeypatch: pytest.MonkeyPatch) -> Non
         }
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "token")
     assert not hasattr(p.anthropic(), "api_key")
+    monkeypatch.delenv("ANTHROPIC_AUTH_TOKEN")
     monkeypatch.setenv("THUNDERAGENT_KEY", "tak_mine")
     assert vars(p.anthropic())["api_key"] == "tak_mine"
 

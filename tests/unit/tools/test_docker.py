@@ -39,7 +39,7 @@ from thunderagent.tools.base import (
     Order,
     Owner,
 )
-from thunderagent.tools.docker import DockerDriver
+from thunderagent.tools.docker import DockerDriver, watch
 from thunderagent.tools.docker.answers import EVENT, Event, Listed
 from thunderagent.tools.docker.engine import mapped
 from thunderagent.tools.docker.networks import Networks
@@ -316,8 +316,9 @@ def event(action: str, handle: str, **attributes: str) -> bytes:
     )
 
 
-async def test_an_end_is_told_once(tmp_path: Path) -> None:
+async def test_an_end_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OOM, die and destroy are one change; containers of others are ignored; the stream's end is an error."""
+    monkeypatch.setattr(watch, "_REASON_S", 30.0)  # the end of the stream ends the wait
     ours = {SANDBOX_LABEL: "s-1", OWNER_LABEL: "me"}
     stream = http(
         event("start", "a", **ours)

@@ -259,15 +259,18 @@ async def test_an_unexpected_error_of_a_driver_ends_nothing_else() -> None:
 async def test_a_sandbox_that_cannot_be_removed_is_given_up_unless_it_is_ours_and_lives() -> None:
     """One of ours has ended by itself when its time is over; a given one was never ours to end."""
     async with running(settings=replace(FAST, reclaim_tries_count=2)) as world:
-        world.driver.put("mine", {}, tell=False)
         await world.has_ready("p")
         await world.has_ready("p")
+        world.driver.put("mine", given_labels("p"), tell=False)
         await world.asks("p", handle="mine")
         world.driver.reclaim_error = SandboxRefusedError("never")
         world.releases("p")
         world.manager.table.sandboxes["s2"].begun_s = -inf
         await world.until(lambda: world.stage_of("s2") == world.stage_of("s3") == "gone")
         assert (world.stage_of("s1"), world.manager.reclaimed_count) == ("reclaiming", 0)
+        looks_count = world.driver.find_count
+        await world.until(lambda: world.driver.find_count > looks_count + 2)
+        assert world.manager.table.with_handle("docker", "mine") is None  # it does not begin its program again
         world.driver.reclaim_error = None
         await world.until(lambda: world.manager.reclaimed_count == 1)
 
@@ -307,7 +310,8 @@ async def test_leftovers_that_cannot_be_removed_are_no_loss_of_contact() -> None
 
     async with running(before=before) as world:
         await world.until(lambda: world.driver.find_count >= 3)
-        assert (world.driver.sweep_count, world.manager.engine_errors) == (1, {})
+        assert world.driver.sweep_count <= 1 + world.driver.find_count // 10
+        assert not world.manager.engine_errors
         assert world.manager.of_program("p")
         await world.until(lambda: world.driver.sweep_count == 2)
 

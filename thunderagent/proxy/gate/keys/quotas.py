@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
-from thunderagent.programs.model.decisions import Decision, is_rejected
+from thunderagent.programs.model.decisions import Decision, Grant, is_rejected
 from thunderagent.programs.model.events import (
     Event,
     TurnAbandoned,
@@ -25,13 +25,12 @@ from thunderagent.programs.model.events import (
     TurnFailed,
     TurnFinished,
     TurnProgressed,
-    TurnStarted,
 )
 from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
 from thunderagent.proxy.gate.rate_limit import Bucket
 
-HEARD = (TurnArrived, TurnStarted, TurnProgressed, TurnFinished, TurnFailed, TurnAbandoned)
-"""Events to call `Quotas.heard` with."""
+HEARD = (TurnArrived, TurnProgressed, TurnFinished, TurnFailed, TurnAbandoned, Grant)
+"""Events, and a decision, to call `Quotas.heard` with."""
 
 BYTES_PER_TOKEN = 4
 """Of a prompt whose tokens nobody reports: a common value for English text and code."""
@@ -45,7 +44,7 @@ class _Turn:
     prompt_tokens: int
     """By its size."""
     output_tokens: int = 0
-    has_started: bool = False
+    has_run: bool = False
 
 
 @dataclass(slots=True)
@@ -132,15 +131,17 @@ class Quotas:
             key = caller_key()
             if key is not None and key.limits.tokens_per_min is not None and not is_rejected(event.turn_id, decisions):
                 self._turns[event.turn_id] = _Turn(key.name, event.prompt_bytes // BYTES_PER_TOKEN)
-        elif isinstance(event, HEARD) and (turn := self._turns.get(event.turn_id)) is not None:
-            if isinstance(event, TurnStarted | TurnProgressed):
-                turn.has_started = True
-                turn.output_tokens = event.output_tokens if isinstance(event, TurnProgressed) else 0
-                return
-            del self._turns[event.turn_id]
-            account = self._accounts.get(turn.key_name)
-            if account is not None and account.tokens is not None:
+        elif isinstance(event, TurnProgressed):
+            if (turn := self._turns.get(event.turn_id)) is not None:
+                turn.output_tokens = event.output_tokens
+        elif isinstance(event, TurnFinished | TurnFailed | TurnAbandoned):
+            turn = self._turns.pop(event.turn_id, None)
+            account = self._accounts.get(turn.key_name) if turn is not None else None
+            if turn is not None and account is not None and account.tokens is not None:
                 account.tokens.take(_tokens_of(turn, event), self._now_s())
+        for decision in decisions if self._turns else ():
+            if isinstance(decision, Grant) and (turn := self._turns.get(decision.turn_id)) is not None:
+                turn.has_run = True
 
     def programs_count(self, name: str) -> int:
         """Return how many programs of a key live, as far as they are counted."""
@@ -178,9 +179,9 @@ class Quotas:
 
 
 def _tokens_of(turn: _Turn, end: Event) -> int:
-    """Return what a turn has used; nothing if its client left before its answer began, or its replica failed it."""
+    """Return what a turn has used; nothing if its client left while it was held, or its replica failed it."""
     if isinstance(end, TurnFinished):
         prompt_tokens = turn.prompt_tokens if end.prompt_tokens is None else end.prompt_tokens
         return prompt_tokens + (turn.output_tokens if end.output_tokens is None else end.output_tokens)
-    has_left = isinstance(end, TurnAbandoned) and turn.has_started
+    has_left = isinstance(end, TurnAbandoned) and turn.has_run
     return turn.prompt_tokens + turn.output_tokens if has_left else 0

@@ -8,14 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
-from thunderagent.programs.model.decisions import Reason, Reject
+from thunderagent.programs.model.decisions import Grant, Reason, Reject
 from thunderagent.programs.model.events import (
+    Tick,
     TurnAbandoned,
     TurnArrived,
     TurnFailed,
     TurnFinished,
     TurnProgressed,
-    TurnStarted,
 )
 from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
@@ -99,7 +99,7 @@ async def test_only_so_many_turns_of_a_key_wait() -> None:
 
 
 async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() -> None:
-    """The next turn waits until the debt is gone; a turn that was abandoned before its answer began took none."""
+    """The next turn waits until the debt is gone; a turn that was abandoned while it was held took none."""
     world, ours = World(), key(tokens_per_min=600)
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
@@ -122,17 +122,17 @@ async def test_a_turn_that_reports_no_usage_counts_by_its_sizes(end: TurnFinishe
     world, ours = World(), key(tokens_per_min=600)
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
-    for event in (
-        TurnArrived(0.0, 1, "p", prompt_bytes=2000),
-        TurnStarted(0.0, 1),
-        TurnProgressed(0.0, 1, 60),
-        TurnProgressed(0.0, 1, 130),
-        end,
-        TurnArrived(0.0, 2, "p", prompt_bytes=2000),
-        TurnStarted(0.0, 2),
-        TurnFailed(0.0, 2),
+    granted = {number: [Grant(number, "p", "r", Reason.FITS)] for number in (1, 2)}
+    for event, decisions in (
+        (TurnArrived(0.0, 1, "p", prompt_bytes=2000), []),
+        (Tick(0.0), granted[1]),
+        (TurnProgressed(0.0, 1, 60), []),
+        (TurnProgressed(0.0, 1, 130), []),
+        (end, []),
+        (TurnArrived(0.0, 2, "p", prompt_bytes=2000), granted[2]),
+        (TurnFailed(0.0, 2), []),
     ):
-        world.quotas.heard(event, [])
+        world.quotas.heard(event, decisions)
     assert not await world.begins(ours)
     world.now_s += 2.9  # 500 and 130 tokens of 600: a debt of 30, which is 3 s
     assert not await world.begins(ours)
