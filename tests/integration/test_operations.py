@@ -760,6 +760,31 @@ async def test_an_end_whose_answer_was_lost_ends_no_other_pod() -> None:
         await api.stop()
 
 
+async def test_an_end_that_was_refused_had_no_effect() -> None:
+    """A pod that goes by itself afterwards was not ended."""
+    api = KubernetesApi()
+    await api.start()
+    sizes, engine, url = api.sizes, ("default", "deployments", "engine"), "http://127.0.0.1:9000"
+    sizes[engine] = 1
+
+    def refuses(before: int, _after: int) -> None:
+        sizes[engine] = before
+        raise ApiError(403, "Forbidden", "no right")
+
+    try:
+        workload, selection = Workload.read("default/deployment/engine"), PodSelection.read("default/app=vllm:http")
+        driver = KubernetesProvisioner(workload, selection, ClusterAccess(api_url=api.url))
+        await pod(api, "engine-a", url)
+        api.on_scale = refuses
+        with pytest.raises(ProvisionError, match="no right"):
+            await driver.end("", url)
+        api.delete("pods", "engine-a", {})
+        with pytest.raises(ReplicaGoneError):
+            await driver.end("", url)
+    finally:
+        await api.stop()
+
+
 async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
     """It is refused before anything drains; refusals of the API server are reported."""
     api = KubernetesApi()

@@ -51,8 +51,8 @@ class Scheduling(Slice):
     idle_limit_s: float | None = Field(
         None,
         gt=0,
-        description="a program whose tool runs longer loses its claim on memory, in seconds; by default learned from "
-        "the tool's times, at least 300 s",
+        description="a program whose tools run longer between two turns loses its claim on memory, in seconds; by "
+        "default learned from the tool's times, at least 300 s",
     )
     forget_limit_s: float = Field(
         1800.0,

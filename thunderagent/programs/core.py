@@ -121,6 +121,7 @@ class Core:
         self.leave(program, book.paused_place(program), reason)
         if not program.held and was_reasoning:
             program.acting_since_s = program.turns_ended_s = book.now_s
+            program.tool_ends_count = 0
             self.limits.hear_of(program)
         book.resize(program)
         program.place.rank(program)

@@ -14,7 +14,7 @@ import asyncio
 from dataclasses import dataclass
 
 from thunderagent.backends.discovery.base import PodSelection
-from thunderagent.backends.discovery.kubernetes import Cluster, ClusterAccess, connected, url_of
+from thunderagent.backends.discovery.kubernetes import Cluster, ClusterAccess, RefusedError, connected, url_of
 from thunderagent.errors import ConfigurationError, DiscoveryError, ProvisionError
 from thunderagent.provision.base import Launched, OnLost, ReplicaGoneError
 
@@ -106,8 +106,14 @@ class KubernetesProvisioner:
                 if self._workload.kind == "deployment":
                     cost = {"metadata": {"annotations": {DELETION_COST: LOWEST_COST}}}
                     await cluster.ask("PATCH", f"{_pods(self._workload)}/{pod}", cost)
+                is_first = url not in self._unsure_urls
                 self._unsure_urls.add(url)
-                await self._resize(cluster, size_count - 1)
+                try:
+                    await self._resize(cluster, size_count - 1)
+                except RefusedError:
+                    if is_first:
+                        self._unsure_urls.discard(url)
+                    raise
         except ReplicaGoneError:
             if url not in self._unsure_urls:
                 raise

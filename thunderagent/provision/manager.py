@@ -358,7 +358,8 @@ class Provisioning:
                 except ReplicaGoneError:
                     raise
                 except ProvisionError as error:
-                    self._failed("replica_not_ended", error)
+                    if url not in self._unended_urls or error.message != self.failure:
+                        self._failed("replica_not_ended", error)
                 else:
                     break
                 self._unended_urls.add(url)

@@ -30,7 +30,7 @@ from thunderagent.scale.messages import (
     Turns,
     encode,
 )
-from thunderagent.scale.scheduler.gateways import EPOCH_JUMP, FORGET_S, GENERATION_BITS, Gateways
+from thunderagent.scale.scheduler.gateways import EPOCH_JUMP, FORGET_S, Gateways
 from thunderagent.scale.scheduler.tried_again import LOOKS_COUNT
 
 
@@ -43,7 +43,6 @@ class Heard:
         self.seen_of: list[Digest] = []
         self.asked_ids: list[int] = []
         self.cards_of: list[str] = []
-        self.released_of: list[Released] = []
 
     def new_turn_id(self) -> int:
         return next(self.ids)
@@ -61,8 +60,7 @@ class Heard:
 
     def tried_again(self, turn_id: int) -> None: ...
 
-    def released(self, word: Released) -> None:
-        self.released_of.append(word)
+    def released(self, word: Released) -> None: ...
 
     def card(self, card: Card) -> None:
         self.cards_of.append(card.program_id)
@@ -361,30 +359,3 @@ def test_ends_of_programs_are_told_before_turns_that_may_begin_them_anew(count: 
     assert [type(each) for each in told] == [Hello, Turns, Turns, *[Released] * count, Turns, Turns, Told]
     assert [each.ask.turn_id for message in told[1:3] for each in message.running] == [0, 1]  # type: ignore[union-attr]
     assert max(len(frame.messages) for frame in frames) <= carried.FRAME_COUNT
-
-
-def test_the_end_of_a_run_in_another_epoch_ends_no_run_that_was_asked_for_since() -> None:
-    """Its generation is unknown here; one of this epoch is, and names its run."""
-    cell = Cell()
-    cell.links("a", 1)
-    cell.gateways.leads_in(5)
-    old, ours = 4 << GENERATION_BITS | 9, 5 << GENERATION_BITS | 9
-    cell.says("a", Released("p", old))
-    assert cell.heard.released_of == [Released("p", None)]
-    cell.says("a", TurnAsk(turn_id=1, program_id="p"), Released("p", old), Released("p", ours), Released("p"))
-    assert cell.heard.released_of[1:] == [Released("p", 9), Released("p", None)]
-    assert cell.gateways.all["a"].outbox.count(Gone("p")) == 4, "each is answered"
-    cell.gateways.program_ended("p")
-    cell.says("a", Released("p", old))
-    assert cell.heard.released_of[3:] == [Released("p", None)]
-
-
-def test_programs_that_never_began_are_not_remembered() -> None:
-    """Their turns were refused, or their clients left; anyone may send such turns."""
-    cell = Cell()
-    cell.links("a", 1)
-    old = 4 << GENERATION_BITS
-    cell.says("a", TurnAsk(turn_id=1, program_id="p"), TurnAsk(turn_id=2, program_id="q"), Left(2))
-    cell.gateways.refused(cell.heard.asked_ids[0], "no_replica", "none")
-    cell.says("a", Released("p", old), Released("q", old))
-    assert len(cell.heard.released_of) == 2

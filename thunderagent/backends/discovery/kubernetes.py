@@ -48,11 +48,15 @@ class _GoneError(DiscoveryError):
     """The server no longer knows the version from which a watch should continue."""
 
 
-class NotThereError(DiscoveryError):
+class RefusedError(DiscoveryError):
+    """The server did nothing, and says why (4xx)."""
+
+
+class NotThereError(RefusedError):
     """The object does not exist (404)."""
 
 
-class ConflictError(DiscoveryError):
+class ConflictError(RefusedError):
     """The object already exists, or does not have the named version (409)."""
 
 
@@ -315,5 +319,5 @@ def _refusal(code: int, status: Json, what: str = "list and watch pods") -> Disc
     if code in (404, 409):
         return (NotThereError if code == 404 else ConflictError)(message)
     if code == 403:
-        return DiscoveryError(f"the proxy lacks the right to {what}: {message}")
-    return DiscoveryError(f"the Kubernetes API answered {code}: {message}")
+        return RefusedError(f"the proxy lacks the right to {what}: {message}")
+    return (RefusedError if code < 500 else DiscoveryError)(f"the Kubernetes API answered {code}: {message}")

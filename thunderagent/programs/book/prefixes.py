@@ -50,13 +50,17 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self.cuts)
 
-    def enter(self, chain: Chain, replica_id: str, previous_tokens: int = 0) -> int:
-        """Count a chain on a replica; return how many of its tokens others already claim there."""
+    def enter(self, chain: Chain, replica_id: str, previous_tokens: int = 0, *, exact: bool = False) -> int:
+        """Count a chain on a replica; return how many of its tokens others already claim there.
+
+        `exact` says that its sizes are no guess.
+        """
         shared_tokens = 0
         for digest, tokens in chain:
             cut = self.cuts.get(digest)
             if cut is None:
                 cut = self.cuts[digest] = _Cut(max(0, tokens - previous_tokens))
+                cut.is_measured = exact
             previous_tokens = tokens
             count = cut.counts.get(replica_id, 0)
             if count:
@@ -100,7 +104,7 @@ class PrefixTree:
             previous_tokens = tokens
             same_count += 1
         shared_tokens = -self.leave(before[same_count:], replica_id)
-        shared_tokens += self.enter(chain[same_count:], replica_id, previous_tokens)
+        shared_tokens += self.enter(chain[same_count:], replica_id, previous_tokens, exact=exact)
         grown = self.resize(chain) if exact and (others_differ or same_count < len(chain)) else {}
         grown[replica_id] = grown.get(replica_id, 0) + shared_tokens
         return grown
@@ -179,7 +183,8 @@ class SharedPrefixes:
         """Count a program on the replica where it becomes active."""
         for branch in program.branches.values():
             if branch.prefix:
-                account.share(self.tree.enter(branch.prefix, program.replica_id or ""))
+                exact = branch.tokens_per_byte_ratio is not None
+                account.share(self.tree.enter(branch.prefix, program.replica_id or "", exact=exact))
 
     def leave(self, program: Program, account: Account, branches: Sequence[Branch] | None = None) -> None:
         """Stop counting a program that is paused or ends, or those of its branches that end."""

@@ -28,6 +28,8 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, SandboxSums
 
+MOST_HALVINGS: Final = 30
+
 MAX_HOPELESS_COUNT: Final = 10_000
 """How many ids of programs that were ended as hopeless are remembered; the oldest is forgotten first."""
 
@@ -139,6 +141,7 @@ class Lives:
         """Measure the tool from now on, whatever was assumed to have begun at the end of the turn.
 
         Only the first one since then also begins the hold and the idle limit anew: what follows could go on for ever.
+        It shortens no hold, though.
         """
         core, book = self._core, self._core.book
         program = book.programs.get(event.program_id)
@@ -151,23 +154,24 @@ class Lives:
         is_first = program.acting_since_s <= program.turns_ended_s
         core.limits.hear_of(program, goes_on=not is_first)
         core.tool_began(program)
-        since_s = book.now_s if is_first else program.turns_ended_s
-        self._act_anew(program, book.now_s, since_s + core.policy.hold_s(core.view, program))
+        hold_s = core.policy.hold_s(core.view, program)
+        hold_until_s = book.now_s + hold_s if is_first else max(program.hold_until_s, program.turns_ended_s + hold_s)
+        self._act_anew(program, book.now_s, hold_until_s)
 
     def _tool_ended(self, event: ToolEnded) -> None:
         """Hold a program that will be back at once while that pays; if nobody said so, as long as when its tool began.
 
-        Both count from the first end since its turn. Nothing is held for the ends that follow.
+        For each further end since its turn it is half as long: together at most twice, however often they come.
         """
         core, program = self._core, self._core.book.programs.get(event.program_id)
         if program is None or not program.tool_runs:
             return
         core.limits.hear_of(program, goes_on=True)
         self.tool_returned(program)
-        if program.tool_ended_s < program.turns_ended_s:
-            program.tool_ended_s = core.book.now_s
         hold_s = (core.policy.hold_s if event.inferred else self._ended_hold_s)(core.view, program)
-        self._act_anew(program, program.acting_since_s, program.tool_ended_s + hold_s, is_hinted=event.inferred)
+        hold_until_s = core.book.now_s + hold_s / 2.0 ** min(program.tool_ends_count, MOST_HALVINGS)
+        program.tool_ends_count += 1
+        self._act_anew(program, program.acting_since_s, hold_until_s, is_hinted=event.inferred)
 
     def _act_anew(self, program: Program, since_s: float, hold_until_s: float, *, is_hinted: bool = True) -> None:
         core, keeps = self._core, False

@@ -116,7 +116,7 @@ class Program:
         "served_by",
         "tenant",
         "tool",
-        "tool_ended_s",
+        "tool_ends_count",
         "tool_named",
         "tool_runs",
         "turn_count",
@@ -135,8 +135,8 @@ class Program:
         """Its place. Only the book writes this."""
         self.acting_since_s = self.turns_ended_s = opened_s
         """Since when its tool runs, and when its last turn ended: earlier, if a tool was reported to begin later."""
-        self.tool_ended_s = -inf
-        """When a tool was reported to end: the first one since its last turn, if that is later."""
+        self.tool_ends_count = 0
+        """How many tools were reported to end since its last turn."""
         self.tool = ""
         self.tool_named = False
         """Whether its answer or its client named the tool; otherwise an inferred name replaces this one."""

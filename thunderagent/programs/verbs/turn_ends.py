@@ -100,6 +100,7 @@ class TurnEnds:
         """Begin the time between two turns, and measure anew; a leaving program stays in its place until then."""
         book, place = self._core.book, program.place
         program.acting_since_s = program.turns_ended_s = book.now_s
+        program.tool_ends_count = 0
         self._core.limits.hear_of(program)
         if tool_begins:
             self._core.tool_began(program)

@@ -53,12 +53,11 @@ class Grants(Protocol):
 class GatewayTurn:
     """One turn of a gateway."""
 
-    __slots__ = ("lease", "own_id", "program_id")
+    __slots__ = ("lease", "own_id")
 
-    def __init__(self, own_id: int, program_id: str | None) -> None:
+    def __init__(self, own_id: int) -> None:
         """Create a held turn."""
         self.own_id = own_id
-        self.program_id = program_id
         self.lease: Lease | None = None
         """As sent; None while the turn is held."""
 

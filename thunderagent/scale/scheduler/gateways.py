@@ -89,8 +89,6 @@ class Gateways:
         self._on_news = on_news
         self._served: dict[str, set[str]] = {}
         """Which gateways carried turns of a program."""
-        self._asked_ids: set[str | None] = set()
-        """Live programs with turns that were asked for in this epoch."""
         self._by_own_id: dict[int, tuple[Gateway, int]] = {}
 
     def __repr__(self) -> str:
@@ -137,7 +135,6 @@ class Gateways:
     def leads_in(self, epoch: int) -> None:
         """Begin an epoch, and tell all gateways."""
         self.epoch = epoch
-        self._asked_ids.clear()
         for gateway in self.all.values():
             self.say(gateway, Lead(self.leader_id))
 
@@ -235,7 +232,7 @@ class Gateways:
                 if message.turn_id in gateway.turns:
                     self._over(gateway, message.turn_id)
             case Released():
-                self._released(message)
+                self._grants.released(self._of_ours(message))
                 self.say(gateway, Gone(message.program_id))
             case Digest() | Polled():
                 self._saw(gateway, message)
@@ -249,23 +246,19 @@ class Gateways:
             case _:
                 raise BadFrameError(f"{gateway} sent a message that only schedulers send: {type(message).__name__}")
 
-    def _new(self, gateway: Gateway, turn_id: int, program_id: str | None) -> GatewayTurn:
-        turn = gateway.turns[turn_id] = GatewayTurn(self._grants.new_turn_id(), program_id)
+    def _new(self, gateway: Gateway, turn_id: int) -> GatewayTurn:
+        turn = gateway.turns[turn_id] = GatewayTurn(self._grants.new_turn_id())
         self._by_own_id[turn.own_id] = gateway, turn_id
         return turn
 
     def _drop(self, gateway: Gateway, turn_id: int) -> None:
-        turn = gateway.turns.pop(turn_id)
-        del self._by_own_id[turn.own_id]
-        if turn.lease is None:  # its program may never have begun, and then it never ends
-            self._asked_ids.discard(turn.program_id)
+        del self._by_own_id[gateway.turns.pop(turn_id).own_id]
 
     def _asked(self, gateway: Gateway, ask: TurnAsk) -> None:
         known = gateway.turns.get(ask.turn_id)
         if known is None:
             earlier_id = None if ask.supersedes_id is None else gateway.own_id(ask.supersedes_id)
-            own_id = self._new(gateway, ask.turn_id, ask.program_id).own_id
-            self._asked_ids.add(ask.program_id)
+            own_id = self._new(gateway, ask.turn_id).own_id
             asked = replace(ask, turn_id=own_id, supersedes_id=earlier_id)
             elsewhere_id = self._tried_again.comes(asked)
             if elsewhere_id is None or not self._revokes(elsewhere_id, asked, gateway):
@@ -340,7 +333,7 @@ class Gateways:
             return
         if known is not None:
             self._over(gateway, turn_id)
-        turn = self._new(gateway, turn_id, running.ask.program_id)
+        turn = self._new(gateway, turn_id)
         self._tried_again.comes(replace(running.ask, turn_id=turn.own_id))
         turn.lease = lease
         self.adopted_count += 1
@@ -389,20 +382,15 @@ class Gateways:
         if lease.program_id is not None:
             self._served.setdefault(lease.program_id, set()).add(gateway.gateway_id)
 
-    def _released(self, word: Released) -> None:
-        """End a program. A generation of another epoch means the live one, unless a turn was asked for since."""
-        generation = word.generation
-        if generation is not None and generation >> GENERATION_BITS == self.epoch:
-            generation &= (1 << GENERATION_BITS) - 1
-        elif generation is not None:
-            if word.program_id in self._asked_ids:
-                return
-            generation = None
-        self._grants.released(replace(word, generation=generation))
+    def _of_ours(self, word: Released) -> Released:
+        """Convert the generation to the core's; one of another epoch means the live one."""
+        if word.generation is None:
+            return word
+        is_ours = word.generation >> GENERATION_BITS == self.epoch
+        return replace(word, generation=word.generation & ((1 << GENERATION_BITS) - 1) if is_ours else None)
 
     def program_ended(self, program_id: str) -> None:
         """Tell the gateways that carried turns of a program that it ended."""
-        self._asked_ids.discard(program_id)
         for gateway_id in self._served.pop(program_id, ()):
             if gateway_id in self.all:
                 self.say(self.all[gateway_id], Gone(program_id))

@@ -36,31 +36,32 @@ def test_a_turn_within_the_time_stays_and_begins_it_again() -> None:
 
 
 @pytest.mark.parametrize("inferred", [False, True])
-def test_the_first_end_of_a_tool_begins_it_again_and_no_later_one(inferred: bool) -> None:
-    """Whoever says so: otherwise a client could keep its claim for ever."""
+def test_the_end_of_a_tool_begins_it_again_for_half_as_long_each_time(inferred: bool) -> None:
+    """Whoever says so: otherwise a client could keep its claim for ever. A tool that begins shortens no hold."""
     driver = driver_with()
     driver.takes_turn("a", 400)
     driver.passes(9.0)
     driver.tool_ends("a", inferred=inferred)
-    driver.ticks(5.0)
+    driver.ticks(8.0)
     driver.tool_starts("a", "make")
+    driver.ticks(1.0)
     driver.tool_ends("a", inferred=inferred)
     assert driver.ticks(4.9) == []
     assert of_kind(Pause, driver.ticks(0.1)) == ["a"]
 
 
-def test_the_first_begin_of_a_tool_begins_it_again_and_later_ones_count_from_the_turn() -> None:
-    """It is held for 10 s from the first begin; from the second on, for 10 s from the end of its turn."""
+def test_the_first_begin_of_a_tool_begins_it_again_and_no_later_one() -> None:
+    """It is held for 10 s from the first begin. What begins later lengthens nothing."""
     driver = driver_with()
     for program_id in ("once", "twice"):
         driver.takes_turn(program_id, 400)
     driver.passes(5.0)
-    for program_id in ("once", "twice", "twice"):
+    for program_id in ("once", "twice"):
         driver.tool_starts(program_id, "make")
-        driver.passes(1.0)
-    assert of_kind(Pause, driver.ticks(2.0)) == ["twice"]
+    driver.passes(5.0)
+    driver.tool_starts("twice", "make")
     assert driver.ticks(4.9) == []
-    assert of_kind(Pause, driver.ticks(0.1)) == ["once"]
+    assert of_kind(Pause, driver.ticks(0.1)) == ["once", "twice"]
 
 
 def test_the_end_of_a_claim_lets_in_who_waits_the_oldest_first() -> None:
