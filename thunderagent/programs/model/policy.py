@@ -29,7 +29,8 @@ asked for the turns of such programs, which are most.
 A policy that holds by the cost of recomputing a claim may say how long that is worth in `hold_threshold_s`, with the
 arguments of `hold_s`. Then a client's hint on its program's next turn replaces the policy's guess; `hint_ratio` is the
 part of a replica's limit that may be kept that way for longer than by the guess (`verbs/hints.py`). A program whose
-client says that its tool ended is held for that long, too; by a policy without it, for `hold_s`.
+client says that its tool ended is held for that long, too, by a policy without it for `hold_s`; after each further end
+before its next turn half as long.
 
 To write one, subclass nothing: a frozen dataclass with these members is a policy, and its fields are its settings.
 Parts of it can be chosen separately, and a policy may have more than these members: see `policies/composed.py`.
