@@ -15,9 +15,6 @@ from thunderagent.tools.docker.engine import Engine, mapped
 EXEC_START = "exec_start"
 """Prefix of the action of a command that is run inside; after a colon comes the command."""
 
-# An engine may report that memory ran out this much later than the end.
-_REASON_S = 0.1
-
 
 async def changes(engine: Engine, since_s: float) -> AsyncGenerator[Change | tuple[Command, Mapping[str, str]], None]:
     """Yield each container that starts or ends, whoever made it, from that Unix time on.
@@ -28,11 +25,10 @@ async def changes(engine: Engine, since_s: float) -> AsyncGenerator[Change | tup
     """
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Event | None] = asyncio.Queue()
-    killed = _Killed(events)
 
     def hand_over(event: Event | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-            loop.call_soon_threadsafe(killed.take, event)
+            loop.call_soon_threadsafe(events.put_nowait, event)
 
     def read(response: Any) -> None:
         for line in response.iter_lines():
@@ -60,32 +56,6 @@ def _command(event: Event) -> Command | None:
     if event.action.startswith(EXEC_START):
         return Command(event.actor.id, run_id, ended=False, words=event.action.removeprefix(EXEC_START).lstrip(": "))
     return Command(event.actor.id, run_id, ended=True) if event.action == "exec_die" else None
-
-
-class _Killed:
-    """Queues events; holds back a killed container's end, and what follows it: its reason may come later."""
-
-    def __init__(self, events: asyncio.Queue[Event | None]) -> None:
-        self._events = events
-        self._held: dict[str, list[Event]] = {}
-
-    def take(self, event: Event | None) -> None:
-        """Take an event; None is the end of the stream."""
-        if event is None:
-            for handle in list(self._held):
-                self._release(handle)
-        elif event.action != "oom" and event.actor.id in self._held:
-            self._held[event.actor.id].append(event)
-            return
-        elif event.action == "die" and event.actor.attributes.get("exitCode") == "137":
-            self._held[event.actor.id] = [event]
-            asyncio.get_running_loop().call_later(_REASON_S, self._release, event.actor.id)
-            return
-        self._events.put_nowait(event)
-
-    def _release(self, handle: str) -> None:
-        for event in self._held.pop(handle, ()):
-            self._events.put_nowait(event)
 
 
 class _Seen:
