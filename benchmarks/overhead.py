@@ -18,7 +18,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain
-from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +30,7 @@ from benchmarks.machine import save_results
 from benchmarks.processes import die_with_parent, resident_mb
 from thunderagent.provision.base import free_port
 from thunderagent.serving.process import raise_file_limit
-from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.figures.intervals import Interval, geometric
 
 PROGRAMS_COUNT = 1000
 LARGE_BODY_BYTES = 400_000
@@ -165,8 +164,8 @@ async def throughput(ports: dict[str, int], pids: dict[str, int], args: argparse
 
 def of_ratios(name: str, ratios: list[float]) -> dict[str, float]:
     """Return the median of ratios, their geometric mean, and the ends of its 95 % interval."""
-    logs = Interval.of([log(ratio) for ratio in ratios])
-    return {name: median(ratios), **{f"{name}_{end}": exp(getattr(logs, end)) for end in ("mean", "low", "high")}}
+    ends = zip(("mean", "low", "high"), geometric(ratios), strict=True)
+    return {name: median(ratios), **{f"{name}_{end}": value for end, value in ends}}
 
 
 def of_times(name: str, values: list[float]) -> dict[str, float]:

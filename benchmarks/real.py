@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import exp, log
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
@@ -44,7 +43,7 @@ from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.figures.bounds import Engines
-from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.figures.intervals import geometric
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -284,10 +283,9 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
     found = []
     for number, ((programs, policy), own) in enumerate(rates.items()):
         for (other_programs, other), base in list(rates.items())[:number]:
-            pairs = [(own[seed], base[seed]) for seed in own.keys() & base.keys() if own[seed] and base[seed]]
-            if other_programs == programs and pairs:
-                logs = Interval.of([log(rate / base_rate) for rate, base_rate in pairs])
-                found.append(Ratio(programs, policy, other, exp(logs.mean), exp(logs.low), exp(logs.high)))
+            over = [own[seed] / base[seed] for seed in own.keys() & base.keys() if own[seed] and base[seed]]
+            if other_programs == programs and over:
+                found.append(Ratio(programs, policy, other, *geometric(over)))
     return found
 
 

@@ -299,16 +299,14 @@ class _Fleet:
     def __init__(self, replicas: Replicas, group: asyncio.TaskGroup) -> None:
         self._replicas = replicas
         self._group = group
-        self._unnamed_ids: set[str] = set()
-        self._removed_ids: set[str] = set()
-        """Replicas that are forgotten next, unless they come back first."""
+        self._going_ids: set[str] = set()
+        """Replicas that are to be forgotten, unless they come back first."""
 
     def take(self, changed: Sequence[RemoteReplica], removed_ids: Sequence[str], unnamed_ids: Sequence[str]) -> None:
         """Add, remove, and start over with replicas that came up."""
         for each in changed:
             state = each.state
-            self._unnamed_ids.discard(state.replica_id)
-            self._removed_ids.discard(state.replica_id)
+            self._going_ids.discard(state.replica_id)
             kind = each.kind if each.kind in BACKENDS else "auto"  # its scheduler is newer
             endpoint = ReplicaEndpoint(state.replica_id, state.url, backend_of(kind), each.rank_id)
             known = self._replicas.known.get(state.replica_id)
@@ -319,28 +317,25 @@ class _Fleet:
             if state.is_up and not known.is_up:
                 self._replicas.came_up(state.replica_id)
             known.is_up, known.why_down = state.is_up, "" if state.is_up else "its scheduler says so"
-        self._removed_ids.update(removed_ids)
+        self._going_ids.update(removed_ids, unnamed_ids)
         for replica_id in removed_ids:
             if (gone := self._replicas.known.get(replica_id)) is not None:
                 gone.is_up = False  # what comes back is another engine
             self._group.create_task(self._remove(replica_id))
-        self._unnamed_ids.update(unnamed_ids)
         for replica_id in unnamed_ids:
             self._group.create_task(self._leave(replica_id))
 
     async def _remove(self, replica_id: str) -> None:
-        """Forget a removed replica, unless it came back, for example with another model."""
-        if replica_id in self._removed_ids:
-            self._removed_ids.discard(replica_id)
+        """Forget a replica, unless it came back, for example with another model."""
+        if replica_id in self._going_ids:
+            self._going_ids.discard(replica_id)
             await self._replicas.remove(replica_id)
 
     async def _leave(self, replica_id: str) -> None:
         """Forget a replica that a new scheduler does not name, or not yet, once nothing is in flight there."""
-        while replica_id in self._unnamed_ids and self._replicas.in_flight_count(replica_id):  # noqa: ASYNC110 - rare
+        while replica_id in self._going_ids and self._replicas.in_flight_count(replica_id):  # noqa: ASYNC110 - rare
             await asyncio.sleep(LEAVE_LOOK_S)
-        if replica_id in self._unnamed_ids:
-            self._unnamed_ids.discard(replica_id)
-            await self._replicas.remove(replica_id)
+        await self._remove(replica_id)
 
 
 async def _end_with_stdin(stop: asyncio.Event) -> None:

@@ -144,6 +144,13 @@ class Member:
                 return
             await asyncio.sleep(0)
 
+    async def writes_for_long(self, program_id: str) -> None:
+        """Begin a program, whose entry is on its way until `may_append` is set."""
+        self.store.may_append.clear()
+        self.store.on_append.clear()
+        self.opens(program_id)
+        await self.store.on_append.wait()
+
     async def until_renewed(self) -> None:
         """Wait until the lock was renewed twice, so that one renewal ran completely."""
         wanted_count = self.store.renewals_count + 2
@@ -162,9 +169,14 @@ async def running(store: MemoryStore, leads_by: Store | None = None, led_in: int
         await asyncio.wait([task])
 
 
-async def until_leading(member: Member) -> None:
+async def until_leading(member: Member, *program_ids: str) -> None:
+    """Wait until it leads, then begin these programs, and wait until they are in the log."""
     while member.leading.took_over_s is None:
         await asyncio.sleep(0)
+    for program_id in program_ids:
+        member.opens(program_id)
+    if program_ids:
+        await member.until_written(*program_ids)
 
 
 async def test_a_store_that_was_away_is_told_all_again() -> None:
@@ -184,9 +196,7 @@ async def test_a_store_that_was_away_is_told_all_again() -> None:
 async def test_a_store_that_lost_its_epoch_is_told_all_again_if_it_does_not_say_who_stands_by() -> None:
     store = MemoryStore()
     async with running(store) as member:
-        await until_leading(member)
-        member.opens("p")
-        await member.until_written("p")
+        await until_leading(member, "p")
         store.fails_for_standby = True
         await member.until_renewed()
         store.log, store.renews_as = [], 2
@@ -197,9 +207,7 @@ async def test_an_epoch_that_was_lost_is_made_up_for_and_all_is_told_again() -> 
     """A gateway is the first to know about it."""
     store = MemoryStore()
     async with running(store) as member:
-        await until_leading(member)
-        member.opens("p")
-        await member.until_written("p")
+        await until_leading(member, "p")
         store.log, store.renews_as = [], 2
         member.leading._heard_higher(7)
         await member.until_written("p")
@@ -209,13 +217,8 @@ async def test_an_epoch_that_was_lost_is_made_up_for_and_all_is_told_again() -> 
 async def test_an_entry_on_its_way_is_written_before_its_leader_goes_to_a_higher_epoch() -> None:
     store = MemoryStore()
     async with running(store) as member:
-        await until_leading(member)
-        member.opens("p")
-        await member.until_written("p")
-        store.may_append.clear()
-        store.on_append.clear()
-        member.opens("q")
-        await store.on_append.wait()
+        await until_leading(member, "p")
+        await member.writes_for_long("q")
         member.leading._heard_higher(7)
         await member.until_renewed()
         store.may_append.set()
@@ -301,9 +304,7 @@ async def test_who_never_led_takes_the_lock_at_once() -> None:
 async def test_a_store_that_lost_entries_between_two_commands_is_told_all_again() -> None:
     store = MemoryStore()
     async with running(store) as member:
-        await until_leading(member)
-        member.opens("p")
-        await member.until_written("p")
+        await until_leading(member, "p")
         store.loses_entries = True
         member.opens("q")
         await member.until_written("p", "q")
@@ -354,13 +355,8 @@ async def test_who_leaves_while_it_takes_over_gives_the_lock_up_and_lets_nobody_
 async def test_who_leaves_gives_the_lock_up_though_it_cannot_write_the_last() -> None:
     store = MemoryStore()
     async with running(store) as member:
-        await until_leading(member)
-        member.opens("p")
-        await member.until_written("p")
-        store.may_append.clear()
-        store.on_append.clear()
-        member.opens("q")
-        await store.on_append.wait()
+        await until_leading(member, "p")
+        await member.writes_for_long("q")
         await member.leading.give_up()
         assert store.owner == ""
 
@@ -383,9 +379,7 @@ async def test_who_leaves_writes_what_there_is_and_does_not_wait_for_calm() -> N
 async def test_of_programs_that_ended_while_the_store_is_away_only_the_ids_stay() -> None:
     store = MemoryStore()
     async with running(store) as member:
-        await until_leading(member)
-        member.opens("p")
-        await member.until_written("p")
+        await until_leading(member, "p")
         store.is_away = True
         while member.leading.store_answers:
             await asyncio.sleep(0)

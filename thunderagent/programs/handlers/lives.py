@@ -25,8 +25,7 @@ from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import ProgramRecord
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, SandboxSums
+from thunderagent.programs.model.views import SandboxSums
 
 MOST_HALVINGS: Final = 30
 
@@ -41,11 +40,6 @@ class Lives:
         """Work on the parts of `core`."""
         self._core = core
         self._settings = settings
-        policy = core.policy
-        self._ended_hold_s: Callable[[View, ProgramView], float] = (
-            getattr(policy, "hold_threshold_s", None) or policy.hold_s
-        )
-        """How long a program is held whose client says that its tool ended."""
         self.hopeless_ids: dict[str, None] = {}
         """Programs that were ended because they were judged hopeless; their turns are rejected."""
 
@@ -168,7 +162,8 @@ class Lives:
             return
         core.limits.hear_of(program, goes_on=True)
         self.tool_returned(program)
-        hold_s = (core.policy.hold_s if event.inferred else self._ended_hold_s)(core.view, program)
+        held_s = core.policy.hold_s if event.inferred else core.hints.threshold_s or core.policy.hold_s
+        hold_s = held_s(core.view, program)
         hold_until_s = core.book.now_s + hold_s / 2.0 ** min(program.tool_ends_count, MOST_HALVINGS)
         program.tool_ends_count += 1
         self._act_anew(program, program.acting_since_s, hold_until_s, is_hinted=event.inferred)

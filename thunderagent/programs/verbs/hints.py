@@ -47,12 +47,13 @@ TOLERANCE_S: Final = 1.0
 class Hints:
     """Handles clients' hints on their programs' next turns."""
 
-    __slots__ = ("_core", "_hint_ratio", "_threshold_s")
+    __slots__ = ("_core", "_hint_ratio", "threshold_s")
 
     def __init__(self, core: Core) -> None:
         """Work on the parts of `core`."""
         self._core = core
-        self._threshold_s: Callable[[View, ProgramView], float] | None = getattr(core.policy, "hold_threshold_s", None)
+        self.threshold_s: Callable[[View, ProgramView], float] | None = getattr(core.policy, "hold_threshold_s", None)
+        """For how long holding a program pays; None if the policy does not say."""
         self._hint_ratio: float = getattr(core.policy, "hint_ratio", HINT_RATIO)
 
     def take(self, event: ProgramHinted) -> None:
@@ -98,10 +99,10 @@ class Hints:
         if hint.given_s is None:
             hint.given_s = hint.since_s = now_s
         hint.own_until_s = own_until_s
-        threshold_s = inf if self._threshold_s is None else self._threshold_s(self._core.view, program)
+        threshold_s = inf if self.threshold_s is None else self.threshold_s(self._core.view, program)
         if hint.measured is None:
             hint.measured = _expected(hint, threshold_s)
-        if self._threshold_s is None:
+        if self.threshold_s is None:
             return own_until_s, False
         until_s = self._until_s(program, hint, own_until_s, threshold_s)
         if until_s <= own_until_s:

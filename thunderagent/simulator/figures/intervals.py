@@ -60,6 +60,12 @@ class Interval:
         return mean if self.half_width is None else form.format(mean, f"{self.half_width * scale:.{digits}f}")
 
 
+def geometric(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of independent ratios over 0, and the ends of its interval."""
+    logs = Interval.of([math.log(ratio) for ratio in ratios])
+    return math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high)
+
+
 @functools.cache
 def t_quantile(freedom_count: int, confidence: float = CONFIDENCE) -> float:
     """Return the t that |t| stays under with that confidence, for so many degrees of freedom, at least 1."""
