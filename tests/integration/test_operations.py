@@ -35,6 +35,7 @@ from tests.integration.support import (
 from thunderagent.backends.discovery.base import PodSelection
 from thunderagent.backends.discovery.kubernetes import ClusterAccess
 from thunderagent.errors import ConfigurationError, ProvisionError
+from thunderagent.provision import docker
 from thunderagent.provision.base import ReplicaGoneError, free_port
 from thunderagent.provision.command import CommandProvisioner
 from thunderagent.provision.docker import DockerProvisioner, ReplicaImage
@@ -363,9 +364,8 @@ async def test_a_started_replica_that_is_removed_ends(query: str) -> None:
         assert (await exchange(proxy.url, "DELETE", f"/replicas/{replica_id}{query}")).status in (200, 202)
         await until(lambda: not process_ids(replica_id), within_s=10)
         async with asyncio.timeout(5):
-            while (await get(proxy.url, "/operations")).json()["provision"]["started_count"]:
+            while (await say(proxy, "provision")).status != 202:  # its place is free a moment later
                 await asyncio.sleep(0.02)
-        assert (await say(proxy, "provision")).status == 202
         await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
 
 
@@ -561,7 +561,7 @@ def is_running(process: Path) -> bool:
 # --- replicas that are containers
 
 
-STOP, REMOVE = "POST /containers/c1/stop", "DELETE /containers/c1"
+START, STOP, REMOVE = "POST /containers/c1/start", "POST /containers/c1/stop", "DELETE /containers/c1"
 
 
 @asynccontextmanager
@@ -628,6 +628,29 @@ async def test_a_shutdown_removes_a_container_that_could_not_be_removed_before()
             await driver.end(launched.handle, launched.url)
         await driver.close()
         assert said.count(REMOVE) == 2
+
+
+async def test_a_container_that_is_being_started_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not run yet: it would be removed, and nobody told."""
+    monkeypatch.setattr(docker, "LOOK_S", 0.01)
+    starts = asyncio.Event()
+
+    async def start() -> int:
+        await starts.wait()
+        return 204
+
+    async with by_docker({START: start}) as (driver, said):
+        watching = asyncio.create_task(driver.run(lambda _handle, _why: None))
+        starting = asyncio.create_task(driver.start())
+        await until(lambda: START in said)
+        await asyncio.sleep(10 * docker.LOOK_S)
+        watching.cancel()
+        await asyncio.wait([watching])
+        starts.set()
+        await starting
+        assert REMOVE not in said
+        await driver.close()
+        assert REMOVE in said
 
 
 async def test_a_container_that_ended_by_itself_is_removed_however_often_that_fails() -> None:
@@ -846,6 +869,49 @@ async def test_replicas_that_start_at_once_are_all_counted() -> None:
         api.sizes["default", "deployments", "engine"] = 0
         await asyncio.gather(*(driver.start() for _ in range(3)))
         assert api.sizes["default", "deployments", "engine"] == 3
+    finally:
+        await api.stop()
+
+
+async def test_a_start_whose_answer_was_lost_is_not_made_twice() -> None:
+    """The next start finds its pod; after one that was refused, or was undone by an end, it adds one."""
+    api = KubernetesApi()
+    await api.start()
+    sizes, engine, url = api.sizes, ("default", "deployments", "engine"), "http://127.0.0.1:9000"
+    sizes[engine] = 1
+    errors = [ApiError(500, "InternalError", "lost"), ApiError(403, "Forbidden", "no right")]
+
+    def fails(before: int, _after: int) -> None:
+        error = errors.pop(0)
+        if error.status["code"] == 403:
+            sizes[engine] = before
+        raise error
+
+    try:
+        workload, selection = Workload.read("default/deployment/engine"), PodSelection.read("default/app=vllm:http")
+        driver = KubernetesProvisioner(workload, selection, ClusterAccess(api_url=api.url))
+        api.on_scale = fails
+        with pytest.raises(ProvisionError, match="lost"):
+            await driver.start()
+        await driver.start()
+        assert sizes[engine] == 2
+        with pytest.raises(ProvisionError, match="no right"):
+            await driver.start()
+        api.on_scale = lambda _before, _after: None
+        await driver.start()
+        assert sizes[engine] == 3
+        errors.append(ApiError(500, "InternalError", "lost"))
+        api.on_scale = fails
+        with pytest.raises(ProvisionError, match="lost"):
+            await driver.start()
+        api.on_scale = lambda _before, _after: None
+        await pod(api, "engine-a", url)
+        await driver.end("", url)
+        assert sizes[engine] == 3
+        await driver.start()
+        assert sizes[engine] == 3
+        await driver.start()
+        assert sizes[engine] == 4
     finally:
         await api.stop()
 

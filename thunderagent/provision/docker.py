@@ -108,13 +108,12 @@ class DockerProvisioner:
         with _mapped():
             created = await self._engine.ask(lambda client: self._create(client, words, port))
             handle: str = created["Id"]
-            self._handles.add(handle)
             try:
                 await self._engine.ask(lambda client: client.start(handle))
             except BaseException:
-                self._handles.discard(handle)
                 await asyncio.shield(self._engine.whole(self._engine.remove(handle)))
                 raise
+        self._handles.add(handle)  # `run` removes what does not run
         return Launched(handle, url)
 
     def _create(self, client: Any, words: list[str], port: int) -> Any:

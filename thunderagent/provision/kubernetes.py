@@ -5,7 +5,7 @@ pod with the lowest deletion cost, so that is set first. In a StatefulSet it is 
 so no other can be ended.
 
 A size may have been set although no answer came. When the end of a replica is tried again, its pod may therefore be
-ending: setting a smaller size would end another one.
+ending: setting a smaller size would end another one. And what the next start wants may be there already.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class KubernetesProvisioner:
         """Held from reading the size to setting it: several may start and end at a time."""
         self._unsure_urls: set[str] = set()
         """Of replicas for whose end a size was set, but not answered."""
+        self._unsure_size_count = 0
+        """The size that a start set without an answer; 0 if there is none."""
 
     def __repr__(self) -> str:
         return f"<KubernetesProvisioner {self._workload}>"
@@ -85,7 +87,15 @@ class KubernetesProvisioner:
         """See `Provisioner`."""
         try:
             async with self._resizing, connected(self._access) as cluster:
-                await self._resize(cluster, await self._size(cluster) + 1)
+                size_count = await self._size(cluster)
+                if not 0 < self._unsure_size_count <= size_count:
+                    before_count, self._unsure_size_count = self._unsure_size_count, size_count + 1
+                    try:
+                        await self._resize(cluster, size_count + 1)
+                    except RefusedError:
+                        self._unsure_size_count = before_count
+                        raise
+                self._unsure_size_count = 0
         except DiscoveryError as error:
             raise ProvisionError(error.message) from error
         return Launched("")
@@ -120,6 +130,7 @@ class KubernetesProvisioner:
         except DiscoveryError as error:
             raise ProvisionError(error.message) from error
         self._unsure_urls.discard(url)
+        self._unsure_size_count = max(0, self._unsure_size_count - 1)
 
     async def _endable(self, cluster: Cluster, url: str) -> tuple[str, int]:
         """Return the pod at a URL, and the number of pods. Raises `ProvisionError` if it cannot be the one to go."""

@@ -10,8 +10,7 @@ There are never more than `max_count` started replicas, nor, if possible, fewer 
 at first, and again when one is lost. A policy's request is carried out at most once per `cooldown_s`, an operator's at
 once. A started replica is named to the proxy like one of any other source: it gets turns after its first good poll; if
 there is none within `ready_limit_s` it is ended. One that ends is no longer named: it drains, and its driver ends it
-only when the proxy has forgotten it. If that fails it may still run: it is tried again, and until then no other one
-gets its place.
+only when the proxy has forgotten it, and again if that fails. Until then it runs, and no other one gets its place.
 
 A scheduler that stands by starts and ends nothing, and its core's decisions are dropped: it sees no programs. It asks
 its driver how many replicas there are only when it leads.
@@ -108,8 +107,9 @@ class Provisioning:
         self._own: dict[str, _Own] = {}
         """By handle."""
         self._ending_urls: set[str] = set()
+        """Of those that drain or end: they still run."""
         self._unended_urls: set[str] = set()
-        """Of those whose end failed: they may still run."""
+        """Of those of them whose end failed."""
         self._elsewhere_count = 0
         """Number of replicas of a driver that does not report their URLs."""
         self._starting_count = 0
@@ -155,7 +155,7 @@ class Provisioning:
         self._check_leads()
         if self._driver is None:
             raise ProvisionOffError("starting replicas is not configured: see --provision")
-        running_count = self.count + len(self._unended_urls)
+        running_count = self.count + len(self._ending_urls)
         if running_count >= self._settings.max_count:
             raise ProvisionLimitError(
                 f"there are {running_count} started replicas, which is the largest number allowed"
@@ -230,7 +230,7 @@ class Provisioning:
         if self._driver is None:
             return
         now_s = self._now_s()
-        wanted_count = min(self._settings.min_count, self._settings.max_count - len(self._unended_urls))
+        wanted_count = min(self._settings.min_count, self._settings.max_count - len(self._ending_urls))
         while self.count < wanted_count and now_s >= self._tries_again_s:
             self._begin_start(self._driver, group, "there should be more")
         for own in self._own.values():

@@ -74,13 +74,14 @@ class Driver:
 
 
 class Fleet:
-    """A proxy that has nothing to drain."""
+    """A proxy that has nothing to drain, unless it is `drains`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drains: bool = False) -> None:
         self.known: set[str] = set()
+        self.drains = drains
 
     def wanted(self, urls: Sequence[str]) -> None:
-        self.known = set(urls)
+        self.known = {*urls, *(self.known if self.drains else ())}
 
     def url_of(self, replica_id: str) -> str | None:
         return replica_id if replica_id in self.known else None
@@ -92,7 +93,8 @@ class Fleet:
         return url in self.known
 
     def leave(self, url: str) -> None:
-        self.known.discard(url)
+        if not self.drains:
+            self.known.discard(url)
 
 
 def in_virtual_time(test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
@@ -109,10 +111,10 @@ with_both_kinds_of_driver = pytest.mark.parametrize("names_urls", [True, False])
 
 @asynccontextmanager
 async def one_ending(
-    *failures: ProvisionError, names_urls: bool, min_count: int = 0
+    *failures: ProvisionError, names_urls: bool, min_count: int = 0, drains: bool = False
 ) -> AsyncIterator[tuple[Provisioning, Driver, Fleet]]:
     """Start the only replica that is allowed; an operator ends it at second 1, or removes it if `min_count` is 1."""
-    fleet = Fleet()
+    fleet = Fleet(drains=drains)
     driver = Driver(fleet, *failures, names_urls=names_urls)
     settings = ProvisionSettings(min_count=min_count, max_count=1, cooldown_s=COOLDOWN_S)
     provisioning = Provisioning(driver, fleet, settings, asyncio.get_running_loop().time)
@@ -146,6 +148,23 @@ async def test_an_end_that_fails_is_tried_again(names_urls: bool) -> None:
         await asyncio.sleep(10 * COOLDOWN_S)
         assert driver.ended_at_s == pytest.approx([1.0, 1.0 + COOLDOWN_S, 1.0 + 2 * COOLDOWN_S], abs=0.5)
         assert (provisioning.count, provisioning.failure, fleet.known) == (0, "", set())
+        provisioning.check_start()
+
+
+@with_both_kinds_of_driver
+@in_virtual_time
+async def test_no_other_one_starts_while_a_replica_drains(names_urls: bool) -> None:
+    """It runs until its turns are over: another one would be one more than allowed."""
+    async with one_ending(names_urls=names_urls, drains=True) as (provisioning, driver, fleet):
+        await asyncio.sleep(COOLDOWN_S + 1)
+        provisioning.observe(ProvisionAsked(10.0), [Provision(Reason.OPERATOR)])
+        with pytest.raises(ProvisionLimitError, match="there are 1 started replicas"):
+            provisioning.check_start()
+        await asyncio.sleep(1.0)
+        assert (driver.started_count, driver.ended_at_s) == (1, [])
+        fleet.known.discard(URL)
+        await asyncio.sleep(1.0)
+        assert len(driver.ended_at_s) == 1
         provisioning.check_start()
 
 
