@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes import client, config
+from kubernetes.client.rest import should_bypass_proxies
 
 LEAST_VERSION = (1, 22)
 """Since this version the Deployment's pod to end can be chosen, and finished Jobs are removed after their time."""
@@ -40,4 +41,6 @@ def cluster_configuration(api_url: str, kubeconfig: Path | None) -> Any:
             config.load_incluster_config(client_configuration=configuration)
         except config.ConfigException:
             config.load_kube_config(client_configuration=configuration)
+    if configuration.proxy and should_bypass_proxies(configuration.host, no_proxy=None):
+        configuration.proxy = None  # some versions of the package read HTTPS_PROXY and not NO_PROXY
     return configuration

@@ -140,6 +140,8 @@ class Asker:
         health, metrics = asking.result(), asking_metrics.result()
         failure = health if isinstance(health, Failure) else None
         models = None
+        if failure is not None and isinstance(metrics, Failure):
+            self.polls_to_models = 0  # the next to answer may be another engine
         if self.polls_to_models <= 0 and (isinstance(metrics, str) or failure is None):
             models = await self._get(client, url_of(self.url, MODELS_PATH))  # on an open connection
             if isinstance(models, str) or models.is_answer:
@@ -179,10 +181,10 @@ class Asker:
         """Read the answers, for these ranks and, if they are to be found, for all."""
         metrics, models, backend = answers.metrics, answers.models, self.backend
         ranks_count = 0
-        if finds_ranks and isinstance(metrics, str):
+        if isinstance(metrics, str) and (finds_ranks or any(each is not None for each in rank_ids)):
             ranks_count = rank_count_of(metrics, backend.rank_label)
-        all_ids = dict.fromkeys([*rank_ids, *(range(ranks_count) if ranks_count > 1 else ())])
-        readings = tuple(RankReading(each, self._figures(metrics, each)) for each in all_ids)
+        all_ids = dict.fromkeys([*rank_ids, *(range(ranks_count) if finds_ranks and ranks_count > 1 else ())])
+        readings = tuple(RankReading(each, self._figures(metrics, each, ranks_count)) for each in all_ids)
         info = answers.info
         return Found(
             asyncio.get_running_loop().time() - answers.asked_s,
@@ -192,16 +194,19 @@ class Asker:
             # Last, because reading the metrics finds the kind.
             info_capacity_tokens=backend.read_info(info) if info is not None and None in all_ids else None,
             kind=backend.kind,
-            ranks_count=ranks_count,
+            ranks_count=ranks_count if finds_ranks else 0,
             models=models_in(models) if isinstance(models, str) else None,
             lists_no_models=isinstance(models, Failure) and models.is_answer,
         )
 
-    def _figures(self, metrics: str | Failure, rank_id: int | None) -> tuple[int | float | None, ...]:
+    def _figures(self, metrics: str | Failure, rank_id: int | None, ranks_count: int) -> tuple[int | float | None, ...]:
         if isinstance(metrics, Failure):
             return ()
-        text = metrics if rank_id is None else of_rank(metrics, self.backend.rank_label, rank_id)
-        reading = self.backend.read_metrics(text)
+        if rank_id is None:
+            reading = self.backend.read_metrics(metrics)
+        else:
+            text = of_rank(metrics, self.backend.rank_label, rank_id)
+            reading = self.backend.read_metrics(text, max(1, ranks_count))
         return tuple(getattr(reading, name) for name in _FIGURES)
 
 

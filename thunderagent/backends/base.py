@@ -151,8 +151,8 @@ class Backend(Protocol):
     def refuses_models(self) -> bool:
         """Return whether it rejects models that it does not list; others answer as if these were their own."""
 
-    def read_metrics(self, exposition: str) -> ReplicaReading:
-        """Read an exposition; never raise: unreadable values are None."""
+    def read_metrics(self, exposition: str, ranks_count: int = 1) -> ReplicaReading:
+        """Read an exposition, or the lines of one of `ranks_count` ranks; never raise: unreadable values are None."""
 
     def read_info(self, info: str) -> int | None:
         """Read the capacity, in tokens, from the answer of one of `info_paths`; never raise: None if missing."""

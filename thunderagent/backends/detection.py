@@ -73,12 +73,12 @@ class DetectedBackend:
         """Return how to tell the detected kind."""
         return self.found.notices if self.found is not None else None
 
-    def read_metrics(self, exposition: str) -> ReplicaReading:
+    def read_metrics(self, exposition: str, ranks_count: int = 1) -> ReplicaReading:
         """Read an exposition as the kind whose metrics it contains."""
         for prefix, backend in _BY_PREFIX.items():
             if exposition.startswith(prefix) or f"\n{prefix}" in exposition:
                 self.found = backend
-        return self.found.read_metrics(exposition) if self.found is not None else NOTHING_READ
+        return self.found.read_metrics(exposition, ranks_count) if self.found is not None else NOTHING_READ
 
     def read_info(self, info: str) -> int | None:
         """Read the server's information; only SGLang's contains a capacity."""

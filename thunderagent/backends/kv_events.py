@@ -108,6 +108,7 @@ class KvEvents:
     async def run(self) -> None:
         """Subscribe until cancelled."""
         context = Context()
+        context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))  # by default enough for 341 replicas
         try:
             async with asyncio.TaskGroup() as group:
                 self._start = lambda endpoint: group.create_task(
@@ -246,8 +247,8 @@ class _Followed:
         """Request all messages from a number on, and yield them as they arrive."""
         assert self._endpoint.replay_address is not None
         # A socket for each request: the rest of a broken answer is never taken for another one.
-        with self._connected(zmq.DEALER, self._endpoint.replay_address) as socket:
-            try:
+        try:
+            with self._connected(zmq.DEALER, self._endpoint.replay_address) as socket:
                 async with asyncio.timeout(self._settings.replay_silence_limit_s):
                     await socket.send_multipart([b"", from_id.to_bytes(8, "big")])
                 while True:
@@ -256,10 +257,10 @@ class _Followed:
                     if message.is_end:
                         return
                     yield message
-            except (TimeoutError, zmq.ZMQError) as error:
-                self._log.warning("kv_events_not_replayed", why=str(error) or "no answer in time")
-            except KvMessageError as error:
-                self._is_unreadable(error)
+        except (TimeoutError, zmq.ZMQError) as error:
+            self._log.warning("kv_events_not_replayed", why=str(error) or "no answer in time")
+        except KvMessageError as error:
+            self._is_unreadable(error)
 
     def _engine_restarted(self) -> None:
         self._log.info("kv_events_engine_restarted")

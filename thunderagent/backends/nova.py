@@ -72,7 +72,7 @@ class NovaBackend:
     rank_label: str = "engine"
     rank_header: str = "X-data-parallel-rank"
 
-    def read_metrics(self, exposition: str) -> ReplicaReading:
+    def read_metrics(self, exposition: str, ranks_count: int = 1) -> ReplicaReading:  # noqa: ARG002 - the protocol's
         """Read an exposition; never raise: unreadable values are None."""
         samples = samples_of(exposition, _NEEDED)
         slots, slot_tokens = _count(samples, SLOTS), _count(samples, SLOT_TOKENS)

@@ -118,7 +118,7 @@ class _Watched:
     silent_since_s: float | None = None
     trouble: dict[str, str | None] = field(default_factory=dict)
     asked_s: float = float("-inf")
-    """Begin of the last poll with a result."""
+    """Begin of the last poll with a result, or a later refusal."""
     told_s: float | None = None
     """When others last reported it, or were first asked to poll it; None if nobody else does."""
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
@@ -204,6 +204,7 @@ class Poller:
         """Treat a replica as down until a poll finds it healthy, because it refused a connection."""
         watched = self._watched.get(replica_id)
         if watched is not None:
+            watched.asked_s = asyncio.get_running_loop().time()  # what was asked before is late
             self._heard_failure(watched, Failure("connection refused", is_refusal=True))
             watched.suspected.set()
 
@@ -316,6 +317,7 @@ class Poller:
 
     def _heard_metrics_alone(self, watched: _Watched, found: Found) -> None:
         """Keep replicas as they are, up or down, and take the readings of those that are up."""
+        watched.failure_count = 0
         watched.silent_since_s = None
         for endpoint in list(watched.endpoints.values()):
             if endpoint.replica_id in watched.endpoints and watched.is_up.get(endpoint.replica_id):

@@ -86,7 +86,7 @@ class SglangBackend:
     notices: SglangNotices = field(default_factory=SglangNotices)
     priorities: SglangPriorities = SglangPriorities()
 
-    def read_metrics(self, exposition: str) -> ReplicaReading:
+    def read_metrics(self, exposition: str, ranks_count: int = 1) -> ReplicaReading:  # noqa: ARG002 - the protocol's
         """Read an exposition; never raise: unreadable values are None."""
         samples = samples_of(exposition, _NEEDED)
         capacities_tokens = _by_rank(samples.get(CAPACITY, ()))

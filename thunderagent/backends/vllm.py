@@ -87,12 +87,15 @@ class VllmBackend:
     rank_label: str = "engine"
     rank_header: str = "X-data-parallel-rank"
 
-    def read_metrics(self, exposition: str) -> ReplicaReading:
-        """Read an exposition; never raise: unreadable values are None. About 1 ms for 500 KB."""
+    def read_metrics(self, exposition: str, ranks_count: int = 1) -> ReplicaReading:
+        """Read an exposition, or the lines of one of `ranks_count` ranks; never raise: unreadable values are None.
+
+        About 1 ms for 500 KB.
+        """
         samples = samples_of(exposition, _NEEDED)
         tier_queries = _total(_first_known(samples, TIER_QUERIES)) or None
         return ReplicaReading(
-            capacity_tokens=_capacity_tokens(samples.get(CACHE_CONFIG, ())),
+            capacity_tokens=_capacity_tokens(samples.get(CACHE_CONFIG, ()), ranks_count),
             kv_used_ratio=_mean(_first_known(samples, KV_USED)),
             running_count=_count(_first_known(samples, RUNNING)),
             waiting_count=_count(_first_known(samples, WAITING)),
@@ -130,29 +133,27 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _capacity_tokens(samples: Iterable[Sample]) -> int | None:
+def _capacity_tokens(samples: Iterable[Sample], ranks_count: int) -> int | None:
     """Return the KV pool's size summed over the ranks, or None while any rank does not report its own.
 
     An unknown or zero capacity is an alarm: as a number it would mean "no room" or "unlimited room", and the sum over
     only some of the ranks a pool that nobody has.
     """
     by_rank: dict[str, int | None] = {}
+    blocks_tokens = 0
     for sample in samples:
-        rank = sample.labels.get("engine", "")
+        labels = sample.labels
+        rank = labels.get("engine", "")
         # An info metric whose labels change leaves its old series behind: a size takes precedence over "None".
-        by_rank[rank] = _rank_capacity_tokens(sample.labels) or by_rank.get(rank)
+        by_rank[rank] = _positive(labels.get("kv_cache_size_tokens")) or by_rank.get(rank)
+        block_count, block_size_tokens = _positive(labels.get("num_gpu_blocks")), _positive(labels.get("block_size"))
+        blocks_tokens = max(blocks_tokens, (block_count or 0) * (block_size_tokens or 0))
     sizes_tokens = [tokens for tokens in by_rank.values() if tokens is not None]
-    return sum(sizes_tokens) if sizes_tokens and len(sizes_tokens) == len(by_rank) else None
-
-
-def _rank_capacity_tokens(labels: Mapping[str, str]) -> int | None:
-    exact_tokens = _positive(labels.get("kv_cache_size_tokens"))
-    if exact_tokens is not None:
-        return exact_tokens
-    # Before May 2026. Wrong for hybrid models, whose layer groups share the blocks, but the best available.
-    block_count = _positive(labels.get("num_gpu_blocks"))
-    block_size_tokens = _positive(labels.get("block_size"))
-    return block_count * block_size_tokens if block_count and block_size_tokens else None
+    if sizes_tokens and len(sizes_tokens) == len(by_rank):
+        return sum(sizes_tokens)
+    # Before May 2026. vLLM counts the blocks of all its ranks, and reports that sum for each (its `core_client.py`).
+    # Wrong for hybrid models, whose layer groups share the blocks, but the best available.
+    return blocks_tokens // ranks_count or None
 
 
 def _positive(label: str | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import subprocess
 import sys
 from collections import deque
@@ -396,6 +397,34 @@ async def test_a_flood_stops_nobody_and_is_reported_seldom(engine: Engine, monke
         assert 1 <= longest <= SETTINGS.slice_count
         between_s = [b - a for a, b in zip(recorder.times_s, recorder.times_s[1:], strict=False)]
         assert all(each_s >= SETTINGS.report_interval_s * 0.9 for each_s in between_s)
+
+
+async def test_there_is_room_for_many_replicas() -> None:
+    """Each takes three sockets, of which ZeroMQ has 1,023 unless it is asked for more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # as `serve` does
+    endpoints = [KvEventsEndpoint(str(number), "tcp://127.0.0.1:1") for number in range(342)]
+    task = asyncio.create_task(KvEvents(Recorder(), endpoints, SETTINGS).run())
+    try:
+        for _ in range(50):  # all have begun then, and a failure is through
+            await asyncio.sleep(0)
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_a_replay_for_which_there_is_no_socket_is_logged() -> None:
+    """The messages are lost, and nothing else."""
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, 1)
+    endpoint = KvEventsEndpoint("r", "tcp://127.0.0.1:1", "tcp://127.0.0.1:1")
+    with context.socket(zmq.SUB), structlog.testing.capture_logs() as logs:
+        followed = kv_events._Followed(endpoint, context, SETTINGS)
+        assert [message async for message in followed._replayed(0)] == []
+    assert [line["event"] for line in logs] == ["kv_events_not_replayed"]
+    context.destroy(linger=0)
 
 
 async def test_an_engine_that_is_not_there_yet_is_no_error(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tests.loopback import free_ports
 from thunderagent.backends import backend_of
-from thunderagent.backends.asking import Asker, Found, next_poll_after_s
+from thunderagent.backends.asking import Answers, Asker, Failure, Found, RankReading, next_poll_after_s
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
 from thunderagent.errors import ConfigurationError
@@ -48,12 +48,14 @@ class Engine:
     metrics_status: int = 200
     hangs: bool = False
     health_count: int = 0
+    models: list[str] = field(default_factory=list)
     _runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
@@ -65,13 +67,17 @@ class Engine:
 
     async def _health(self, request: web.Request) -> web.Response:
         self.health_count += 1
+        status = self.health_status
         await self._hang()
-        return web.Response(status=self.health_status)
+        return web.Response(status=status)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         await self._hang()
         body = self.metrics if isinstance(self.metrics, bytes) else self.metrics.encode()
         return web.Response(status=self.metrics_status, body=body, content_type="text/plain")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in self.models]})
 
     async def _hang(self) -> None:
         await eventually(lambda: not self.hangs)
@@ -309,6 +315,22 @@ async def test_a_replica_that_dies_is_down_and_can_come_back(engines: Callable[[
         assert len(recorder.readings) == reading_count + 1
 
 
+async def test_a_replica_that_comes_back_with_another_model_is_asked_for_it(engines: Callable[[], Engine]) -> None:
+    """Its list of before would have it in another pool: it is asked before it is up."""
+    engine = engines()
+    engine.models = ["old"]
+    await engine.start()
+    async with polling(endpoint(engine)) as (_, recorder):
+        await recorder.until_heard("up", "a")
+        await engine.stop()
+        await recorder.until_heard("down", "a")
+        before_count = len(recorder.readings)
+        engine.models = ["new"]
+        await engine.start()
+        await recorder.until_heard("up", "a", times=2)
+        assert [reading.models for _, reading in recorder.readings[before_count:]] == [("new",)]
+
+
 async def test_health_503_takes_a_replica_down_after_two_polls(engines: Callable[[], Engine]) -> None:
     """One failed poll is forgiven; the second takes it down, whatever its metrics say."""
     engine = engines()
@@ -451,6 +473,41 @@ async def test_suspecting_while_a_poll_is_under_way_polls_once_more(engines: Cal
         poller.suspect("a")
         engine.hangs = False
         await recorder.polls("a", 2)
+
+
+async def test_a_poll_from_before_a_refusal_does_not_bring_a_replica_up(engines: Callable[[], Engine]) -> None:
+    """The engine answered it, and then died."""
+    engine = engines()
+    await engine.start()
+    async with polling(endpoint(engine), interval_s=60, deadline_s=30) as (poller, recorder):
+        await recorder.until_heard("up", "a")
+        engine.hangs = True
+        poller.suspect("a")
+        await eventually(lambda: engine.health_count == 2)
+        poller.refused("a")
+        engine.hangs, engine.health_status = False, 503
+        await eventually(lambda: engine.health_count == 3)
+        assert [what for what, *_ in recorder.heard] == ["up", "down"]
+
+
+async def test_a_poll_that_metrics_answer_ends_a_row_of_failures() -> None:
+    """An engine that answers for its metrics is not silent, so that poll is no failure."""
+    recorder = Recorder()
+    poller = Poller(recorder, PollerSettings(down_after_failures=2))
+    poller.add(ReplicaEndpoint("a", "http://engine", backend_of("vllm")))
+    (watch,) = poller.watches
+    reading = RankReading(None, (16_000,))
+    failure, silence = Failure("/health answered 503", is_answer=True), Failure("no answer", is_silence=True)
+    for found in (
+        Found(0.0, readings=(reading,)),
+        Found(0.0, failure, readings=(reading,)),
+        Found(0.0, silence, readings=(reading,)),
+        Found(0.0, failure, readings=(reading,)),
+    ):
+        poller.told(watch.number, found)
+    assert recorder.heard == [("up", "a")]
+    poller.told(watch.number, Found(0.0, failure, readings=(reading,)))
+    assert recorder.heard == [("up", "a"), ("down", "a", "/health answered 503")]
 
 
 async def test_replicas_come_and_go_while_it_runs(engines: Callable[[], Engine]) -> None:
@@ -632,6 +689,25 @@ async def test_ranks_of_a_url_share_its_polls(engines: Callable[[], Engine]) -> 
         await asyncio.sleep(3 * INTERVAL_S)
         assert engine.health_count <= count + 1
         assert repr(poller) == "<Poller 0 up of 0>"
+
+
+@pytest.mark.parametrize(("rank_ids", "finds_ranks"), [((None,), True), ((None, 0, 1), False)])
+async def test_of_blocks_that_all_ranks_report_each_has_its_part(
+    rank_ids: tuple[int | None, ...], finds_ranks: bool
+) -> None:
+    """vLLM sums them over its ranks, and labels the sum with each rank."""
+    exposition = "".join(
+        f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="2000"}} 1.0\n' for rank in range(2)
+    )
+    asker = Asker("http://engine", backend_of("auto"), DEADLINE_S)
+    asker.backend.read_metrics(exposition)
+    found = asker.found(Answers(0.0, None, exposition, None, None), rank_ids, finds_ranks=finds_ranks)
+    assert {each.rank_id: each.reading.capacity_tokens for each in found.readings} == {
+        None: 32_000,
+        0: 16_000,
+        1: 16_000,
+    }
+    assert found.ranks_count == (2 if finds_ranks else 0)
 
 
 async def test_ranks_of_an_engine_whose_kind_is_found_out_have_their_own_readings(

@@ -155,6 +155,16 @@ my_vllm:num_requests_running 3.0
             100,
             id="stale-none-of-the-same-rank",
         ),
+        pytest.param(
+            [f'engine="{rank}",num_gpu_blocks="2000",block_size="16"' for rank in range(2)],
+            32_000,
+            id="blocks-are-those-of-all-ranks",
+        ),
+        pytest.param(
+            [f'engine="0",num_gpu_blocks="{blocks}",block_size="16"' for blocks in ("2000", "None")],
+            32_000,
+            id="stale-blocks-of-the-same-rank",
+        ),
     ],
 )
 def test_capacity(labels: list[str], capacity_tokens: int | None) -> None:

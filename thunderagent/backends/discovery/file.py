@@ -101,10 +101,10 @@ def parse(content: bytes, suffix: str) -> list[Wanted]:
             lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
             entries = [line for line in lines if line]
         wanted = [entry.wanted() for entry in _ENTRIES.validate_python(entries)]
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
-        raise DiscoveryError(f"the file cannot be read: {error}") from error
     except ValidationError as error:
         raise DiscoveryError(faults_of(error, whole="the file")[0]) from error
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # no text, a number too long, nested too deep
+        raise DiscoveryError(f"the file cannot be read: {error}") from error
     refuse_twins(wanted)
     return wanted
 

@@ -284,13 +284,16 @@ async def connected(access: ClusterAccess) -> AsyncIterator[Cluster]:
     """Connect by the configuration. Raises `DiscoveryError` if none is usable."""
     try:
         configuration = await asyncio.to_thread(cluster_configuration, access.api_url, access.kubeconfig)
-        context = await asyncio.to_thread(_tls, configuration)
-    except Exception as error:  # the package raises arbitrary errors for an invalid file
+        client = httpx2.AsyncClient(
+            base_url=configuration.host,
+            verify=await asyncio.to_thread(_tls, configuration),
+            proxy=configuration.proxy,
+            timeout=httpx2.Timeout(access.timeout_s, read=WATCH_S + access.timeout_s),
+            trust_env=False,
+        )
+    except Exception as error:  # an invalid file, URL or proxy raises arbitrary errors
         raise DiscoveryError(f"no usable configuration for Kubernetes: {error}") from error
-    timeout = httpx2.Timeout(access.timeout_s, read=WATCH_S + access.timeout_s)
-    async with httpx2.AsyncClient(
-        base_url=configuration.host, verify=context, proxy=configuration.proxy, timeout=timeout, trust_env=False
-    ) as http:
+    async with client as http:
         yield Cluster(http, configuration, access.timeout_s)
 
 

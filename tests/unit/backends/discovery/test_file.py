@@ -58,7 +58,10 @@ def test_a_file_can_say_that_there_is_no_replica(suffix: str, text: str) -> None
         (".json", b'[{"url": "http://a:1", "data_parallel_ranks": 0}]', "0.data_parallel_ranks"),
         (".json", b'[{"url": "http://a:1", "data_parallel_ranks": true}]', "0.data_parallel_ranks"),
         (".json", b"[5]", "^0: "),
+        (".json", b"[" * 100_000, "cannot be read"),
         (".toml", b"replicas = [", "cannot be read"),
+        (".toml", b"replicas = " + b"[" * 100_000, "cannot be read"),
+        (".toml", b"replicas = [" + b"9" * 5000 + b"]", "cannot be read"),
         (".toml", b'[replicas]\nurl = "http://a:1"', "list"),
     ],
 )

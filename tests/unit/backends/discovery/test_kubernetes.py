@@ -175,21 +175,8 @@ async def test_what_pods_are_replicas(api: Api) -> None:
 
 
 async def test_the_login_of_a_kubeconfig_is_sent(api: Api, tmp_path: Path) -> None:
-    kubeconfig = tmp_path / "config"
-    kubeconfig.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "c",
-                "clusters": [{"name": "k", "cluster": {"server": api.url}}],
-                "users": [{"name": "u", "user": {"token": "abc"}}],
-                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-            }
-        )
-    )
     api.lists = [page(pod())]
-    async with following(source(api, kubeconfig=kubeconfig)) as heard:
+    async with following(source(api, kubeconfig=kubeconfig_of(api.url, tmp_path))) as heard:
         await heard.until(lambda: heard.sets)
     assert set(api.tokens) == {"Bearer abc"}
 
@@ -202,6 +189,62 @@ async def test_without_a_usable_configuration_the_source_says_so(api: Api, tmp_p
         kubeconfig.write_text("rubbish")
         await heard.until(lambda: len(set(heard.failures)) > 1)
     assert all("no usable configuration for Kubernetes" in why for why in heard.failures)
+
+
+def kubeconfig_of(url: str, folder: Path) -> Path:
+    """Write a configuration that leads to a server."""
+    file = folder / "config"
+    file.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "c",
+                "clusters": [{"name": "k", "cluster": {"server": url}}],
+                "users": [{"name": "u", "user": {"token": "abc"}}],
+                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+            }
+        )
+    )
+    return file
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Return an environment without proxies."""
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("proxy", ["corp:3128", "socks9://corp:3128", "http://[::1"])
+async def test_a_proxy_that_is_none_is_a_failure_of_the_source(
+    api: Api, tmp_path: Path, environment: pytest.MonkeyPatch, proxy: str
+) -> None:
+    environment.setenv("HTTPS_PROXY", proxy)
+    async with following(source(api, kubeconfig=kubeconfig_of(api.url, tmp_path))) as heard:
+        await heard.until(lambda: heard.failures)
+    assert "no usable configuration for Kubernetes" in heard.failures[0]
+
+
+async def test_a_url_that_is_none_is_a_failure_of_the_source(api: Api) -> None:
+    async with following(source(api, api_url="http://[::1")) as heard:
+        await heard.until(lambda: heard.failures)
+    assert "no usable configuration for Kubernetes" in heard.failures[0]
+
+
+@pytest.mark.parametrize("excepted", ["127.0.0.1", "127.0.0.0/8", "*"])
+async def test_a_server_that_no_proxy_leads_to_is_asked_directly(
+    api: Api, tmp_path: Path, environment: pytest.MonkeyPatch, excepted: str
+) -> None:
+    """The `kubernetes` package takes the variable for the proxy alone."""
+    environment.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    environment.setenv("NO_PROXY", excepted)
+    api.lists = [page(pod())]
+    async with following(source(api, kubeconfig=kubeconfig_of(api.url, tmp_path))) as heard:
+        await heard.until(lambda: heard.sets or heard.failures)
+    assert (heard.sets, heard.failures) == ([[A]], [])
 
 
 async def test_an_api_server_that_is_not_there_is_tried_again(api: Api) -> None:
