@@ -205,6 +205,8 @@ async def test_a_broken_line_of_metrics_says_nothing_and_the_others_are_read() -
     made_up = MadeUpEngine(
         metrics='vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="200"} 1.0\n'
         'vllm:num_requests_running{engine="0" 3.0\n'
+        'vllm:num_requests_running{engine="0", ="b"} 3.0\n'
+        'vllm:num_requests_running{engine="0"} 3.0 ' + "9" * 400 + "\n"
         'vllm:num_requests_waiting{engine="0"} NaN\n',
         version='{"version": "1.2"}',
     )

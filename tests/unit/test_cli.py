@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
+from aiohttp import web
 from structlog.testing import capture_logs
 
+from tests.loopback import on_loopback
 from thunderagent import __version__
 from thunderagent.cli import build_parser, main
-from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS
+from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS, _options_as_given
 from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
 from thunderagent.serving.building import build_runtime
@@ -126,6 +129,8 @@ def test_an_option_that_is_true_or_false_may_stand_alone(argv: list[str], said: 
         (["doctor", "--backends", "here:80"], "'here:80' is not an http or https URL"),
         (["doctor", "--url", "http://[::1"], "'http://[::1' is not a URL"),
         (["doctor", "--ca-file", "no/such/file"], "--ca-file: cannot use no/such/file"),
+        (["status", "--ca-file", "no/such/file"], "--ca-file: cannot use no/such/file"),
+        (["handover", "--ca-file", "no/such/file"], "--ca-file: cannot use no/such/file"),
         (["status", "--programs", "many"], "invalid int value: 'many'"),
         (["status", "--programs", "0"], "error: --programs: must be at least 1, not 0"),
         (["top", "--programs", "-1"], "error: --programs: must be at least 1, not -1"),
@@ -169,6 +174,34 @@ def test_status_of_a_proxy_that_is_not_there_ends_with_1(capsys: pytest.CaptureF
     said = capsys.readouterr().err
     assert said.startswith("thunderagent: error: no proxy answers at http://127.0.0.1:9:")
     assert said.endswith("; --url gives another address\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"), [("status", "no proxy"), ("top", "no proxy"), ("handover", "no scheduler")]
+)
+async def test_a_server_of_another_kind_is_told_of(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It answers everything with a page."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>", content_type="text/html")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", page)
+    async with on_loopback(app) as url:
+        assert await asyncio.to_thread(exit_status, command, "--url", url) == 1
+    assert capsys.readouterr().err.startswith(f"thunderagent: error: {says} answers at {url}: what it sends is no JSON")
+
+
+def test_options_for_another_process_are_read_there_as_here() -> None:
+    """A value may begin with a sign, which would make it an option."""
+    argv = ["--config=-x.toml", "--host", "::1", "--policy-arg=-n=6", "--policy-arg", "m=1", "--api-keys=-a,-b"]
+    parser = build_parser()
+    args = parser.parse_args(["serve", *argv, "--user-names-program"])
+    given = {name: value for name in ServeConfig.model_fields if (value := getattr(args, name, None)) is not None}
+    again = vars(parser.parse_args(["gateway", *_options_as_given(args, given)]))
+    assert {name: again[name] for name in given} == given
+    assert given["policy_args"] == ["-n=6", "m=1"]
+    assert again["config"] == args.config
 
 
 def test_a_policy_argument_of_the_environment_is_overruled_by_an_option(

@@ -280,7 +280,7 @@ def _samples(exposition: str, names: tuple[str, ...]) -> Iterator[Sample]:
     """Read the lines that begin with these names one by one; broken ones are skipped."""
     for line in exposition.splitlines():
         if line.startswith(names):
-            with suppress(ValueError):
+            with suppress(ValueError, IndexError, OverflowError):  # the parser raises any of these
                 samples = [sample for family in text_string_to_metric_families(line) for sample in family.samples]
                 yield from (sample for sample in samples if sample.name in names and math.isfinite(sample.value))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import ssl
 import sys
 import time
 from pathlib import Path
 
 import httpx2
 
-from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S
+from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S, json_of, trusted
 
 DESCRIPTION = (
     "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
@@ -32,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Hand over; return the exit status."""
-    verify = True if args.ca_file is None else ssl.create_default_context(cafile=args.ca_file)
+    """Hand over; return the exit status. Raises `ConfigurationError`."""
+    verify = trusted(args.ca_file)
     headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
     try:
         with httpx2.Client(
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             if answer.status_code != httpx2.codes.OK:
                 print(f"thunderagent: error: {args.url} answers {answer.status_code}: {answer.text}", file=sys.stderr)
                 return 1
-            before = int(answer.json()["gave_up_epoch"])
+            before = int(json_of(answer)["gave_up_epoch"])
             while time.monotonic() - begun_s < LIMIT_S:
                 if (epoch := _epoch(client)) > before:
                     print(f"epoch {epoch} began, {time.monotonic() - begun_s:.2f} s after it was asked for")
@@ -63,4 +62,4 @@ def _epoch(client: httpx2.Client) -> int:
         answer = client.get("/internal/leader")
     except httpx2.TransportError:
         return 0
-    return int(answer.json()["epoch"]) if answer.status_code == httpx2.codes.OK else 0
+    return int(json_of(answer)["epoch"]) if answer.status_code == httpx2.codes.OK else 0

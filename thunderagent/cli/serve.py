@@ -139,11 +139,11 @@ def _read_listen(args: argparse.Namespace) -> None:
 
 def _options_as_given(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
     """Return the given options of `serve`, for another process."""
-    options = [] if args.config is None else ["--config", str(args.config)]
+    options = [] if args.config is None else [f"--config={args.config}"]
     for name, value in given.items():
         option = "--" + LIST_FIELDS.get(name, name.replace("_", "-"))
-        for each in value if isinstance(value, list) else [value]:
-            options += [option, str(each)]
+        values = value if isinstance(value, list) else [value]
+        options += [f"{option}={each}" for each in values]  # in one word: a value may begin with -
     return options
 
 

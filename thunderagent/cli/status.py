@@ -92,7 +92,8 @@ def _programs_count(args: argparse.Namespace) -> int:
 def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", ca_file: Path | None = None) -> int:
     """Print the state of the proxy at `url`, once or until Ctrl-C; return the exit status.
 
-    `key` is an admin key of the proxy, `ca_file` has the certificates to trust instead of the system's.
+    `key` is an admin key of the proxy, `ca_file` has the certificates to trust instead of the system's. Raises
+    `ConfigurationError` if that cannot be read.
     """
     return _show(url, lambda client: _picture(client, programs_count), watch=watch, key=key, ca_file=ca_file)
 
@@ -111,8 +112,8 @@ def watch_top(
 def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are plain text
+    verify = trusted(ca_file)
     try:
-        verify = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
             first = picture(client)
@@ -216,10 +217,26 @@ def _taken(disk_bytes: int | None) -> str:
     return "" if disk_bytes is None else f", {_short(disk_bytes)}B on disk"
 
 
+def trusted(ca_file: Path | None) -> ssl.SSLContext | bool:
+    """Return what to trust: a file's certificates, or the system's. Raises `ConfigurationError`."""
+    try:
+        return True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigurationError(f"--ca-file: cannot use {ca_file}: {error}") from error
+
+
+def json_of(response: httpx2.Response) -> Any:
+    """Return an answer's JSON. Raises `httpx2.DecodingError` if it is none."""
+    try:
+        return response.json()
+    except (ValueError, RecursionError) as error:
+        raise httpx2.DecodingError("what it sends is no JSON") from error
+
+
 def _get(client: httpx2.Client, path: str) -> Any:
     response = client.get(path)
     response.raise_for_status()
-    return response.json()
+    return json_of(response)
 
 
 def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:

@@ -135,7 +135,7 @@ async def _examine_through(url: str, args: argparse.Namespace, config: ServeConf
 
 def _as_seen_from_here(finding: Finding, looked: proxies.Proxy) -> Finding:
     """Convert a finding that an engine is unreachable to a warning, if the proxy reaches it."""
-    up_ids = {str(replica["replica_id"]).partition("/")[0] for replica in looked.replicas if replica["up"]}
+    up_ids = {replica_id_of(str(replica["url"])) for replica in looked.replicas if replica["up"]}
     if finding.check == "engine_reachable" and finding.subject in up_ids:
         text = "It cannot be reached from this machine, but from the proxy; it was not examined."
         return warning(finding.check, finding.subject, text, "run doctor where the proxy runs")

@@ -9,6 +9,7 @@ from itertools import pairwise
 from thunderagent.backends import Backend, ReplicaReading
 from thunderagent.backends.base import NOTHING_READ
 from thunderagent.backends.exposition import samples_of
+from thunderagent.backends.ranks import rank_count_of
 from thunderagent.backends.vllm import CACHE_CONFIG
 from thunderagent.doctor.asking import NO_ANSWER, Answer, Asker
 from thunderagent.doctor.findings import Finding, fault, ok, warning
@@ -107,10 +108,12 @@ async def look_at(asker: Asker, name: str, backend: Backend, *, sends_turns: boo
 async def _probe(asker: Asker, engine: Engine, backend: Backend) -> None:
     model = engine.model_ids[0]
     prompt = [{"role": "user", "content": words(engine.context_limit_tokens)}]
+    has_ranks = rank_count_of(engine.metrics.text, backend.rank_label) > 1
+    headers = {backend.rank_header: "0"} if has_ranks else {}  # each rank has a cache of its own
     for _ in range(2):
-        engine.probes.append(await send(asker, model, prompt, max_tokens=1))
+        engine.probes.append(await send(asker, model, prompt, max_tokens=1, headers=headers))
     if engine.probes[-1].is_good and backend.priorities is not None and engine.priority_polarity:
-        answer = await send(asker, model, prompt, max_tokens=1, priority=1)
+        answer = await send(asker, model, prompt, max_tokens=1, headers=headers, priority=1)
         engine.priority_refused = answer.status == 400 and backend.priorities.is_refusal(answer.text.encode())
     for _ in range(LOOKS_COUNT):
         text = (await asker.get(backend.metrics_path, ON_FRESH_CONNECTION)).text

@@ -9,7 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from thunderagent.doctor import program, proxies
+from thunderagent.backends import backend_of
+from thunderagent.doctor import engines, program, proxies
 from thunderagent.doctor.asking import Answer, Asker
 from thunderagent.doctor.command import _as_seen_from_here
 from thunderagent.doctor.findings import Finding, Level, fault, ok
@@ -105,13 +106,40 @@ def test_a_replica_is_judged_by_what_the_proxy_says(change: dict[str, Any], leve
 def test_an_engine_that_only_the_proxy_reaches_is_no_fault() -> None:
     """One rank that is up is enough; an engine that is down for both is a fault."""
     proxy = proxies.Proxy("p", has_key=True)
-    listed = [{**HEALTHY, "replica_id": "a:1/0"}, {**HEALTHY, "replica_id": "b:1", "up": False}]
+    listed = [
+        {**HEALTHY, "replica_id": "a:1/0", "url": "http://a:1"},
+        {**HEALTHY, "replica_id": "b:1", "url": "http://b:1", "up": False},
+        {**HEALTHY, "replica_id": "c:1/llama/1", "url": "http://c:1/llama"},
+    ]
     proxy.listed = Answer(200, json.dumps({"replicas": listed}))
-    gone = {name: fault("engine_reachable", name, "It cannot be reached.", "start it") for name in ("a:1", "b:1")}
+    names = ("a:1", "b:1", "c:1/llama")
+    gone = {name: fault("engine_reachable", name, "It cannot be reached.", "start it") for name in names}
     assert _as_seen_from_here(gone["a:1"], proxy).level is Level.WARNING
+    assert _as_seen_from_here(gone["c:1/llama"], proxy).level is Level.WARNING
     assert _as_seen_from_here(gone["b:1"], proxy) is gone["b:1"]
     fine = ok("clock", "a:1", "Its clock agrees.")
     assert _as_seen_from_here(fine, proxy) is fine
+
+
+@pytest.mark.parametrize("ranks_count", [1, 2])
+async def test_the_prompt_that_is_sent_twice_goes_to_one_rank(ranks_count: int) -> None:
+    """Each has a cache of its own, and an engine with one rank may know no such header."""
+    asked_ranks: list[str | None] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/metrics":
+            lines = (f'vllm:num_requests_running{{engine="{rank}"}} 0.0\n' for rank in range(ranks_count))
+            return httpx2.Response(200, text="".join(lines))
+        if request.url.path == "/v1/models":
+            return httpx2.Response(200, json={"data": [{"id": "m"}]})
+        if request.method == "POST":
+            asked_ranks.append(request.headers.get("X-data-parallel-rank"))
+        return httpx2.Response(200, json={})
+
+    async with httpx2.AsyncClient(base_url="http://e", transport=httpx2.MockTransport(answer)) as http:
+        engine = await engines.look_at(Asker(http, timeout_s=1), "e", backend_of("auto"), sends_turns=True)
+    assert len(engine.probes) == 2
+    assert asked_ranks == [None if ranks_count == 1 else "0"] * 3
 
 
 @pytest.mark.parametrize(
