@@ -136,6 +136,7 @@ def test_without_leave_a_turn_avoids_what_it_must() -> None:
     assert fleet.where(TurnAsk(turn_id=1, wanted_replica_id="a"), "b", lambda _: True) == "a"
     fleet.tripped_ids.add("a")
     assert fleet.where(TurnAsk(turn_id=1), "a", lambda _: True) == "b"
+    assert fleet.where(TurnAsk(turn_id=1, model="m"), "a", lambda _: True) == "a"  # no other one serves it
     assert list(fleet.ids_serving("n")) == ["b"]
     with pytest.raises(UnknownModelError):
         fleet.ids_serving("o")

@@ -12,8 +12,8 @@ While it is open the scheduler treats the replica as tripped: it grants nothing 
 is half-open the scheduler may grant again; the first forwarded turn is the probe, and other turns granted there wait
 for its first byte. If that does not come they are tried elsewhere, without having been sent.
 
-The last usable replica is never taken away: failing there is no worse than being held. A replica that goes down starts
-over: whatever comes up in its place has not failed yet.
+The last usable replica of a pool is never taken away: failing there is no worse than being held. A replica that goes
+down starts over: whatever comes up in its place has not failed yet.
 """
 
 # compiled: each turn passes here
@@ -170,7 +170,7 @@ class Breakers:
     def _open(self, replica_id: str, breaker: _Breaker) -> None:
         """Open a breaker, unless no other replica could serve."""
         settings, now_s = self._settings, self._runtime.now_s()
-        if not any(other_id != replica_id for other_id in self._runtime.replicas.open_ids):
+        if not self._has_other(replica_id):
             self._close(replica_id, breaker, probe_succeeded=False)
             return
         again = breaker.state is BreakerState.HALF_OPEN or now_s - breaker.closed_s < settings.longest_backoff_s
@@ -187,6 +187,15 @@ class Breakers:
         )
         self._end_probe(breaker, succeeded=False)
         self._runtime.replica_tripped(replica_id, tripped=True)
+
+    def _has_other(self, replica_id: str) -> bool:
+        """Return whether another replica of the same pool is granted turns."""
+        states = self._runtime.replicas.states
+        own = states.get(replica_id)
+        return own is not None and any(
+            state.is_open and not state.suspended_for and state.pool == own.pool and state is not own
+            for state in states.values()
+        )
 
     def _half_open(self, replica_id: str, breaker: _Breaker) -> None:
         breaker.state = BreakerState.HALF_OPEN
@@ -206,7 +215,7 @@ class Breakers:
         breaker.probe = None
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        if self._breakers and not self._runtime.replicas.open_ids:
+        if self._breakers:
             asyncio.get_running_loop().call_soon(self._try_early)  # an observer must not call the scheduler itself
         if type(event) not in _GONE:
             return
@@ -218,9 +227,9 @@ class Breakers:
             self._end_probe(breaker, succeeded=False)
 
     def _try_early(self) -> None:
-        """Probe the open replicas now, because no other can serve."""
+        """Probe now the open replicas for which no other can serve."""
         for replica_id, breaker in list(self._breakers.items()):
-            if breaker.state is BreakerState.OPEN and not self._runtime.replicas.open_ids:
+            if breaker.state is BreakerState.OPEN and not self._has_other(replica_id):
                 if breaker.timer is not None:
                     breaker.timer.cancel()
                 self._half_open(replica_id, breaker)

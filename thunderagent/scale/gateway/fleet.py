@@ -100,10 +100,10 @@ class RemoteFleet:
 
         A required replica and one to avoid count as in a scheduler's grants.
         """
-        open_ids = set(self.replicas.open_ids)
-        able = open_ids - self.tripped_ids or open_ids
+        able = set(self.replicas.open_ids)
         if ask.model and self.replicas.has_pools:
             able = {each for each in able if self.serves(each, ask.model)}
+        able = able - self.tripped_ids or able
         able = able - {ask.avoid_replica_id} or able
         if ask.pinned_replica_id is not None:
             able &= {ask.pinned_replica_id}

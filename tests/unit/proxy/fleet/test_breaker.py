@@ -15,9 +15,12 @@ from thunderagent.runtime import Runtime
 SETTINGS = BreakerSettings(failure_count=2, backoff_s=60.0, longest_backoff_s=60.0, probe_wait_s=0.05)
 
 
-def breakers_of(*replica_ids: str) -> tuple[Runtime, Breakers]:
-    runtime = Runtime(Scheduler(Passthrough()))
-    for replica_id in replica_ids:
+def breakers_of(*replica_ids: str, **models: str) -> tuple[Runtime, Breakers]:
+    """Breakers of replicas that are up; `models` names further ones, each with the model that it lists."""
+    runtime = Runtime(Scheduler(Passthrough()), make_scheduler=lambda: Scheduler(Passthrough()))
+    for replica_id, model in models.items():
+        runtime.served.listed(replica_id, (model,))
+    for replica_id in (*replica_ids, *models):
         runtime.replica_up(replica_id)
     return runtime, Breakers(runtime, SETTINGS)
 
@@ -44,6 +47,30 @@ async def test_a_tripped_replica_is_tried_at_once_when_the_last_other_one_goes()
     await asyncio.sleep(0)
     assert breakers.state_of("a") is BreakerState.HALF_OPEN
     assert [replica.replica_id for replica in runtime.scheduler.open_replicas] == ["a"]
+    breakers.close()
+
+
+async def test_the_last_replica_of_a_model_is_never_taken_away() -> None:
+    """Replicas of another model cannot serve its turns."""
+    runtime, breakers = breakers_of(a="m", b="m", c="other")
+    trip(breakers, "c")
+    trip(breakers, "a")
+    assert [breakers.state_of(each) for each in "ac"] == [BreakerState.OPEN, BreakerState.CLOSED]
+    runtime.replica_down("b")
+    await asyncio.sleep(0)
+    assert breakers.state_of("a") is BreakerState.HALF_OPEN
+    breakers.close()
+
+
+async def test_a_replica_without_grants_is_no_other_one() -> None:
+    """A trainer may be updating it for minutes."""
+    runtime, breakers = breakers_of("a", "b")
+    runtime.suspend_grants("sync", "b")
+    trip(breakers, "a")
+    assert breakers.state_of("a") is BreakerState.CLOSED
+    runtime.continue_grants("sync", "b")
+    trip(breakers, "a")
+    assert breakers.state_of("a") is BreakerState.OPEN
     breakers.close()
 
 
