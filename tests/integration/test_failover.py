@@ -85,6 +85,25 @@ async def test_a_turn_whose_replica_breaks_before_its_answer_is_tried_elsewhere(
         assert broken.calls
 
 
+async def test_a_failed_attempt_is_no_latency_that_the_proxy_adds() -> None:
+    """The replica lost that time."""
+    lost_s = 0.5
+
+    async def closes_late(call: Call) -> None:
+        await asyncio.sleep(lost_s)
+        call.close()
+
+    async with (
+        fake_replica(closes_late) as broken,
+        fake_replica() as healthy,
+        running_proxy(broken.url, healthy.url) as proxy,
+    ):
+        while not broken.calls:
+            assert (await ask(proxy.url, f"a-{len(healthy.calls)}")).status == 200
+        added_s = (await metrics_of(proxy.url))["thunderagent_added_latency_seconds_sum"][()]
+        assert 0 < added_s < lost_s
+
+
 @pytest.mark.parametrize(
     ("streamed", "pieces"),
     [

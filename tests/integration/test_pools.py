@@ -42,6 +42,10 @@ def pool_names(proxy: RunningProxy) -> list[str]:
     return sorted(pool.name for pool in proxy.runtime.pools.all)
 
 
+async def names_at(proxy: RunningProxy) -> list[str]:
+    return sorted(model["id"] for model in (await get(proxy.url, "/v1/models")).json()["data"])
+
+
 async def test_each_model_is_answered_by_its_own_engine() -> None:
     """Anonymous turns, programs' turns and side calls run concurrently; the log of both pools replays."""
     async with two_models() as proxy:
@@ -270,12 +274,20 @@ async def test_an_alias_stands_for_a_model() -> None:
     async with two_models(**aliases) as proxy:
         answer = await ask(proxy.url, "p", model="public")
         assert (answer.status, answer.json()["model"]) == (200, "b")
-        names = [model["id"] for model in (await get(proxy.url, "/v1/models")).json()["data"]]
-        assert sorted(names) == ["a", "b", "public"]
+        assert await names_at(proxy) == ["a", "b", "public"]
     async with engine("b") as url, running_proxy(url, **aliases) as proxy:
         assert (await ask(proxy.url, model="public")).status == 200
         answer = await ask(proxy.url, model="c")
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
+async def test_a_model_whose_replica_takes_nothing_new_is_listed() -> None:
+    """Its turns are waited for; the replica is up, it drains."""
+    async with two_models() as proxy:
+        drained_id = (await ask(proxy.url, model="b")).header("X-Replica-ID")
+        await post(proxy.url, f"/replicas/{drained_id}/drain", {})
+        await proxy.up(1)
+        assert await names_at(proxy) == ["a", "b"]
 
 
 async def test_a_model_comes_and_goes_with_its_replicas() -> None:

@@ -154,7 +154,8 @@ async def test_another_refusal_is_the_client_s() -> None:
         ("rubbish", None),
     ],
 )
-async def test_sglang_is_asked_which_numbers_go_first(info: Any, priority: int | None) -> None:
+@pytest.mark.parametrize("served", ["/server_info", "/get_server_info"])
+async def test_sglang_is_asked_which_numbers_go_first(info: Any, priority: int | None, served: str) -> None:
     """The question is not in the path of turns: turns before its answer carry no priority."""
     asked: list[str] = []
 
@@ -162,7 +163,7 @@ async def test_sglang_is_asked_which_numbers_go_first(info: Any, priority: int |
         async def behave(call: Call) -> None:
             if call.method == "GET":
                 asked.append(call.target)
-                await answers(info)(call)
+                await (answers(info) if call.target == served else answers({}, status="404 Not Found"))(call)
             else:
                 await answers()(call)
 
@@ -172,7 +173,7 @@ async def test_sglang_is_asked_which_numbers_go_first(info: Any, priority: int |
         engine.metrics = SGLANG
         async with running_proxy(engine.url, backend_type="sglang", **BY_AGE) as proxy:
             await ask(proxy.url, "a")
-            await until(lambda: "/server_info" in asked)
+            await until(lambda: served in asked)
             for _ in range(50):
                 await ask(proxy.url, "a")
                 if turns_of(engine.calls)[-1].json().get("priority") == priority:

@@ -9,6 +9,7 @@ each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -38,12 +39,12 @@ class EventLogWriter:
     def __init__(
         self, path: Path, *, policy: str, policy_settings: Mapping[str, object], settings: SchedulerSettings
     ) -> None:
-        """Open `path` and write the header; an existing log is moved to the next free `path.N`.
+        """Open `path` and write the header; an existing file is moved to the next free `path.N`.
 
         Raises `EventLogError` if it cannot be written.
         """
         try:
-            if path.exists():
+            if path.is_file():  # no folder, and no device
                 path.rename(next(old for n in count(1) if not (old := path.with_name(f"{path.name}.{n}")).exists()))
             self._file = path.open("wb", buffering=1 << 18)
         except OSError as error:
@@ -77,8 +78,9 @@ class EventLogWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
+        """Flush and close the file. A full disk is no error here: the last `flush` told of it."""
+        with suppress(OSError):
+            self._file.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,21 +169,24 @@ class Runtime:
 
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for permission to run one turn; see `LeaseSource`."""
+        came_s = None
         if self.replicas.names_models and not (self.stands_by or self.served.is_plain(ask.model)):
-            ask = await self._with_pool(ask, while_held)
+            came_s = self.now_s()
+            ask = await self._with_pool(ask, came_s, while_held)
         if self._closing or self.stands_by:
             raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
         turn_id = ask.turn_id
         if ask.supersedes_id is not None:
             self.tried_again(ask.supersedes_id)
         arrived_s = self.now_s()
+        came_s = arrived_s if came_s is None else came_s
         decisions = self._arrives(ask, arrived_s)
         if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
             hinted = hinting(ask.program_id, ask.hint, "", self.now_s())
             decisions = [*decisions, *self._writer.dispatch(hinted)]  # that may let this turn in
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
-                return self._begin(decision, 0.0)
+                return self._begin(decision, arrived_s - came_s)
             if type(decision) is Reject and decision.turn_id == turn_id:
                 self.outcome_counts["rejected"] += 1
                 raise refusal_of(decision, self.pools)
@@ -209,7 +212,7 @@ class Runtime:
             if timer is not None:
                 timer.cancel()
             del waiter  # otherwise a rejection in it, whose traceback holds this frame, would wait for a collection
-        return self._begin(grant, self.now_s() - arrived_s)
+        return self._begin(grant, self.now_s() - came_s)
 
     def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
         """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
@@ -217,13 +220,12 @@ class Runtime:
             self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
         return self._writer.dispatch(arrival(ask, now_s))
 
-    async def _with_pool(self, ask: TurnAsk, while_held: AbstractContextManager[object]) -> TurnAsk:
+    async def _with_pool(self, ask: TurnAsk, came_s: float, while_held: AbstractContextManager[object]) -> TurnAsk:
         """Find the pool of a turn; return the turn with the patience that its client has left after that."""
-        asked_s = self.now_s()
         await self.served.find_pool(ask, while_held)
         if ask.patience_s is None:
             return ask
-        return replace(ask, patience_s=max(0.0, ask.patience_s - (self.now_s() - asked_s)))
+        return replace(ask, patience_s=max(0.0, ask.patience_s - (self.now_s() - came_s)))
 
     @property
     def programs(self) -> Mapping[str, Program]:
@@ -244,11 +246,13 @@ class Runtime:
     def abort_held(self, replica_id: str | None = None) -> int:
         """End the wait of held turns that may be aborted, with `TurnAbortedError`; return their number.
 
-        With a `replica_id`, only of turns whose program was there last or nowhere yet, or that must run there.
+        With a `replica_id`, only of turns of its pool whose program was there last or nowhere yet, or that must run
+        there.
         """
         aborted_count = 0
+        turns = self.pools.turns if replica_id is None else self.pools.of_replica(replica_id).scheduler.turns
         for turn_id in sorted(self._abortable_ids):
-            waiter, turn = self._waiters[turn_id], self.pools.turns.get(turn_id)
+            waiter, turn = self._waiters[turn_id], turns.get(turn_id)
             if waiter.done() or turn is None:
                 continue
             home_id = turn.program.replica_id if turn.program is not None else turn.pinned_replica_id

@@ -3,7 +3,8 @@
 A lookup blocks a thread until the system gives up, which may take half a minute, and cannot be interrupted. uvloop's
 own lookups run in four threads, which four dead names fill, so the others wait behind them; and it ends only with the
 last. Here each has a daemon thread of its own, and concurrent requests for a name wait for the same lookup: there are
-never more threads than names.
+never more threads than names. All connections of a process whose event loop is `Loop` use these lookups: aiohttp and
+httpx2 ask the loop for addresses, and others, as those to engines for turns, have it connect to a name.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any
 
 import uvloop
@@ -34,9 +36,13 @@ class Lookups:
         """Return the result. Raises OSError; a cancelled caller leaves the lookup to others."""
         future = self._pending.get(key)
         if future is None:
-            future = self._pending[key] = asyncio.get_running_loop().create_future()
+            future = asyncio.get_running_loop().create_future()
+            try:
+                threading.Thread(target=self._run, args=(key, future), name=f"lookup {key[0]}", daemon=True).start()
+            except RuntimeError as error:  # the limit of threads is reached; the next request tries again
+                raise OSError(str(error)) from None
+            self._pending[key] = future
             future.add_done_callback(lambda done: self._forget(key, done))
-            threading.Thread(target=self._run, args=(key, future), name=f"lookup {key[0]}", daemon=True).start()
         return await asyncio.shield(future)
 
     def _run(self, key: Key, future: asyncio.Future[Addresses]) -> None:
@@ -63,12 +69,12 @@ def _resolve(future: asyncio.Future[Addresses], found: Addresses, error: Excepti
 
 
 class Loop(uvloop.Loop):
-    """uvloop's event loop with these lookups; aiohttp and httpx2 use the loop for addresses."""
+    """uvloop's event loop with these lookups."""
 
-    def __init__(self) -> None:
+    def __init__(self, lookups: Lookups | None = None) -> None:
         """Create a loop."""
         super().__init__()
-        self._lookups = Lookups()
+        self._lookups = lookups or Lookups()
 
     async def getaddrinfo(
         self,
@@ -82,3 +88,29 @@ class Loop(uvloop.Loop):
     ) -> Any:
         """Return a name's addresses, as `socket.getaddrinfo` does."""
         return await self._lookups.find((host, port, family, type, proto, flags))
+
+    async def create_connection(
+        self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, **options: Any
+    ) -> Any:
+        """Connect to the first of a name's addresses that accepts; raise the last one's error if none does.
+
+        uvloop's own would not call `getaddrinfo` above. An address needs no lookup.
+        """
+        if not isinstance(host, str) or _is_address(host):
+            return await super().create_connection(protocol_factory, host, port, **options)
+        asked = {name: options.pop(name) for name in ("family", "proto", "flags") if name in options}
+        *others, last = await self.getaddrinfo(host, port, type=socket.SOCK_STREAM, **asked)
+        if options.get("ssl"):
+            options["server_hostname"] = options.get("server_hostname") or host
+        for *_, address in others:
+            with contextlib.suppress(OSError):
+                return await super().create_connection(protocol_factory, *address[:2], **options)
+        return await super().create_connection(protocol_factory, *last[-1][:2], **options)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

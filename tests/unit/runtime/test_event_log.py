@@ -245,6 +245,26 @@ def test_an_older_log_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == second
 
 
+def test_only_a_file_is_moved_out_of_the_way(tmp_path: Path) -> None:
+    """A folder is refused, and a device is written to."""
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(EventLogError, match="Is a directory"):
+        EventLogWriter(tmp_path / "folder", policy="cap", policy_settings={}, settings=SETTINGS)
+    (tmp_path / "device").symlink_to("/dev/null")
+    EventLogWriter(tmp_path / "device", policy="cap", policy_settings={}, settings=SETTINGS).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["device", "folder"]
+
+
+def test_a_log_on_a_full_disk_is_closed(tmp_path: Path) -> None:
+    """The end of the process is as clean as without it."""
+    (tmp_path / "log").symlink_to("/dev/full")
+    log = EventLogWriter(tmp_path / "log", policy="cap", policy_settings={}, settings=SETTINGS)
+    with pytest.raises(OSError, match="No space left"):
+        log.flush()
+    log.close()
+    assert log._file.closed
+
+
 def test_the_events_of_a_log_can_be_read_without_its_policy(tmp_path: Path) -> None:
     """They come as written, up to a cut-off line; other files are refused as by a replay."""
     driver = every_event()

@@ -14,7 +14,13 @@ import structlog.testing
 from msgspec.structs import replace
 
 from tests.builders import asked
-from thunderagent.errors import NoReplicaError, ProgramReleasedError, ShuttingDownError, StandingByError
+from thunderagent.errors import (
+    NoReplicaError,
+    ProgramReleasedError,
+    ShuttingDownError,
+    StandingByError,
+    TurnAbortedError,
+)
 from thunderagent.leases import TurnEnd, TurnHint
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.invariants import check
@@ -59,7 +65,7 @@ async def running(
     assert not scheduler.turns
 
 
-async def held_lease(runtime: Runtime, program_id: str | None, **more: int) -> asyncio.Task[OpenLease]:
+async def held_lease(runtime: Runtime, program_id: str | None, **more: int | str) -> asyncio.Task[OpenLease]:
     """A task that waits for its lease."""
     before = runtime.held_count
     task = asyncio.ensure_future(runtime.lease(asked(runtime, program_id, **more)))
@@ -145,7 +151,7 @@ async def test_a_turn_that_is_let_in_when_its_own_hint_is_said_hears_of_it() -> 
 
 
 async def test_a_turn_that_waited_for_its_pool_has_so_much_less_patience() -> None:
-    """It waited until replicas reported their models."""
+    """It waited until replicas reported their models, and its lease counts that as a hold."""
     clock = Clock()
     runtime = Runtime(Scheduler(Cap(n=1)), clock=clock, make_scheduler=lambda: Scheduler(Cap(n=1)))
     runtime.replica_at("r0", "http://r0")
@@ -163,8 +169,44 @@ async def test_a_turn_that_waited_for_its_pool_has_so_much_less_patience() -> No
     runtime.served.listed("r0", ("m",))
     runtime.replica_up("r0", 1000)
     runtime.served.replica_heard("r0")
-    (await leasing).finished()
-    assert arrived == [56.0]
+    lease = await leasing
+    lease.finished()
+    assert (arrived, lease.granted.held_s) == ([56.0], 4.0)
+
+
+async def test_a_turn_that_waits_after_its_pool_was_found_was_held_all_the_time() -> None:
+    """A hold begins when the turn comes."""
+    clock = Clock()
+    runtime = Runtime(Scheduler(Cap(n=1)), clock=clock, make_scheduler=lambda: Scheduler(Cap(n=1)))
+    runtime.replica_at("r0", "http://r0")
+    leasing = asyncio.ensure_future(runtime.lease(asked(runtime, "a", model="m")))
+    await asyncio.sleep(0)
+    clock.now_s += 4.0
+    runtime.served.listed("r0", ("m",))
+    runtime.served.replica_heard("r0")
+    async with asyncio.timeout(5):
+        while not runtime.held_count:
+            await asyncio.sleep(0)
+    clock.now_s += 3.0
+    runtime.replica_up("r0", 1000)
+    lease = await leasing
+    lease.finished()
+    assert lease.granted.held_s == 7.0
+
+
+async def test_an_abort_of_one_replica_ends_no_wait_of_another_model() -> None:
+    """A turn whose program was nowhere yet may run on any replica of its pool, and on no other."""
+    runtime = Runtime(Scheduler(Cap(n=1)), clock=Clock(), make_scheduler=lambda: Scheduler(Cap(n=1)))
+    for replica_id, model in (("r0", "m"), ("r1", "n")):
+        runtime.served.listed(replica_id, (model,))
+        runtime.replica_up(replica_id, 1000)
+    runtime.suspend_grants("sync")
+    turns = {model: await held_lease(runtime, f"of-{model}", model=model, abortable=True) for model in "mn"}
+    assert runtime.abort_held("r1") == 1
+    with pytest.raises(TurnAbortedError):
+        await turns["n"]
+    runtime.continue_grants("sync")
+    (await turns["m"]).finished()
 
 
 async def test_a_lease_is_ended_exactly_once_by_the_first_word() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 import time
 from typing import Any
 
 import pytest
+import trustme
 import uvloop
+from multidict import CIMultiDict
 
+from thunderagent.proxy.wire.failures import UnreachedError
+from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
+from thunderagent.proxy.wire.http11.pool import Pool
 from thunderagent.serving.lookups import Lookups, Loop
 
 KEY = ("name", 80, 0, 0, 0, 0)
@@ -86,6 +92,77 @@ def test_a_loop_ends_while_a_lookup_hangs() -> None:
     server.silent.set()
     for thread in threads:
         thread.join(5)
+
+
+async def test_a_thread_that_cannot_be_started_fails_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one for that name starts another."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lookups = Lookups(Server().lookup)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        with pytest.raises(OSError, match="can't start new thread"):
+            await asyncio.wait_for(lookups.find(KEY), 5)
+    assert await asyncio.wait_for(lookups.find(KEY), 5) == FOUND
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Be an engine that answers one request."""
+    while await reader.readline() not in (b"\r\n", b""):
+        pass
+    writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+    writer.close()
+
+
+def test_the_connections_to_an_engine_use_them() -> None:
+    """Its first address refuses, so the second is tried; what is an address needs no lookup."""
+    asked: list[str] = []
+
+    def lookup(host: str, port: int, *_: Any) -> Any:
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.9", "127.0.0.1")]
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        pool = Pool(Sweep(loop), Pause(loop))
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            for host in ("engine.invalid", "127.0.0.1"):
+                answered = await pool.request("GET", f"http://{host}:{port}", "/", CIMultiDict(), None, Limits(5, 5))
+                assert answered.status == 204
+            listening.close()
+            with pytest.raises(UnreachedError) as unreached:
+                await pool.request("GET", f"http://engine.invalid:{port}", "/", CIMultiDict(), None, Limits(5, 5))
+            assert unreached.value.is_refused
+        await pool.close()
+
+    uvloop.run(ask(), loop_factory=lambda: Loop(Lookups(lookup)))
+    assert asked == ["engine.invalid", "engine.invalid"]
+
+
+def test_a_certificate_is_checked_for_the_name_that_was_looked_up() -> None:
+    """It does not name the address."""
+    authority = trustme.CA()
+    trusts, shows = ssl.create_default_context(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.configure_trust(trusts)
+    authority.issue_cert("engine.invalid").configure_cert(shows)
+
+    def lookup(_host: str, port: int, *_: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=shows) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("engine.invalid", port, ssl=trusts)
+            writer.write(b"\r\n")
+            assert await reader.readline() == b"HTTP/1.1 204 No Content\r\n"
+            writer.close()
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await asyncio.open_connection("other.invalid", port, ssl=trusts)
+
+    uvloop.run(ask(), loop_factory=lambda: Loop(Lookups(lookup)))
 
 
 def test_the_loop_looks_up_as_the_system_does() -> None:

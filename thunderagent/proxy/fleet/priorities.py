@@ -11,7 +11,7 @@ before its client heard anything, and so are all later ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,8 @@ class EnginePriorities:
             priorities, known = self._priorities_of(replica_id), self._known.get(replica_id)
             if priorities is None or known is None:
                 continue
-            info = await self._ask(client, replica_id, known.endpoint.url, priorities.info_path)
+            paths = dict.fromkeys((priorities.info_path, *known.endpoint.backend.info_paths))
+            info = await self._ask(client, replica_id, known.endpoint.url, paths)
             if info is None:
                 self._learned.pop(replica_id, None)  # the next turn asks it again
                 continue
@@ -88,16 +89,22 @@ class EnginePriorities:
                     "priorities_not_supported", replica_id=replica_id, effect="its turns are sent without a priority"
                 )
 
-    async def _ask(self, client: ReplicaClient, replica_id: str, url: str, path: str) -> bytes | None:
+    async def _ask(self, client: ReplicaClient, replica_id: str, url: str, paths: Iterable[str]) -> bytes | None:
+        """Return the answer of the first of these paths that an engine has, empty if it has none; None if it fails."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await client.send(replica_id, url, "GET", path, CIMultiDict(), None)
-                try:
-                    return await client.read(replica_id, response) if response.status < 500 else None
-                finally:
-                    response.close()
+                for path in paths:
+                    response = await client.send(replica_id, url, "GET", path, CIMultiDict(), None)
+                    try:
+                        if response.status == 200:
+                            return await client.read(replica_id, response)
+                    finally:
+                        response.close()
+                    if response.status >= 500:
+                        return None
         except (ReplicaError, TimeoutError):
             return None
+        return b""
 
     def _priorities_of(self, replica_id: str) -> Priorities | None:
         known = self._known.get(replica_id)

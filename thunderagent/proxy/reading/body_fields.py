@@ -66,6 +66,15 @@ MAX_UNREAD_BYTES: Final = 4096
 SLOWLY_READ_BYTES: Final = 2**20
 """Size limit for Python's own parser: 1 ms for a text, 0.1 s for a million empty lists."""
 
+MENDED_BYTES: Final = 4 * 2**20
+"""Size limit for mending a copy: 0.02 s for a text, 0.1 s if it is all escapes."""
+
+_HALF_PAIR: Final = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
+)
+_NO_NUMBER: Final = re.compile(rb"(?:NaN|Infinity)(?=\s*[,}\]])")
+
 
 def in_utf8(body: bytes) -> bytes:
     """Return a JSON body in UTF-16 or UTF-32, or with a byte order mark, as plain UTF-8, as engines read it.
@@ -90,15 +99,16 @@ def read_fields(body: bytes) -> BodyFields | None:
 
     Engines read JSON with Python's own module or a similar one, which accepts `NaN` and halves of surrogate pairs
     (cut-off tool output has them). msgspec refuses those, so its refusals are read again, slowly, and without the
-    prompt's fields. That builds the whole body as objects and blocks everything else meanwhile, on any thread. So an
-    object of more than `SLOWLY_READ_BYTES` is not read: only its path and headers tell its program.
+    prompt's fields. That builds the whole body as objects and blocks everything else meanwhile, on any thread. So of an
+    object of more than `SLOWLY_READ_BYTES` a mended copy is read. If that is refused, too, or the object has more than
+    `MENDED_BYTES`, only its path and headers tell its program.
     """
     try:
         return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     if len(body) > SLOWLY_READ_BYTES:
-        return UNREAD if body[:64].lstrip()[:1] == b"{" else None
+        return _read_mended(body) if body[:64].lstrip()[:1] == b"{" else None
     try:
         value = json.loads(body.decode())
     except (ValueError, RecursionError):
@@ -108,6 +118,29 @@ def read_fields(body: bytes) -> BodyFields | None:
     fields = BodyFields(**{name: value[name] for name in _BUILT_FIELDS if name in value})
     fields.model = Raw(json.dumps(value.get("model")).encode())
     return fields
+
+
+def _read_mended(body: bytes) -> BodyFields:
+    readable = mended(body)
+    if readable is body:
+        return UNREAD
+    try:
+        return _read_large(readable)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return UNREAD
+
+
+def mended(body: bytes) -> bytes:
+    """Return a copy of a body to read, not to send: without halves of surrogate pairs, `NaN` and `Infinity`.
+
+    Its members and their order are those of the body. In a text, a `NaN` before a comma or a bracket is replaced, too.
+    A body with nothing to mend, or of more than `MENDED_BYTES`, is returned itself.
+    """
+    if len(body) > MENDED_BYTES or b"\0" in body:  # the latter is no JSON for anybody
+        return body
+    marked = body.replace(rb"\\", b"\0\0")  # each other backslash begins an escape
+    marked = _HALF_PAIR.sub(rb"\\ufffd", marked)
+    return _NO_NUMBER.sub(b"0", marked).replace(b"\0\0", rb"\\")
 
 
 _FORM_MODEL: Final = b'name="model"'

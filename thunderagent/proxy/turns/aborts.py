@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
+from thunderagent.proxy.reading.body_fields import mended
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids
+from thunderagent.proxy.reading.sse import UNREADABLE
 
 SGLANG_PATH = "/generate"
 VLLM_PATH = "/inference/v1/generate"
@@ -89,8 +91,11 @@ def _read(body: bytes) -> _Fields:
     outline = Outline.of(body, _PROMPT_FIELDS)
     try:
         fields = _decode_fields(outline.text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Fields()
+    except UNREADABLE:
+        try:
+            fields = _decode_fields(mended(outline.text))
+        except UNREADABLE:
+            return _Fields()
     for name in _PROMPT_FIELDS:
         if outline.is_placeholder(getattr(fields, name)):
             setattr(fields, name, Raw(outline.token_ids))
@@ -107,7 +112,7 @@ def _prompts(prompt: Raw) -> tuple[list[int], bool]:
         return [bytes(prompt).count(b",") + 1], False
     try:
         prompts = _decode_list(prompt)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return [0], False
     return [_prompts(each)[0][0] for each in prompts] or [0], bool(prompts)
 

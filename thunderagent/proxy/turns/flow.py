@@ -231,7 +231,7 @@ class Turns:
             record.tenancy.mend(headers)
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
-        deadline_s = self._deadline_s(record, attempt)
+        deadline_s, failed_s = self._deadline_s(record, attempt), 0.0
         while True:
             asked_s = monotonic()
             try:
@@ -243,8 +243,8 @@ class Turns:
                 self._note_grant(record, attempt, lease.granted)
                 if exchange.kept is not None:
                     exchange.kept.release()  # the scheduler limits how many run
-                granted = lease.granted
-                self._metrics.turn_granted(granted.held_s, monotonic() - record.arrived_s - record.held_s)
+                granted, granted_s = lease.granted, monotonic()
+                self._metrics.turn_granted(granted.held_s, granted_s - record.arrived_s - record.held_s - failed_s)
                 named, body, authorization = None, record.turn.body, None
                 if forwarding.names(granted.replica_id):
                     authorization = headers.get("Authorization")
@@ -259,6 +259,7 @@ class Turns:
                         if not lives or not forwarding.may_retry(record, attempt, error, self._leases.now_s()):
                             raise
                         avoid_replica_id = error.replica_id
+                        failed_s += monotonic() - granted_s
                     else:
                         try:
                             await self._relay.relay(exchange, record, lease, upstream)

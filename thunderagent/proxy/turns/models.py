@@ -46,7 +46,7 @@ class Models:
         """
         headers = forwarded_request_headers(request.headers)
         headers.popall("Accept-Encoding", None)  # the answers are read here
-        replica_ids = self._map.open_ids
+        replica_ids = [state.replica_id for state in self._map.states.values() if state.is_up]
         answers = await asyncio.gather(*(self._ask(replica_id, headers) for replica_id in replica_ids))
         models: dict[str, Any] = {}
         for answer in answers:

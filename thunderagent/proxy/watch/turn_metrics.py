@@ -119,7 +119,7 @@ class TurnMetrics:
         )
         added = Histogram(
             "thunderagent_added_latency_seconds",
-            "Time from a turn's arrival to its forwarding, without the hold.",
+            "Time from a turn's arrival to its forwarding, without the hold and failed attempts.",
             ADDED_BUCKETS_S,
             registry,
         )

@@ -363,19 +363,43 @@ def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text
 
 
 def test_of_a_large_body_that_only_python_reads_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its headers name its program, and it passes unchanged; a body that is no object is anonymous."""
+    """A mended copy of it is read; a body that is no object is anonymous."""
     read_bytes: list[int] = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text: (read_bytes.append(len(text)), loads(text))[1])
     filling = b"[" + b"0," * (SLOWLY_READ_BYTES // 2) + b"0]"
-    body = b'{"messages":[NaN],"program_id":"a","x":' + filling + b"}"
-    for headers, program_id in (({"X-Program-ID": "h"}, "h"), ({}, None)):
-        turn = identified(body, headers=headers)
-        assert (turn.program_id, turn.body, turn.streams) == (program_id, body, False)
+    before, after = b'{"messages":[NaN, -Infinity,"a\\\\","\\\\uD83D"],"x":' + filling, b',"y":"\\ud83d\\uDE00\\udE00"}'
+    turn = identified(before + b',"program_id":"a\\\\ \\ud83d\\ude00","model":"m"' + after)
+    assert (turn.program_id, turn.body) == ("a\\ \U0001f600", before + b',"model":"m"' + after)
+    assert model_named(turn.model, b"") == "m"
     assert identify(None, CIMultiDictProxy(CIMultiDict()), b"[NaN," + filling + b"]") is None
     assert read_bytes == []
     assert identified(b'{"messages":[NaN],"program_id":"a"}').program_id == "a"
     assert len(read_bytes) == 1
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d", rb"\uDC00", rb"\ud83d\ud83d\ude00", rb"\ud83d\ude00\ude00", rb"\\\ud83d"])
+def test_half_of_a_surrogate_pair_hides_nothing_of_a_large_body(text: bytes) -> None:
+    """Cut-off tool output has one. The turn has its model and its prefix, and only what we change is changed."""
+    rest = b'"messages":[{"role":"user","content":"' + text + b'"},"' + b"x" * SLOWLY_READ_BYTES + b'"]}'
+    turn = identify(
+        None,
+        CIMultiDictProxy(CIMultiDict()),
+        b'{"model":"alias","program_id":"a","priority":1,' + rest,
+        IdentityRules(drops_priority=True, model_aliases={"alias": "served"}),
+    )
+    assert turn is not None
+    assert (turn.program_id, turn.body) == ("a", b'{"model":"served",' + rest)
+    assert (model_named(turn.model, b""), len(turn.prefix)) == ("served", 2)
+
+
+@pytest.mark.parametrize("odd", [b'"\0"', b'"\\\0\0"', rb'"\ud8"', rb'"\ud8zz"', b"nan", b"\xff"])
+def test_a_large_body_that_no_engine_reads_passes_unchanged(odd: bytes) -> None:
+    """Its headers name its program."""
+    body = b'{"program_id":"a","b":"' + b"x" * SLOWLY_READ_BYTES + b'","c":' + odd + b"}"
+    for headers, program_id in (({"X-Program-ID": "h"}, "h"), ({}, None)):
+        turn = identified(body, headers=headers)
+        assert (turn.program_id, turn.body, turn.streams) == (program_id, body, False)
 
 
 # --- Priorities that clients give engines

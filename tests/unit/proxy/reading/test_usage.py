@@ -213,11 +213,12 @@ def test_a_stream_without_an_end_of_an_event_does_not_pile_up() -> None:
 
 
 def test_events_are_counted_for_the_progress_of_a_turn() -> None:
-    """Each is about one token."""
+    """Each is about one token, whatever its text says."""
     stream = StreamUsage(take_out=False)
-    for _ in range(40):
-        stream.feed(event(choice("x")))
-    assert stream.events_count == 40
+    for _ in range(20):
+        stream.feed(event(choice("data: x")))
+        stream.feed(b"event: x\r\n" + event(choice("data: x"), "\r\n") * 2)
+    assert stream.events_count == 60
 
 
 # --- Whole answers

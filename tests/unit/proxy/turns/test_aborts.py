@@ -40,3 +40,14 @@ def test_no_client_gets_more_results_than_an_engine_would_make(path: str, field:
     body = {field: [[1]] * (MOST_CHOICES_COUNT // 1024 + 1), "n": 1024, "sampling_params": {"n": 1024}}
     answer = aborted(path, body)
     assert len(answer if path == SGLANG_PATH else answer["choices"]) == MOST_CHOICES_COUNT
+
+
+@pytest.mark.parametrize("odd", [r'"\ud83d"', "NaN", "-Infinity"])
+def test_a_stream_stays_one_though_only_engines_read_its_request(odd: str) -> None:
+    """It may hold half of a surrogate pair, or what is no number."""
+    body = '{"sampling_params":{"n":2,"stop":' + odd + '},"token_ids":[1,2],"request_id":"r","stream":true}'
+    answer = abort_answer(VLLM_PATH, body.encode())
+    assert answer.content_type == "text/event-stream"
+    first, second, done, _ = answer.body.split(b"\n\n")
+    assert [json.loads(each.removeprefix(b"data: "))["request_id"] for each in (first, second)] == ["r", "r"]
+    assert done == b"data: [DONE]"
