@@ -11,6 +11,7 @@ A line for every turn is a struct, and bypasses structlog: the thread renders th
 from __future__ import annotations
 
 import atexit
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from threading import Condition, Event, RLock, Thread
@@ -174,4 +175,7 @@ def json_line(logger: object, method: str, event: structlog.typing.EventDict) ->
         event = structlog.processors.format_exc_info(logger, method, event)
     event["level"] = method
     event["timestamp"] = datetime.now(UTC)
-    return msgspec.json.encode(event)
+    try:
+        return msgspec.json.encode(event)
+    except UnicodeEncodeError:  # a stranger's text with half a surrogate pair
+        return json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace")

@@ -332,6 +332,7 @@ async def test_pools_have_a_column_where_there_are_several(world: World, tmp_pat
             await expect(page.get_by_role("columnheader", name="Pool")).to_be_visible()
             await expect(page.locator(".replica .pool")).to_have_text(["a", "b"])
             await expect(page.locator("#rows .pool")).to_have_text(["a", "b"])
+            await expect(page.locator("#note-programs")).to_have_text("2 active · 0 paused")
             for pool, turns in (("b", "1"), ("a", "2")):
                 await rows(page).filter(has=page.locator(".pool", has_text=pool)).get_by_role("button").click()
                 story = page.get_by_role("dialog")

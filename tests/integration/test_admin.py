@@ -214,6 +214,16 @@ async def test_a_replica_of_unknown_capacity_has_no_limit() -> None:
             assert samples["thunderagent_replica_shared_tokens"] == {(replica.replica_id,): 0}
 
 
+async def test_a_report_on_a_replica_that_never_was_up_changes_nothing() -> None:
+    """It may join another pool later, and would leave its account behind."""
+    async with fake_replica() as replica:
+        replica.healthy = False
+        async with running_proxy(replica.url, up=0) as proxy:
+            (report,) = (await get(proxy.url, "/replicas")).json()["replicas"]
+            assert (report["up"], report["demand_tokens"], report["hit_ratio"]) == (False, 0, 0.0)
+            assert replica.replica_id not in proxy.runtime.scheduler.ledger.accounts
+
+
 async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
     """It stands behind all that wait for room, with the reason; its story says what must happen."""
     gate = Gate()

@@ -6,9 +6,10 @@ import asyncio
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from time import monotonic, process_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from tests.integration.support import (
     CHAT,
@@ -38,13 +39,20 @@ from tests.integration.support import (
     word,
 )
 from tests.loopback import free_ports
+from thunderagent.errors import ReplicaRemovedError
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.control.engine_control import EngineControl, EngineControlSettings
 from thunderagent.proxy.fleet.commands import COMMANDS, REPLICA_COMMANDS
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.reading.target import Target
+from thunderagent.runtime import Runtime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.integration.support import Answer
-    from thunderagent.programs.scheduler import Scheduler
+    from thunderagent.proxy.fleet.client import ReplicaClient
 
 Behaviour = "Callable[[Call], Awaitable[None]]"
 
@@ -198,6 +206,33 @@ async def test_calls_are_told_one_after_another_but_reading_waits_for_nobody() -
         gate.open()
         assert [(await first).status, (await second).status] == [200, 200]
         assert [call.target for call in replica.calls] == ["/update_weights_from_tensor", "/is_paused", "/flush_cache"]
+
+
+async def test_a_call_that_waited_goes_to_the_replicas_that_are_there_then() -> None:
+    """One that joined meanwhile would serve older weights without it; one that left cannot answer."""
+    gate = Gate()
+    async with replicas_behind() as (proxy, (one, other)), fake_replica() as joined:
+        one.behaviour = gate
+        first = asyncio.create_task(post(proxy.url, "/update_weights_from_tensor"))
+        await one.call()
+        second = asyncio.create_task(post(proxy.url, "/update_weights_from_disk"))
+        await asyncio.sleep(0.05)
+        assert (await post(proxy.url, "/replicas", {"url": joined.url})).status == 201
+        assert (await exchange(proxy.url, "DELETE", f"/replicas/{id_of(other)}?force=1")).status == 200
+        gate.open()
+        await first
+        answer = await second
+        assert (answer.status, len(joined.calls)) == (200, 1)
+        assert answer.header("X-Engine-Control-Replies") == f"{id_of(one)}=200, {id_of(joined)}=200"
+
+
+async def test_a_replica_that_is_removed_while_a_call_to_it_is_read_says_so() -> None:
+    runtime = Runtime(Scheduler(Passthrough()))
+    settings = EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0)
+    control = EngineControl(runtime, cast("ReplicaClient", None), Replicas(runtime, []), settings)
+    request = make_mocked_request("POST", "/flush_cache")
+    with pytest.raises(ReplicaRemovedError, match="replica gone:1 was removed"):
+        await control.tell_one(request, Target.parse("/flush_cache", ""), "gone:1", COMMANDS["/flush_cache"])
 
 
 async def test_a_call_that_takes_too_long_is_over() -> None:

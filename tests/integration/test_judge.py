@@ -25,6 +25,7 @@ from tests.integration.support import (
     until,
     writes,
 )
+from tests.integration.test_pools import two_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,6 +116,20 @@ async def test_rubbish_is_counted_and_nothing_else(name: str, engine_url: str) -
             judge.behaviour = answers(verdict("success"))
             assert (await ask(proxy.url, "a")).status == 200
             await until_counted(proxy, "verdicts_total", "success")
+
+
+async def test_turns_in_all_pools_count() -> None:
+    """A program that went on with another model is judged as before."""
+    async with (
+        fake_replica(answers(verdict())) as judge,
+        two_models(**judged_by(f"{judge.url}/v1", judge_every_turns=3)) as proxy,
+    ):
+        for model in "abb":
+            assert (await ask(proxy.url, "p", model=model)).status == 200
+        await until_counted(proxy, "verdicts_total", "failure")
+        for pool in "ab":
+            story = (await get(proxy.url, f"/programs/p?pool={pool}")).json()
+            assert [each["turn_count"] for each in story["judged"]["verdicts"]] == [3]
 
 
 async def test_a_judge_that_is_not_there_is_a_failure(engine_url: str) -> None:

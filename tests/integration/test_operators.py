@@ -80,7 +80,9 @@ async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica,
         assert (listed["acme/ci"]["live_programs_count"], listed["acme/ci"]["revocable"]) == (1, True)
         assert (await admin(proxy.url, "POST", "/keys", {"name": "acme/ci"})).error["code"] == "key_exists"
         assert (await post(proxy.url, "/keys", {"name": "x"}, bearer(key))).status == 403
-        assert (await admin(proxy.url, "POST", "/keys", {"name": "a b"})).status == 400
+        for wrong in ({"name": "a b"}, {"name": "x", "expires": "9999-12-31T23:59:59-12:00"}):
+            assert (await admin(proxy.url, "POST", "/keys", wrong)).status == 400
+        assert (await admin(proxy.url, "GET", "/keys")).status == 200
         assert json.loads(keys_file.read_text())["keys"][0]["name"] == "acme/ci"
         assert (await admin(proxy.url, "DELETE", "/keys/acme/ci")).json() == {"name": "acme/ci", "revoked": True}
         assert (await turn_with(proxy.url, key)).status == 401

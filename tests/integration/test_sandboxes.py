@@ -7,15 +7,32 @@ import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from prometheus_client import CollectorRegistry
 
 from tests.integration.support import DEADLINE_S, Wire, ask, cap, exchange, fake_replica, get, post, running_proxy, turn
 from tests.loopback import free_ports, on_loopback
+from tests.unit.tools.fakes import FakeDriver
+from thunderagent.errors import OtherTenantError
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.scheduler import Scheduler
+from thunderagent.proxy.admin.admin import Admin
+from thunderagent.proxy.admin.sandboxes import SandboxHandlers
+from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.gate.keys import Key, Keyring, check_key
+from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.runtime import Runtime
+from thunderagent.serving.sandboxes import RuntimePrograms
+from thunderagent.tools.base import Owner
+from thunderagent.tools.manager import Manager
+from thunderagent.tools.sandbox import Caps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.integration.support import RunningProxy
+    from tests.integration.support import Answer, RunningProxy
 
 
 class Elsewhere:
@@ -185,6 +202,57 @@ async def test_changes_are_streamed() -> None:
                 stages.append(report["stage"])
             assert stages[-2:] == ["reclaiming", "gone"]
         assert len(service.there) == 1
+
+
+async def test_a_stream_of_changes_ends_whole_at_a_shutdown() -> None:
+    began = asyncio.Event()
+
+    async def follow(url: str) -> Answer:
+        async with Wire.open(url) as wire:
+            wire.send("GET", "/sandboxes/events")
+            answer = await wire.head()
+            began.set()
+            return await wire.body(answer)
+
+    async with proxy_with_sandboxes() as (proxy, _):
+        following = asyncio.create_task(follow(proxy.url))
+        await began.wait()
+    assert (await following).whole
+
+
+@pytest.mark.parametrize("path", ["/programs", "/programs/p/sandboxes"])
+async def test_a_program_that_changes_hands_while_a_handle_is_looked_up_gets_no_sandbox(path: str) -> None:
+    """It ended, and another tenant began one of that id, which goes on without the first one's sandbox."""
+    runtime = Runtime(Scheduler(Passthrough()))
+    owner = Owner("here", "run")
+    driver, tenancy = FakeDriver(owner), Tenancy(runtime, from_key=True)
+    driver.put("box", {}, tell=False)
+    programs = RuntimePrograms(runtime)
+    manager = Manager(owner, {"docker": driver}, programs, caps=Caps(), templates={}, new_id=lambda: "s")
+    admin = Admin(runtime, Replicas(runtime, []), CollectorRegistry(), tenancy, manager)
+    handler = admin.open if path == "/programs" else SandboxHandlers(manager, tenancy).request
+    check_key(Key("a", b"", is_admin=False), Keyring(), for_admin=False)
+
+    def asked() -> asyncio.Task[web.Response]:
+        request = make_mocked_request("POST", path, match_info={"program_id": "p"})
+        wanted = {"handle": "box"}
+        body = {"program_id": "p", "sandboxes": [wanted]} if path == "/programs" else wanted
+        request._read_bytes = json.dumps(body).encode()
+        return asyncio.create_task(handler(request))
+
+    asking = asked()
+    await asyncio.sleep(0)
+    runtime.release("p")
+    runtime.open_program("p", tenant="b")
+    with pytest.raises(OtherTenantError):
+        await asking
+    assert (runtime.tenant_of("p"), manager.all()) == ("b", [])
+    runtime.release("p")
+    asking = asked()
+    await asyncio.sleep(0)
+    runtime.release("p")
+    await asking
+    assert (runtime.tenant_of("p"), len(manager.of_program("p"))) == ("a", 1)
 
 
 async def test_tools_and_what_they_take_are_told() -> None:

@@ -159,6 +159,20 @@ async def test_a_program_is_one_trace_of_turns_and_tools(collector: Collector) -
         assert collector.headers[0]["x-tenant"] == "t1"
 
 
+async def test_a_turn_on_the_replica_of_its_choice_is_traced(collector: Collector) -> None:
+    """It has no program, whatever it names."""
+    async with fake_replica() as replica, traced(collector, replica) as url:
+        assert (await post(url, f"/workers/{replica.replica_id}{CHAT}", turn("p"))).status == 200
+        await until(lambda: len(collector.spans) == 3)
+        (ours,), (hold,), (forward,) = (collector.named(name) for name in ("turn", "hold", "forward"))
+        assert is_within(hold, ours)
+        assert is_within(forward, ours)
+        assert not ours.parent_span_id
+        assert collector.attribute(ours, "thunderagent.program_id") is None
+        assert collector.attribute(ours, "thunderagent.outcome") == "finished"
+        assert context_of(replica.calls[0]) == (ours.trace_id.hex(), forward.span_id.hex(), True)
+
+
 async def test_a_client_s_trace_goes_on(collector: Collector) -> None:
     """It continues through us to the engine, with its state; the turn is linked to its program."""
     async with fake_replica(streams(word("a"), USAGE_EVENT, DONE)) as replica, traced(collector, replica) as url:

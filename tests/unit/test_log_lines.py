@@ -119,3 +119,10 @@ def test_a_line_is_json_with_its_level_and_time() -> None:
     said = json.loads(json_line(None, "info", {"event": "turn", "status": 200}))
     assert (said["event"], said["status"], said["level"]) == ("turn", 200, "info")
     assert said["timestamp"].endswith("Z")
+
+
+def test_text_of_a_stranger_that_is_no_unicode_is_logged_all_the_same() -> None:
+    """Half of a surrogate pair has no encoding; a judge, for one, may write it."""
+    said = json.loads(json_line(None, "debug", {"event": "judged", "reasoning": "so \ud83d", "turn_count": 5}))
+    assert (said["event"], said["reasoning"], said["turn_count"], said["level"]) == ("judged", "so ?", 5, "debug")
+    assert said["timestamp"].endswith("Z")

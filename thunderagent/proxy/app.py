@@ -165,7 +165,8 @@ def build_app(
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated, cell=cell)
     if simulated:
         app.on_response_prepare.append(_say_simulated)
-    app.on_shutdown.extend((live.close, _closing(websockets)))
+    sandbox_handlers = SandboxHandlers(sandboxes, tenancy)
+    app.on_shutdown.extend((live.close, sandbox_handlers.close, _closing(websockets)))
     app.on_cleanup.extend((_stopping(replicas.breakers), _closing(weight_sync, leases)))
     routes = [
         *engine_control.routes(),
@@ -173,7 +174,7 @@ def build_app(
         *weight_sync.routes(),
         *ConcurrencySignal(runtime).routes(),
         *leases.routes(),
-        *SandboxHandlers(sandboxes, tenancy).routes(),
+        *sandbox_handlers.routes(),
         *BetweenTurns(runtime, tenancy).routes(),
         *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens, cell).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),

@@ -178,10 +178,13 @@ class Manager:
 
     # --- what clients ask for ---------------------------------------------------------------------------------------
 
-    async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Report]:
+    async def request(
+        self, program_id: str, body: bytes, tenant: str = "", check: Callable[[], None] = lambda: None
+    ) -> list[Report]:
         """Do what a request's body asks for, one thing or a list of them; return the current report of each.
 
-        Raises `RequestError`, `NotFoundError` for an unknown template or handle, `SandboxError`.
+        `check` is called once all handles are found, which takes time, and may refuse by an error of its own. Raises
+        `RequestError`, `NotFoundError` for an unknown template or handle, `SandboxError`.
         """
         wanted = read_requests(body)
         for each in wanted:  # all or none
@@ -189,6 +192,7 @@ class Manager:
         places = [await self._adopt(each) for each in wanted]
         if self._closing:
             raise ShuttingDownError("the proxy is shutting down; no sandbox was asked for")
+        check()
         self._check_shares(wanted)
         if len(self.table.of_program(program_id)) + len(wanted) > MOST_SANDBOXES_COUNT:
             raise SandboxRefusedError(f"a program may have {MOST_SANDBOXES_COUNT} sandboxes at most")

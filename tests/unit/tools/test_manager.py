@@ -17,6 +17,7 @@ import pytest
 from tests.unit.tools.fakes import FakeDriver, FakePrograms, given_labels, labels_of
 from thunderagent.errors import (
     NotFoundError,
+    OtherTenantError,
     RequestError,
     SandboxConflictError,
     SandboxEngineError,
@@ -127,6 +128,28 @@ async def test_a_requested_sandbox_becomes_ready_and_goes_with_its_program() -> 
         world.releases("p")
         await world.until(lambda: world.stage_of("s1") == "gone")
         assert (world.driver.there, world.manager.reclaimed_count) == ({}, 1)
+
+
+async def test_a_program_that_became_anothers_while_a_handle_was_looked_up_gets_nothing() -> None:
+    """The caller's check says so; it is made afterwards."""
+    async with running() as world:
+        world.driver.put("box", {})
+        owners = ["a"]
+
+        def check() -> None:
+            if owners != ["a"]:
+                raise OtherTenantError("it belongs to another")
+
+        body = b'{"handle": "box"}'
+        asking = asyncio.create_task(world.manager.request("p", body, check=check))
+        await asyncio.sleep(0)
+        owners[:] = ["b"]
+        with pytest.raises(OtherTenantError):
+            await asking
+        assert (world.programs.opened, world.manager.all()) == ([], [])
+        owners[:] = ["a"]
+        await world.manager.request("p", body, check=check)
+        assert world.programs.opened == ["p"]
 
 
 async def test_a_class_of_programs_gets_its_sandbox_at_first_sight() -> None:

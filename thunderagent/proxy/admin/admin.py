@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from aiohttp import web
@@ -229,21 +230,25 @@ class Admin:
         made: list[dict[str, Any]] = []
         if self._sandboxes is not None:
             if wanted.sandboxes is not None:
-                await self._request_sandboxes(program_id, wanted.sandboxes, opened=opened)
+                await self._request_sandboxes(program_id, wanted.sandboxes, tenant, opened=opened)
             if wanted.program_class:  # the class's own, unless the request says what it needs
-                self._sandboxes.program_seen(program_id, wanted.program_class)
+                self._sandboxes.program_seen(program_id, wanted.program_class, tenant)
             made = self._sandboxes.of_program(program_id)
         token = {"token": self._tokens.token_of(program_id)} if self._tokens is not None else {}
         said = {"program_id": program_id, "opened": opened, "sandboxes": made, **token}
         return report_response(OpenedReport.model_validate(said), without_unset=True)
 
-    async def _request_sandboxes(self, program_id: str, wanted: list[dict[str, Any]], *, opened: bool) -> None:
+    async def _request_sandboxes(
+        self, program_id: str, wanted: list[dict[str, Any]], tenant: str, *, opened: bool
+    ) -> None:
         assert self._sandboxes is not None
+        generation = self._runtime.programs[program_id].generation
+        check = partial(self._tenancy.check, program_id)
         try:
-            await self._sandboxes.request(program_id, json.dumps(wanted).encode())
+            await self._sandboxes.request(program_id, json.dumps(wanted).encode(), tenant, check)
         except ThunderAgentError:
             if opened and self._runtime.is_announced(program_id):  # a refused request opens nothing
-                self._runtime.release(program_id)
+                self._runtime.release(program_id, generation)
             raise
 
     async def program(self, request: web.Request) -> web.Response:

@@ -9,12 +9,12 @@ from math import isfinite
 from typing import Any
 
 from aiohttp import web
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 
 from thunderagent.errors import ConfigurationError, KeysNotChangedError, NotFoundError, RequestError
 from thunderagent.proxy.gate.bodies import Report, read_model, report_response
 from thunderagent.proxy.gate.keys import Key, Keyring
-from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, KeysFile
+from thunderagent.proxy.gate.keys.file import Expiry, KeyLimitsEntry, KeysFile
 from thunderagent.proxy.gate.keys.keyring import NAME
 from thunderagent.proxy.gate.keys.quotas import Quotas
 
@@ -26,7 +26,7 @@ class KeyRequest(KeyLimitsEntry):
 
     name: str = Field(pattern=f"^{NAME}$", description="whose it is; what stands before a slash is its tenant")
     admin: bool = False
-    expires: AwareDatetime | None = Field(None, description="from then on it lets nobody in; null is never")
+    expires: Expiry | None = Field(None, description="from then on it lets nobody in; null is never")
 
 
 class KeyReport(Report):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from pydantic import Field
 
 from thunderagent.backends.discovery.base import shown_url
+from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.model.places import Kind, Phase, Status
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
@@ -241,7 +242,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
     for replica_id, known in replicas.known.items():
         pool = runtime.pools.of_replica(replica_id)
         replica, ledger = pool.scheduler.replicas.get(replica_id), pool.scheduler.ledger
-        account = ledger.open(replica_id, now_s)
+        account = ledger.accounts.get(replica_id) or Account(inf, now_s, replica_id)
         ledger.accrue(account, now_s)
         costs = {name.removesuffix("_token_s"): round(value, 1) for name, value in asdict(account.costs).items()}
         reports.append(

@@ -6,7 +6,9 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Histogram
@@ -33,8 +35,13 @@ Said = dict[str, Any]
 class Sandboxes(Protocol):
     """What the proxy needs of the sandbox manager. A report is a JSON object, as the API documents it."""
 
-    async def request(self, program_id: str, body: bytes, tenant: str = "") -> list[Said]:
-        """Request what a body says; return a report of each sandbox. A new program belongs to that tenant."""
+    async def request(
+        self, program_id: str, body: bytes, tenant: str = "", check: Callable[[], None] = lambda: None
+    ) -> list[Said]:
+        """Request what a body says; return a report of each sandbox. A new program belongs to that tenant.
+
+        Finding handles takes time: `check` is called after it, and may refuse by an error.
+        """
 
     def of_program(self, program_id: str) -> list[Said]:
         """Return reports on a program's sandboxes."""
@@ -190,6 +197,8 @@ class SandboxHandlers:
         """Ask `sandboxes`; a data key that names a tenant sees only those of that tenant's live programs."""
         self._given = sandboxes
         self._tenancy = tenancy
+        self._queues: WeakSet[asyncio.Queue[Said | None]] = WeakSet()
+        """Of open streams."""
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes; they go before those of programs, whose ids may hold anything."""
@@ -200,6 +209,11 @@ class SandboxHandlers:
             web.post("/programs/{program_id:.+}/sandboxes", self.request),
             web.delete("/programs/{program_id:.+}/sandboxes/{sandbox_id:[^/]+}", self.reclaim),
         ]
+
+    async def close(self, app: web.Application) -> None:  # noqa: ARG002 - a listener's signature
+        """End all streams, so that a shutdown does not wait for them."""
+        for queue in self._queues:
+            queue.put_nowait(None)
 
     @property
     def _sandboxes(self) -> Sandboxes:
@@ -225,7 +239,8 @@ class SandboxHandlers:
         sandboxes = self._sandboxes
         self._tenancy.check(program_id)
         tenant = self._tenancy.named(request.headers.get(TENANT_HEADER, ""))
-        made = await sandboxes.request(program_id, await request.read(), tenant)
+        check = partial(self._tenancy.check, program_id)
+        made = await sandboxes.request(program_id, await request.read(), tenant, check)
         return _of_program(program_id, made, status=202)
 
     async def reclaim(self, request: web.Request) -> web.Response:
@@ -246,6 +261,7 @@ class SandboxHandlers:
         elif not self._tenancy.has(program_id):
             raise NotFoundError(f"there is no live program {program_id!r}")
         async with sandboxes.feed(program_id) as queue:
+            self._queues.add(queue)
             there = sandboxes.all() if program_id is None else sandboxes.of_program(program_id)
 
             async def next_event() -> bytes | None:

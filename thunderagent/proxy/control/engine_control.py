@@ -37,6 +37,7 @@ from thunderagent.errors import (
     NoReplicaError,
     PerReplicaOnlyError,
     ReplicaError,
+    ReplicaRemovedError,
     ReplicasDisagreeError,
     ReplicaTimeoutError,
 )
@@ -136,24 +137,26 @@ class EngineControl:
         target = target_of(request).plainly()
         command = command_of(target.engine_path)
         assert command is not None
-        engines = self._replicas.engines()
-        if not engines:
-            raise NoReplicaError("there is no replica to tell")
         body = await request.read()
         asked = await read_call(request, body)
         ordered = contextlib.nullcontext() if command.reads or command.is_abort else self._one_at_a_time
         async with ordered:
+            engines = self._replicas.engines()  # now: some may have come or gone during another call
+            if not engines:
+                raise NoReplicaError("there is no replica to tell")
             replies = await self._tell(request, target, body, command, asked, engines, only_one=False)
         return _joined(target.engine_path, replies)
 
     async def tell_one(self, request: web.Request, target: Target, replica_id: str, command: Command) -> web.Response:
         """Call one replica with `target`, and return its own answer.
 
-        The effect applies to all ranks behind its URL.
+        The effect applies to all ranks behind its URL. Raises `ReplicaRemovedError` if it is gone.
         """
         body = await request.read()
         asked = await read_call(request, body)
-        engine = next(engine for engine in self._replicas.engines() if replica_id in engine)
+        engine = next((engine for engine in self._replicas.engines() if replica_id in engine), None)
+        if engine is None:
+            raise ReplicaRemovedError(f"replica {replica_id} was removed", replica_id=replica_id)
         replies = await self._tell(request, target, body, command, asked, [engine], only_one=True)
         return replies[0].answer()
 

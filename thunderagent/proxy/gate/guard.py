@@ -34,7 +34,7 @@ from thunderagent.proxy.gate.access import (
 from thunderagent.proxy.gate.bodies import Visitor, come
 from thunderagent.proxy.gate.browsers import Hosts, Origins, comes_from_a_browser
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
-from thunderagent.proxy.gate.keys import NO_LIMITS, Keyring, check_key
+from thunderagent.proxy.gate.keys import NO_LIMITS, Key, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
@@ -230,7 +230,8 @@ class Guard:
     async def _check_key_and_rate(
         self, request: Visitor, *, for_admin: bool, is_turn: bool, has_only_login: bool = False
     ) -> None:
-        caller = f"address {request.remote}"
+        caller, waited = f"address {request.remote}", False
+        key: Key | None = None
         if self._keyring:
             key = self._keyring.key_of(request.headers) or self._keyring.still(self._logins.key_of(request.headers))
             if not has_only_login:
@@ -238,12 +239,14 @@ class Guard:
             if key is not None:
                 caller = f"key {key.name}"
                 if key.limits != NO_LIMITS and self._quotas is not None and is_turn:
-                    await self._quotas.wait(key)
+                    waited = await self._quotas.wait(key)
         if self._limits is not None:
             if for_admin:
                 self._limits.check(caller)
             else:
-                await self._limits.wait(caller)
+                waited = await self._limits.wait(caller) or waited
+        if waited and key is not None and not has_only_login:  # it may have been revoked, or have expired
+            check_key(self._keyring.still(key), self._keyring, for_admin=for_admin)
 
     def _has_only_login(self, headers: CIMultiDictProxy[str]) -> bool:
         return bool(self._keyring) and has_login(headers) and self._keyring.key_of(headers) is None

@@ -76,17 +76,18 @@ class RateLimits:
         self._rate_per_s, self._burst_count = per_s, burst_count
         self._lines.clear()
 
-    async def wait(self, caller: str) -> None:
-        """Wait until a caller may send one more request, behind its waiting ones."""
+    async def wait(self, caller: str) -> bool:
+        """Wait until a caller may send one more request, behind its waiting ones; return whether it had to."""
         line = self._line(caller)
         if not line.lock.locked() and not line.bucket.missing_s(self._now_s()):
             line.bucket.take(1, self._now_s())
-            return
+            return False
         self._limited.labels("waited").inc()
         async with line.lock:
             while missing_s := line.bucket.missing_s(self._now_s()):  # noqa: ASYNC110 - time is what is waited for
                 await asyncio.sleep(missing_s)
             line.bucket.take(1, self._now_s())
+        return True
 
     def check(self, caller: str) -> None:
         """Take one request of a caller, or raise `RateLimitedError`."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from thunderagent.proxy.reading.dialects.base import usage_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 
 MAX_ANSWER_BYTES = 256 * 1024
@@ -90,9 +91,10 @@ def read_answer(body: bytes) -> Answered:
         return Answered(Failure.NO_JSON)
     message = answer.choices[0].message if answer.choices else None
     text = message.content if message is not None else None
-    usage = answer.usage or _Usage()
+    said = answer.usage or _Usage()
+    usage = usage_of(said.prompt_tokens, said.completion_tokens, None)
     opinion = opinion_of(text) if isinstance(text, str) else Failure.WRONG_SHAPE
-    return Answered(opinion, max(0, usage.prompt_tokens or 0), max(0, usage.completion_tokens or 0))
+    return Answered(opinion, usage.prompt_tokens or 0, usage.output_tokens or 0)
 
 
 def opinion_of(text: str) -> Opinion | Failure:

@@ -3,9 +3,9 @@
 Theory of operation
 ===================
 When a turn has ended, the hot path hands over a reference to its body (`turn_seen`): two lookups and an assignment.
-Every `every_turns_count` turns of a program that makes a *case*. Only the newest case of a program waits, and the cases
-of all programs have a limit of count and bytes: beyond it the oldest is dropped, and counted. Nothing ever waits for a
-case.
+Every `every_turns_count` turns of a program, in all its pools together, that makes a *case*. Only the newest case of a
+program waits, and the cases of all programs have a limit of count and bytes: beyond it the oldest is dropped, and
+counted. Nothing ever waits for a case.
 
 `run` takes cases one after the other, at most `rate_per_s`, and asks a few at a time, each with a deadline. Body and
 answer are read on a thread, so neither blocks the loop. Any failure - no answer, an error, no JSON, a wrong type, a
@@ -116,10 +116,10 @@ class Judge:
 
     def turn_seen(self, program_id: str, body: bytes) -> None:
         """Note that a turn with this body has ended. Never blocks, and reads nothing. Cost: O(1)."""
-        program = self._runtime.programs.get(program_id)
-        if program is None:
+        programs = self._runtime.pools.incarnations(program_id)
+        if not programs:
             return
-        turn_count = program.turn_count
+        turn_count = sum(program.turn_count for program in programs)
         if turn_count - self._seen_turn_counts.get(program_id, 0) < self._settings.every_turns_count:
             return
         self._seen_turn_counts[program_id] = turn_count
@@ -129,7 +129,7 @@ class Judge:
         if (older := self._waiting.get(program_id)) is not None:
             self._waiting_bytes -= len(older.body)
             self.dropped_counts["newer"] += 1
-        self._waiting[program_id] = _Case(program_id, program.generation, turn_count, body)
+        self._waiting[program_id] = _Case(program_id, programs[0].generation, turn_count, body)
         self._waiting_bytes += len(body)
         while len(self._waiting) > MAX_WAITING_COUNT or self._waiting_bytes > MAX_WAITING_BYTES:
             self._take()

@@ -79,6 +79,8 @@ class StateCollector:
         """Report on these."""
         self._runtime = runtime
         self._replicas = replicas
+        self._others_token_s = 0.0
+        """Service of the other tenants, which falls when one of them gets a series of its own: a counter may not."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family. Costs O(programs)."""
@@ -253,13 +255,16 @@ class StateCollector:
             labels=["tenant"],
         )
         waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs of a tenant that wait.", labels=["tenant"])
-        by_service = sorted(sums.items(), key=lambda tenant: -tenant[1][0])
-        for name, (service_token_s, waiting_count) in by_service[:NAMED_TENANTS_COUNT]:
+        may_be_named = [name for name in sums if name != OTHER_TENANTS]  # a client may call its tenant so
+        for name in sorted(may_be_named, key=lambda name: -sums[name][0])[:NAMED_TENANTS_COUNT]:
+            service_token_s, waiting_count = sums.pop(name)
             service.add_metric([name], service_token_s)
             waiting.add_metric([name], waiting_count)
-        if others := by_service[NAMED_TENANTS_COUNT:]:
-            service.add_metric([OTHER_TENANTS], sum(service_token_s for _, (service_token_s, _) in others))
-            waiting.add_metric([OTHER_TENANTS], sum(waiting_count for _, (_, waiting_count) in others))
+        if sums:
+            others_token_s = sum(service_token_s for service_token_s, _ in sums.values())
+            self._others_token_s = max(self._others_token_s, others_token_s)
+            service.add_metric([OTHER_TENANTS], self._others_token_s)
+            waiting.add_metric([OTHER_TENANTS], sum(waiting_count for _, waiting_count in sums.values()))
         yield service
         yield waiting
         yield from self._by_pool(

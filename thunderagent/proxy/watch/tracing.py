@@ -39,6 +39,7 @@ from thunderagent import __version__
 from thunderagent.programs.model.decisions import Decision, Grant, Release, is_rejected
 from thunderagent.programs.model.events import (
     Event,
+    PinnedTurnArrived,
     TurnAbandoned,
     TurnArrived,
     TurnFailed,
@@ -166,8 +167,8 @@ class Tracing:
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Follow turns as they arrive, are granted, and end."""
         kind = type(event)
-        if kind is TurnArrived:
-            assert isinstance(event, TurnArrived)
+        if kind in (TurnArrived, PinnedTurnArrived):
+            assert isinstance(event, TurnArrived | PinnedTurnArrived)
             if not is_rejected(event.turn_id, decisions):
                 self._arrived(event)
         elif kind is TurnStarted:
@@ -185,15 +186,16 @@ class Tracing:
                     program.span.set_attribute("thunderagent.reason", decision.reason.value)
                     program.span.end()
 
-    def _arrived(self, event: TurnArrived) -> None:
+    def _arrived(self, event: TurnArrived | PinnedTurnArrived) -> None:
         trace = _REQUEST.get()
         if trace is None:
             return
-        program = self._program(event.program_id) if event.program_id is not None else None
+        program_id = event.program_id if isinstance(event, TurnArrived) else None
+        program = self._program(program_id) if program_id is not None else None
         if program is not None and program.tool_since_ns:
             self._tool_ended(program)
         if trace.turn is None:
-            trace.program_id = event.program_id
+            trace.program_id = program_id
             trace.turn = self._begin_turn(trace, program)
         trace.hold = self._tracer.start_span("hold", set_span_in_context(trace.turn))
         trace.turn_ids.add(event.turn_id)

@@ -222,6 +222,7 @@ def test_the_last_verdict_in_a_text_counts(text: str, opinion: Opinion | Failure
         ({"choices": [{"message": None}]}, Answered(Failure.WRONG_SHAPE)),
         ({"choices": "x"}, Answered(Failure.NO_JSON)),
         ({"usage": {"prompt_tokens": -5}}, Answered(Failure.WRONG_SHAPE)),
+        ({"usage": {"prompt_tokens": 10**400, "completion_tokens": 3}}, Answered(Failure.WRONG_SHAPE, 0, 3)),
         ([1], Answered(Failure.NO_JSON)),
     ],
 )

@@ -6,11 +6,13 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Reason, SetRoute
+from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.metrics import NAMED_TENANTS_COUNT, OTHER_TENANTS, StateCollector
 from thunderagent.proxy.watch.turn_metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram
 from thunderagent.runtime import Runtime
 
@@ -43,3 +45,29 @@ def test_a_decision_of_two_words_is_called_what_logs_and_events_call_it() -> Non
     registry.register(StateCollector(runtime, Replicas(runtime, [])))
     labels = {"decision": "set_route", "reason": "overload"}
     assert registry.get_sample_value("thunderagent_decisions_total", labels) == 1
+
+
+def test_the_service_of_the_other_tenants_never_falls() -> None:
+    """It is a counter, though tenants of it get series of their own; one that is called so has none."""
+    driver = Driver(replicas={"r0": 10**6}, settings=SchedulerSettings(fair_tenants=True))
+    runtime = Runtime(driver.scheduler, clock=lambda: driver.now_s)
+    registry = CollectorRegistry()
+    registry.register(StateCollector(runtime, Replicas(runtime, [])))
+
+    def service_token_s(tenant: str) -> float | None:
+        return registry.get_sample_value("thunderagent_tenant_service_token_seconds_total", {"tenant": tenant})
+
+    driver.takes_turn("odd", 10_000, tenant=OTHER_TENANTS)
+    for number in range(NAMED_TENANTS_COUNT):
+        driver.takes_turn(f"p{number}", 100, tenant=f"t{number}")
+    driver.takes_turn("late", 50, tenant="late")
+    driver.ticks(10.0)
+    before_token_s = service_token_s(OTHER_TENANTS)
+    assert (service_token_s("late"), service_token_s("t99") is None) == (None, False)
+    assert before_token_s is not None
+    assert before_token_s > 10_000 * 10
+    driver.releases("odd")
+    driver.takes_turn("late", 10_000)
+    driver.ticks(10.0)
+    assert service_token_s("late") is not None
+    assert service_token_s(OTHER_TENANTS) == before_token_s

@@ -110,9 +110,10 @@ function showSummary({ policy, version, now, rates: last, programs_count: all, r
   setText(byId("policy"), policy);
   setText(byId("version"), version);
   setText(byId("cell"), place(cell));
+  const active = now.active_reasoning_count + now.active_acting_count;
   const paused = now.paused_reasoning_count + now.paused_acting_count;
   setText(byId("tile-programs"), whole(all));
-  setText(byId("note-programs"), `${whole(all - paused)} active · ${whole(paused)} paused`);
+  setText(byId("note-programs"), `${whole(active)} active · ${whole(paused)} paused`);
   setText(byId("tile-turns"), whole(now.turns_in_flight_count));
   setText(byId("note-turns"), now.turns_held_count ? `${whole(now.turns_held_count)} held, ${duration(longest)} at most` : "none held");
   setText(byId("tile-throughput"), short(last.turns_per_min));

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import structlog
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from thunderagent.errors import ConfigurationError, KeyExistsError, NotFoundError
 from thunderagent.faults import faults_of
@@ -28,7 +28,14 @@ log = structlog.get_logger("thunderagent.keys")
 LOOK_INTERVAL_S = 2.0
 PRIVATE_MODE = 0o600
 
-_Rate = Annotated[float | None, Field(gt=0)]
+
+def _in_utc(expires: datetime) -> datetime:
+    """Return a time as a key keeps it, in UTC. Raises ValueError for one outside of the years 1 to 9999."""
+    return datetime.fromtimestamp(expires.timestamp(), UTC)
+
+
+Expiry = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+_Rate = Annotated[float | None, Field(ge=1e-6, allow_inf_nan=False)]
 _Count = Annotated[int | None, Field(ge=1)]
 
 
@@ -49,7 +56,7 @@ class KeyEntry(KeyLimitsEntry):
     name: str = Field(pattern=f"^{NAME}$", description="whose it is; what stands before a slash is its tenant")
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     admin: bool = False
-    expires: AwareDatetime | None = Field(None, description="from then on it lets nobody in; null is never")
+    expires: Expiry | None = Field(None, description="from then on it lets nobody in; null is never")
 
     def key(self) -> Key:
         """Return the key."""
@@ -112,7 +119,7 @@ def add_key(path: Path, name: str, *, admin: bool, expires: datetime | None, lim
 
 
 class KeysFile:
-    """Keeps a keyring in line with a file."""
+    """Keeps a keyring in line with a file. What has begun is done to its end, because a thread cannot be cancelled."""
 
     def __init__(self, path: Path, keyring: Keyring) -> None:
         """Read the file. Raises `ConfigurationError`."""
@@ -134,11 +141,17 @@ class KeysFile:
 
     async def reload(self) -> None:
         """Read it again; keep the current keys if it is invalid."""
+        await asyncio.shield(self._reload())
+
+    async def _reload(self) -> None:
         async with self._lock:
             await self._read()
 
     async def add(self, name: str, *, admin: bool, expires: datetime | None, limits: KeyLimitsEntry) -> str:
         """Mint a key, store it and accept it; return it. Raises `KeyExistsError`, `ConfigurationError`."""
+        return await asyncio.shield(self._add(name, admin, expires, limits))
+
+    async def _add(self, name: str, admin: bool, expires: datetime | None, limits: KeyLimitsEntry) -> str:
         async with self._lock:
             if self._keyring.named(name) is not None:
                 raise KeyExistsError(f"there is a key {name!r} already")
@@ -148,6 +161,9 @@ class KeysFile:
 
     async def remove(self, name: str) -> None:
         """Remove a key from the file: it is no longer accepted. Raises `NotFoundError`, `ConfigurationError`."""
+        await asyncio.shield(self._remove(name))
+
+    async def _remove(self, name: str) -> None:
         async with self._lock:
             entries = await asyncio.to_thread(read_keys, self.path)
             rest = [entry for entry in entries if entry.name != name]
@@ -187,13 +203,16 @@ class KeysFile:
 
 
 def expires_of(text: str, now: datetime | None = None) -> datetime:
-    """Parse `30d`, `12h` or a date with or without a time, as 2027-01-01T00:00:00Z. Raises `ConfigurationError`."""
+    """Parse `30d`, `12h` or a date with or without a time, as 2027-01-01T00:00:00Z; return it in UTC.
+
+    Raises `ConfigurationError`, also outside of the years 1 to 9999.
+    """
     number, unit = text[:-1], text[-1:]
-    if number.isascii() and number.isdigit() and unit in ("d", "h"):
-        seconds = int(number) * (86_400 if unit == "d" else 3_600)
-        return datetime.fromtimestamp((now or datetime.now(UTC)).timestamp() + seconds, UTC).replace(microsecond=0)
     try:
+        if number.isascii() and number.isdigit() and unit in ("d", "h"):
+            seconds = int(number) * (86_400 if unit == "d" else 3_600)
+            return datetime.fromtimestamp((now or datetime.now(UTC)).timestamp() + seconds, UTC).replace(microsecond=0)
         expires = datetime.fromisoformat(text)
-    except ValueError as error:
+        return _in_utc(expires if expires.tzinfo is not None else expires.replace(tzinfo=UTC))
+    except (ValueError, OverflowError) as error:
         raise ConfigurationError(f"{text!r} is not a time, such as 30d, 12h or 2027-01-01T00:00:00Z") from error
-    return expires if expires.tzinfo is not None else expires.replace(tzinfo=UTC)

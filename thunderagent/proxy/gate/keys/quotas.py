@@ -87,15 +87,15 @@ class Quotas:
         for limit in ("turns", "tokens", "programs"):
             self._limited.labels(limit)
 
-    async def wait(self, key: Key) -> None:
-        """Wait until a key may begin one more turn, behind its turns that already wait.
+    async def wait(self, key: Key) -> bool:
+        """Wait until a key may begin one more turn, behind its turns that already wait; return whether it had to.
 
         Raises `KeyHeldLimitError` if too many do.
         """
         account = self._account(key)
         if not account.line.locked() and not any(self._missing_s(account)):
             self._begin(account)
-            return
+            return False
         if account.waiting_count >= self._max_waiting_count(key):
             raise KeyHeldLimitError(f"{account.waiting_count:,} turns of this key wait for its limit per minute")
         for limit, missing_s in zip(("turns", "tokens"), self._missing_s(account), strict=True):
@@ -109,6 +109,7 @@ class Quotas:
                 self._begin(account)
         finally:
             account.waiting_count -= 1
+        return True
 
     def open_program(self, program_id: str) -> None:
         """Count a program that the request's key may begin. Raises `KeyProgramsLimitError`."""

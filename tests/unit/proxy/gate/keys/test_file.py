@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import stat
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -73,7 +75,17 @@ def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
         ('{"keys": [{"name": "a", "sha256": "12"}]}', "keys.0.sha256"),
         ('{"keys": [{"name": "a", "sha256": "%s", "turns": 1}]}' % ("0" * 64), "keys.0.turns"),
         ('{"keys": [{"name": "a", "sha256": "%s", "turns_per_min": 0}]}' % ("0" * 64), "keys.0.turns_per_min"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "turns_per_min": 1e-323}]}' % ("0" * 64), "keys.0.turns_per_min"),
+        ('{"keys": [{"name": "a", "sha256": "%s", "tokens_per_min": Infinity}]}' % ("0" * 64), "keys.0.tokens_per_min"),
         ('{"keys": [{"name": "a", "sha256": "%s", "expires": "2027-01-01T00:00:00"}]}' % ("0" * 64), "timezone"),
+        (
+            '{"keys": [{"name": "a", "sha256": "%s", "expires": "9999-12-31T23:59:59-12:00"}]}' % ("0" * 64),
+            "year 10000",
+        ),
+        (
+            '{"keys": [{"name": "a", "sha256": "%s", "expires": "9999-12-31T23:59:59.999999Z"}]}' % ("0" * 64),
+            "year 10000",
+        ),
         (json.dumps({"keys": [{"name": "a", "sha256": "0" * 64}] * 2}), "two keys have the same name"),
     ],
 )
@@ -131,20 +143,65 @@ async def test_keys_are_added_and_removed_at_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+async def test_a_change_is_made_to_its_end_though_its_caller_leaves(tmp_path: Path) -> None:
+    """The next one waits for it; otherwise what it wrote late would undo that."""
+    path = tmp_path / "keys.json"
+    add_key(path, "old", admin=False, expires=None, limits=NONE)
+    content, keyring = path.read_bytes(), Keyring(has_file=True)
+    file = KeysFile(path, keyring)
+    path.unlink()
+    os.mkfifo(path)
+    adding = asyncio.create_task(file.add("new", admin=False, expires=None, limits=NONE))
+    async with asyncio.timeout(5):
+        while (pipe := _opened_for_writing(path)) is None:
+            await asyncio.sleep(0.001)
+    with os.fdopen(pipe, "wb") as writer:
+        path.unlink()
+        path.write_bytes(content)  # only the addition reads from the pipe, and still waits for that
+        adding.cancel()
+        removing = asyncio.create_task(file.remove("old"))
+        await asyncio.wait([adding, removing], timeout=0.1)
+        assert (adding.cancelled(), removing.done()) == (True, False)
+        writer.write(content)
+    await removing
+    assert [entry.name for entry in read_keys(path)] == [key.name for key in keyring.filed] == ["new"]
+
+
+def _opened_for_writing(pipe: Path) -> int | None:
+    """Open a pipe if somebody reads from it."""
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
 @pytest.mark.parametrize(
     ("text", "expires"),
     [
         ("30d", "2026-01-31T00:00:00+00:00"),
         ("12h", "2026-01-01T12:00:00+00:00"),
         ("2027-01-01", "2027-01-01T00:00:00+00:00"),
-        ("2027-01-01T08:00:00+02:00", "2027-01-01T08:00:00+02:00"),
+        ("2027-01-01T08:00:00+02:00", "2027-01-01T06:00:00+00:00"),
     ],
 )
 def test_an_expiry_is_a_time_or_how_long_from_now(text: str, expires: str) -> None:
     assert expires_of(text, datetime(2026, 1, 1, tzinfo=UTC)).isoformat() == expires
 
 
-@pytest.mark.parametrize("text", ["", "d", "soon", "-3d", "1.5h", "2027-13-01"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "d",
+        "soon",
+        "-3d",
+        "1.5h",
+        "2027-13-01",
+        "9999999d",
+        pytest.param("9" * 400 + "h", id="long"),
+        "0001-01-01T00:00:00+12:00",
+    ],
+)
 def test_what_is_no_expiry_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="is not a time, such as"):
         expires_of(text)

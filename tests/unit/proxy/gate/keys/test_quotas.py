@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry
 
-from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
+from thunderagent.errors import KeyHeldLimitError, KeyNeededError, KeyProgramsLimitError
 from thunderagent.programs.model.decisions import Grant, Reason, Reject
 from thunderagent.programs.model.events import (
     Tick,
@@ -17,8 +21,18 @@ from thunderagent.programs.model.events import (
     TurnFinished,
     TurnProgressed,
 )
+from thunderagent.proxy.gate.guard import Guard, GuardSettings
+from thunderagent.proxy.gate.held import NO_LIMITS as NO_HELD_LIMITS
+from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
+from thunderagent.proxy.gate.keys.keyring import digest_of
 from thunderagent.proxy.gate.keys.quotas import Quotas
+from thunderagent.proxy.gate.login import Logins
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.aiohttp_request import keep_target
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
 
 
 class World:
@@ -165,6 +179,47 @@ async def test_other_limits_hold_from_the_next_turn_on() -> None:
     assert [await world.begins(key(turns_per_min=60)) for _ in range(20)] == [True] * 20
     with pytest.raises(KeyProgramsLimitError):
         world.opens(key(programs_count=1), "b")
+
+
+@pytest.mark.parametrize("waits_for", ["tokens", "rate"])
+async def test_a_turn_whose_key_is_revoked_while_it_waits_is_refused(waits_for: str) -> None:
+    """One whose key is still there goes on."""
+    registry, revoked, kept = CollectorRegistry(), key("revoked", tokens_per_min=60_000), key("kept", turns_per_min=60)
+    keyring = Keyring(has_file=True)
+    keyring.set_filed([replace(revoked, digest=digest_of("revoked")), replace(kept, digest=digest_of("kept"))])
+    quotas = Quotas(registry, lambda _: False, lambda _: 100)
+    settings = GuardSettings(rate_limit_per_s=20, rate_limit_burst_count=1)
+    guard = Guard(settings, keyring, registry, Logins(), HeldTurns(NO_HELD_LIMITS, registry), quotas)
+    served: list[str] = []
+
+    async def serve(request: web.Request) -> web.Response:
+        served.append(request.headers["X-ThunderAgent-Key"])
+        return web.Response()
+
+    handle = guard.before(serve, "POST", "/v1/chat/completions")
+
+    def asked(name: str) -> Coroutine[Any, Any, web.StreamResponse]:
+        request = make_mocked_request("POST", "/v1/chat/completions", headers={"X-ThunderAgent-Key": name})
+        keep_target(request, Target.parse("/v1/chat/completions", ""))
+        return handle(request)
+
+    if waits_for == "tokens":
+        check_key(revoked, keyring, for_admin=False)
+        await quotas.wait(revoked)
+        quotas.heard(TurnArrived(0.0, 1, "p"), [])
+        quotas.heard(TurnFinished(0.0, 1, 60_050, 0), [])
+    else:
+        await asyncio.gather(asked("revoked"), asked("kept"))
+        served.clear()
+    waiting = asyncio.create_task(asked("revoked"))
+    going_on = asyncio.create_task(asked("kept"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    keyring.set_filed(key for key in keyring.filed if key.name == "kept")
+    with pytest.raises(KeyNeededError):
+        await waiting
+    await going_on
+    assert served == ["kept"]
 
 
 async def test_a_key_without_limits_is_never_asked() -> None:
