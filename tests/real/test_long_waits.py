@@ -30,6 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HOLD_S = float(os.environ.get("THUNDERAGENT_LONG_HOLD_S", "130"))
 PAUSE_S = 60.0
+OUTPUT_TOKENS = 4000  # some seconds: a busy machine must not be done before it is paused
 CODEX = {
     "session-id": "0199a213-codex",
     "thread-id": "0199a213-codex",
@@ -79,7 +80,13 @@ async def hold_codex(folder: Path) -> str:
 async def pause_as_skyrl(engine: RealEngine, proxy: Server) -> str:
     """Pause in mid-generation as SkyRL does before new weights, and compare every byte with an answer without both."""
     tokens = [100 + (index * 13) % 1500 for index in range(200)]
-    sampling = {"max_tokens": 1200, "min_tokens": 1200, "ignore_eos": True, "temperature": 0, "logprobs": 1}
+    sampling = {
+        "max_tokens": OUTPUT_TOKENS,
+        "min_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logprobs": 1,
+    }
     asked = {"model": MODEL_NAME, "token_ids": tokens, "sampling_params": sampling, "cache_salt": "0"}
     headers = {"X-Session-ID": "task-1_0", "X-Request-Id": "pinned"}
     async with httpx2.AsyncClient(timeout=None) as client:
@@ -107,7 +114,7 @@ async def pause_as_skyrl(engine: RealEngine, proxy: Server) -> str:
         late = asyncio.create_task(client.post(f"{proxy.url}{GENERATE}", json=asked, headers={"X-Session-ID": "late"}))
         await asyncio.sleep(1.0)
         paused_tokens = await generated_tokens()
-        assert before_tokens < paused_tokens < before_tokens + 1200
+        assert before_tokens < paused_tokens < before_tokens + OUTPUT_TOKENS
         await asyncio.sleep(PAUSE_S)
         assert (await generated_tokens(), running.done(), late.done()) == (paused_tokens, False, False)
         program = (await client.get(f"{proxy.url}/programs/task-1_0")).json()

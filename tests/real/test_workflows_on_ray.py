@@ -178,8 +178,8 @@ async def _find_the_others(app: Deployment, nodes: TwoNodes) -> None:
     assert {(await call("worker", "where"))[0] for _ in range(4)} == {alone}
     assert await call("keeper", "hear", "x") == ["x"]
     nodes.add()  # Ray needs the main thread for it
-    await until(lambda: len(places(app, "worker")) == 3)
-    assert set(places(app, "worker").values()) == {alone, nodes.second.node_id}
+    wanted = {alone, nodes.second.node_id}
+    await until(lambda: len(places(app, "worker")) == 3 and set(places(app, "worker").values()) == wanted)
 
 
 async def test_a_process_that_is_killed_is_lost_alone(nodes: TwoNodes) -> None:
