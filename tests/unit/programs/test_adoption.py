@@ -12,6 +12,7 @@ from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.records.kept import ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
+from thunderagent.programs.policies.baselines.ttl import Ttl
 
 
 def records(driver: Driver) -> dict[str, ProgramRecord]:
@@ -118,3 +119,39 @@ def test_who_writes_down_programs_hears_of_each_that_changed() -> None:
     driver.releases("b")
     assert list(book.changed_programs) == ["a", "b"]
     assert book.changed_programs["b"] is None
+
+
+@pytest.mark.parametrize("tool_ended", [True, False])
+def test_an_adopted_program_holds_its_claim_no_longer_than_one_of_this_scheduler(tool_ended: bool) -> None:
+    """That is so if no tool of it runs, too, because that was said to be over, or a turn is in flight."""
+    driver = Driver(Ttl(ttl_s=5.0))
+    driver.takes_turn("a", 100)
+    if tool_ended:
+        driver.tool_ends("a")
+    else:
+        driver.arrives("a", 200)
+    driver.passes(60.0)
+    other = Driver(Ttl(ttl_s=5.0))
+    adopts(other, records(driver))
+    program = other.program("a")
+    assert (program.place.kind, program.tool_runs) == (Kind.ACTING, False)
+    other.ticks(4.9)
+    assert other.home("a") == "r0", "its turn may be reported yet"
+    other.ticks(0.2)
+    assert other.home("a") is None
+
+
+def test_an_adopted_program_goes_where_its_route_leads_and_its_memory_is() -> None:
+    """Its route leads to three replicas, one of which it was on."""
+    replicas: dict[str, int | None] = {"r0": 100_000, "r1": 100_000, "r2": 100_000}
+    driver, other = Driver(replicas=replicas), Driver(replicas=replicas)
+    for each in (driver, other):
+        each.routes("all", "", r0=1, r1=1, r2=1)
+    for name in "abc":
+        driver.takes_turn(name, 100)
+    homes = {name: driver.home(name) for name in "cba"}
+    assert sorted(filter(None, homes.values())) == ["r0", "r1", "r2"]
+    kept = records(driver)
+    adopts(other, {name: kept[name] for name in homes})
+    assert {name: other.home(name) for name in homes} == homes
+    assert {name: other.program(name).routed_to for name in homes} == homes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -14,9 +15,11 @@ from thunderagent.programs.learned.growth import (
     ENOUGH_PROGRAMS_COUNT,
     ENOUGH_TURNS_COUNT,
     FIRST_PREFILL_TOKEN_S,
+    TOKEN_S_EDGES,
     Growth,
     PrefillSpeed,
 )
+from thunderagent.programs.learned.knowledge import Knowledge
 
 BIN = 2**0.5
 PREFILL_BIN = 2**0.25
@@ -164,6 +167,26 @@ def test_prefill_is_learned_in_spite_of_a_queue() -> None:
 TURNS = st.tuples(
     st.none() | st.floats(-1.0, 1e4), st.floats(0.0, 1e4), st.integers(0, 1_000_000), st.integers(0, 100_000)
 )
+
+
+@pytest.mark.parametrize("token_s", [0.0, 1e-310, -1.0, 100.0, inf])
+def test_a_speed_of_prefill_that_cannot_be_learned_is_refused(token_s: float) -> None:
+    """Times are divided by it. A file may hold anything."""
+    learned = Knowledge().export()
+    prices = replace(learned.prices, prefill_token_s=token_s)
+    with pytest.raises(ValueError, match=r"prefill: .* is not from"):
+        Knowledge().adopt(replace(learned, prices=prices))
+
+
+@pytest.mark.parametrize("turns_count", [1, 10_000])
+def test_the_fastest_prefill_that_is_learned_is_adopted(turns_count: int) -> None:
+    """First tokens that come at once are in the lowest bin."""
+    knowledge = Knowledge()
+    for _ in range(turns_count):
+        knowledge.prefill_speed.turn_ended(prefilled(0.0, 3.0, 1000, 200))
+    other = Knowledge()
+    other.adopt(knowledge.export())
+    assert other.prefill_speed.token_s == knowledge.prefill_speed.token_s < TOKEN_S_EDGES[0]
 
 
 @given(st.lists(TURNS, max_size=40))

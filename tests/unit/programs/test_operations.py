@@ -10,6 +10,7 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.learned.capacity import BLOCK_TOKENS
 from thunderagent.programs.model.advice.routes import Route, Scope
 from thunderagent.programs.model.decisions import (
     EndReplica,
@@ -345,6 +346,58 @@ def test_who_is_at_a_tool_moves_at_once() -> None:
     assert driver.migrates("a", "r1") == [Pause("a", "r0", Reason.OPERATOR), Restore("a", "r1", Reason.OPERATOR)]
     assert (driver.demand("r0"), driver.demand("r1")) == (0, 100)
     assert driver.granted_on[driver.arrives("a", 120)] == "r1"
+
+
+@pytest.mark.parametrize("asked_during", ["tool", "turn"])
+def test_what_a_moved_program_has_left_behind_is_no_loss_of_its_new_replica(asked_during: str) -> None:
+    """Nothing of it is there: its next turn is expected to compute its history, and the one after that to find it."""
+    driver = Driver(load_policy("breakeven", {}), replicas={"r0": 100_000, "r1": 100_000})
+    turn_id = driver.arrives("a", 10_000)
+    if asked_during == "turn":
+        driver.migrates("a", "r1")
+    driver.finishes(turn_id, 10_000, cached=0)
+    if asked_during == "tool":
+        driver.migrates("a", "r1")
+    driver.passes(1.0)
+    first = driver.arrives("a", 11_000)
+    correction = driver.scheduler.knowledge.correction("r1")
+    assert (driver.granted_on[first], driver.scheduler.turns[first].kept_tokens) == ("r1", 0)
+    driver.finishes(first, 11_000, cached=0)
+    assert correction._lost_tokens == 0
+    driver.passes(1.0)
+    second = driver.arrives("a", 12_000)
+    assert driver.scheduler.turns[second].kept_tokens == 11_000
+    driver.finishes(second, 12_000, cached=0)
+    assert correction._lost_tokens == 11_000 - BLOCK_TOKENS
+
+
+def test_a_turn_that_fails_on_a_new_replica_leaves_nothing_to_find_there() -> None:
+    """The engine may not have begun it. At home, what an earlier turn left there is still expected."""
+    driver = Driver(load_policy("breakeven", {}), replicas={"r0": 100_000, "r1": 100_000})
+    driver.takes_turn("a", 10_000)
+    driver.fails(driver.arrives("a", 11_000))
+    driver.passes(1.0)
+    again = driver.arrives("a", 11_000)
+    assert driver.scheduler.turns[again].kept_tokens == 10_000
+    driver.finishes(again, 11_000)
+    driver.migrates("a", "r1")
+    driver.is_abandoned(driver.arrives("a", 12_000))
+    driver.passes(1.0)
+    again = driver.arrives("a", 12_000)
+    assert (driver.granted_on[again], driver.scheduler.turns[again].kept_tokens) == ("r1", 0)
+
+
+def test_a_branch_that_had_no_turn_since_its_program_moved_has_nothing_there() -> None:
+    """The turn of another branch brought only its own context."""
+    driver = Driver(load_policy("breakeven", {}), replicas={"r0": 100_000, "r1": 100_000})
+    main = driver.arrives("a", 10_000)
+    side = driver.arrives("a", 8000, branch="side")
+    driver.finishes(side, 8000, tool="make")
+    driver.finishes(main, 10_000, tool="make")
+    driver.migrates("a", "r1")
+    driver.takes_turn("a", 11_000, tool="make")
+    side = driver.arrives("a", 9000, branch="side")
+    assert (driver.granted_on[side], driver.scheduler.turns[side].kept_tokens) == ("r1", 0)
 
 
 def test_who_has_a_turn_in_flight_moves_when_that_ends() -> None:

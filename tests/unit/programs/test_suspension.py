@@ -390,6 +390,31 @@ def test_a_flush_forgets_what_lay_there_and_nothing_else() -> None:
     driver.finishes(running, 50)
 
 
+def test_a_tool_that_begins_after_a_flush_brings_nothing_back() -> None:
+    """A client may say when its tool begins: what counts is when the turn before it ended."""
+    driver = Driver(settings=LIMITS)
+    driver.takes_turn("a", 100)
+    driver.passes(1.0)
+    driver.is_flushed()
+    driver.passes(1.0)
+    driver.tool_starts("a", "make")
+    driver.passes(1.0)
+    again = driver.arrives("a", 120)
+    assert driver.scheduler.turns[again].kept_tokens == 0
+
+
+def test_memory_is_kept_since_the_last_turn_whenever_the_tool_began() -> None:
+    """A loss before a step down of the capacity would count after it otherwise."""
+    driver = Driver(settings=LIMITS)
+    driver.takes_turn("a", 100)
+    ended_s = driver.now_s
+    driver.passes(5.0)
+    driver.tool_starts("a", "make")
+    driver.passes(1.0)
+    again = driver.arrives("a", 120)
+    assert driver.scheduler.turns[again].kept_since_s == ended_s
+
+
 @pytest.mark.parametrize("cause", ["pause", "flush", "nothing"])
 def test_an_unrepresentative_turn_teaches_nothing_but_its_size(cause: str) -> None:
     """Its time and its hits are not the engine's usual ones, and the time after it may be no tool."""

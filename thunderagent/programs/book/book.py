@@ -145,6 +145,8 @@ class Book:
         replica_id, account = replica.replica_id, replica.account
         if gets_one:
             program.replica_id = replica_id
+            for branch in program.branches.values():
+                branch.kept_since_s = -inf
             replica.programs[program.program_id] = program
             self.active_count += 1
             self.prefixes.enter(program, account)

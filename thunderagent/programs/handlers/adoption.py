@@ -5,7 +5,7 @@ Theory of operation
 A record says where a program stands without its turns. Whoever carries the turns reports them, as `TurnAdopted` or by
 sending them again. So a program with turns in flight is adopted as if its tool ran, with its claim; one that waits, as
 a paused one. Adoption makes no decision, because each program stays where it was. Some things are measured anew: how
-long it may stay idle, what it shares with others, its hints.
+long it may stay idle, what it shares with others, its hints. What should be cached of its next turn is not known.
 """
 
 from __future__ import annotations
@@ -95,17 +95,19 @@ class Adoption:
     def _place(self, program: Program, record: ProgramRecord) -> None:
         core, book = self._core, self._core.book
         core.limits.hear_of(program)
+        replica = book.replicas.get(record.replica_id)
+        if replica is not None:
+            program.replica_id = replica.replica_id
         if core.routing.routes:
             core.routing.send(program)
-        replica = book.replicas.get(record.replica_id)
         if record.standing == "announced":
             book.resize(program)
             return
-        if replica is not None:
-            program.replica_id = replica.replica_id
+        held_since_s = book.now_s  # a turn of it may run, which is reported later
         if record.tool_runs:
             core.tool_began(program)
-            program.hold_until_s = program.acting_since_s + core.policy.hold_s(core.view, program)
+            held_since_s = program.acting_since_s
+        program.hold_until_s = held_since_s + core.policy.hold_s(core.view, program)
         may_stay = replica is not None and replica.open_to_programs
         if record.standing == "active" and may_stay and program.routed_to in (None, record.replica_id):
             assert replica is not None, "it is open"

@@ -209,9 +209,10 @@ class Arrivals:
     ) -> None:
         self._core.book.move(program, home.working, resized=resized)
         home.use_memory(program, self._core.leases.begin_flight(program, turn, home))
-        if program.acting_since_s > home.flushed_s:
-            turn.kept_since_s = program.acting_since_s
-            turn.kept_tokens = min(turn.prompt_tokens, program.branches[turn.branch_id].prompt_tokens)
+        branch = program.branches[turn.branch_id]
+        if branch.kept_since_s > home.flushed_s:
+            turn.kept_since_s = branch.kept_since_s
+            turn.kept_tokens = min(turn.prompt_tokens, branch.prompt_tokens)
         self._core.leases.grant(program, turn, reason)
 
     def _give_up_home(self, program: Program, turn: Turn, reason: Reason) -> None:

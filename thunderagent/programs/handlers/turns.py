@@ -101,6 +101,8 @@ class Turns:
         if branch is not None:
             branch.learn(prompt_tokens, output_tokens)
             branch.turn_finished(event.tool)
+            if turn.account_id is not None:  # its replica was not lost meanwhile
+                branch.kept_since_s = book.now_s
         program.prompt_tokens_total += prompt_tokens
         program.output_tokens_total += output_tokens
         program.cached_tokens_total += event.cached_tokens or 0

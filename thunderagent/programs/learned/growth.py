@@ -21,6 +21,9 @@ FIRST_PREFILL_TOKEN_S: Final = 5e-5
 TOKEN_S_EDGES: Final = geometric_edges(1e-7, 2**0.25, 110)
 """A tenth of a microsecond to 20 seconds."""
 
+LEAST_TOKEN_S: Final = TOKEN_S_EDGES[0] / 8
+"""A shorter time was never learned: if all times are in the first bin, their lowest quarter ends at a quarter of it."""
+
 MANY_TOKENS: Final = 512
 """This many prompt tokens take much longer than the overhead of an iteration."""
 
@@ -187,7 +190,8 @@ class PrefillSpeed:
 
     def adopt(self, record: PriceRecord) -> None:
         """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
-        check_range("prefill", record.prefill_token_s or 0.0, (0.0, TOKEN_S_EDGES[-1]))
+        if record.prefill_token_s is not None:
+            check_range("prefill", record.prefill_token_s, (LEAST_TOKEN_S, TOKEN_S_EDGES[-1]))
         self._prefill_s.adopt(record.prefill)
         self._decode_s.adopt(record.prefill_decode)
         self.learned_token_s = record.prefill_token_s

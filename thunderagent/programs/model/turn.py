@@ -114,9 +114,9 @@ class Turn:
         self.resident_tokens = 0
         """Prompt tokens that were expected in the replica's memory at the grant."""
         self.kept_tokens = 0
-        """The same if its program had kept its claim since its last turn; 0 otherwise."""
+        """The same if its program had kept its claim since its branch's last turn; 0 otherwise."""
         self.kept_since_s = 0.0
-        """When that last turn ended."""
+        """When that last turn finished."""
 
     def first_token_s(self, now_s: float) -> float | None:
         """Return the time from its grant to its first token; None if that was not seen apart from its end, now."""
@@ -183,6 +183,7 @@ class Branch:
 
     __slots__ = (
         "context_tokens",
+        "kept_since_s",
         "last_turn_id",
         "parent_id",
         "parent_turns_count",
@@ -199,6 +200,8 @@ class Branch:
         """Exact from the last usage: prompt and output of its last turn."""
         self.prompt_tokens = 0
         """The last turn's prompt in that: an engine has it for certain, while answers may come back edited."""
+        self.kept_since_s = -inf
+        """When its last turn finished under the claim that its program has now; minus infinite if none did."""
         self.prefix: Chain = ()
         """Where its prompt may part from others."""
         self.tokens_per_byte_ratio: float | None = None

@@ -63,11 +63,11 @@ class LettingIn:
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
-        return view.tool_hold_s(program.tool, self.hold_ratio * view.break_even_s(program.replica_id))
+        return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
 
     def hold_threshold_s(self, view: View, program: ProgramView) -> float:
-        """Return the break-even time, times `hold_ratio`."""
-        return self.hold_ratio * view.break_even_s(program.replica_id)
+        """Return the break-even time, times `hold_ratio`; the former may be 0, the latter infinite."""
+        return inf if self.hold_ratio == inf else self.hold_ratio * view.break_even_s(program.replica_id)
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the youngest first, and the last of a group last."""
@@ -204,7 +204,8 @@ class LettingIn:
         return self._roomiest(view, head, view.replicas, None, self._foresees(view, head))
 
     def _has_waited_long(self, view: View, program: ProgramView) -> bool:
-        return view.now_s - program.waiting_since_s > self.wait_ratio * view.median_residence_s
+        wait_s = self.wait_ratio * view.median_residence_s if self.wait_ratio else 0.0  # the median may be infinite
+        return view.now_s - program.waiting_since_s > wait_s
 
     # --- placing ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from tests.builders import Driver, grew, of_kind, restored_on
@@ -342,6 +344,15 @@ def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
     driver.arrives("first", 900)
     driver.passes(1e5)
     assert not driver.held(driver.arrives("small", 100))
+
+
+def test_without_patience_nobody_passes_the_first_before_any_program_ended() -> None:
+    """With `wait_ratio=0` a replica is reserved at once, though the median is not known yet."""
+    driver = driver_with(wait_ratio=0.0, order=Fcfs())
+    opens(driver, a=700)
+    driver.arrives("first", 900)
+    driver.passes(1.0)
+    assert driver.held(driver.arrives("small", 100))
 
 
 # --- Room to grow
@@ -720,6 +731,13 @@ def test_a_replica_whose_capacity_is_not_known_has_room_for_everyone() -> None:
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(50)]
     assert not any(driver.held(turn) for turn in turns)
     assert driver.ticks(1.0) == []
+
+
+def test_who_is_to_be_held_through_every_tool_is_held_where_no_capacity_is_known() -> None:
+    """The break-even time is 0 there, and holding costs nothing."""
+    driver = Driver(BreakEven(hold_ratio=inf), replicas={"r0": None}, settings=LONG)
+    driver.takes_turn("a", 100)
+    assert driver.program("a").hold_until_s == inf
 
 
 def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:

@@ -192,6 +192,35 @@ def test_reassign_starts_a_replica_when_all_are_full_and_ends_one_to_spare() -> 
     assert seen == [EndReplica("r1", Reason.SPARE), EndReplica("r0", Reason.SPARE)], "r1 stayed, so the other is asked"
 
 
+def test_reassign_ends_a_spare_replica_whichever_it_is() -> None:
+    """Each is the emptiest for a second only: r1, r0, and r1 again; that one is to spare goes on."""
+    driver = driven("reassign", QUICK, r0=1000, r1=1000)
+    driver.takes_turn("a", 10)
+    driver.takes_turn("b", 20)
+    assert [driver.home("a"), driver.home("b")] == ["r0", "r1"]
+    decisions = []
+    for second in range(3):
+        decisions += driver.ticks(1.0)
+        driver.takes_turn("a", 25 if second % 2 == 0 else 15)
+    assert decisions == [EndReplica("r1", Reason.SPARE)]
+
+
+def test_reassign_gives_the_replica_that_is_to_spare_then() -> None:
+    """Of those with a route to give from, another one is the emptiest each second."""
+    driver = driven("reassign", QUICK, r0=1000, r1=1000, r2=1000)
+    driver.routes("tenant", "rich", r0=1, r1=1)
+    driver.routes("tenant", "poor", r2=1)
+    for name, tokens in (("a", 10), ("b", 20)):
+        driver.takes_turn(name, tokens, tenant="rich")
+    for name in ("x", "p0", "p1"):
+        driver.arrives(name, 900, tenant="poor")
+    decisions = []
+    for second in range(3):
+        decisions += driver.ticks(1.0)
+        driver.takes_turn("a", 25 if second % 2 == 0 else 15, tenant="rich")
+    assert [dict(d.targets) for d in decisions if isinstance(d, SetRoute)] == [{"r1": 1}, {"r2": 1, "r0": 1}]
+
+
 def test_reassign_asks_for_nothing_where_nobody_starts_or_ends_replicas() -> None:
     """Nothing is decided, and no pause begins: routes change as soon as that is needed."""
     driver = driven("reassign", QUICK, provisions=False, r0=1000, r1=1000, r2=1000)

@@ -336,6 +336,18 @@ def test_of_those_that_waited_too_long_the_one_goes_first_that_waits_for_longest
     assert driver.held(small)
 
 
+def test_without_patience_waits_are_in_order_before_any_program_ended() -> None:
+    """With `bound_ratio=0` each is overdue at once, though the median is not known yet."""
+    driver = one_at_a_time(bound_ratio=0.0)
+    holder = driver.arrives("holder", 10)
+    driver.arrives("large", 50_000)
+    driver.passes(1.0)
+    driver.arrives("small", 500)
+    driver.passes(1.0)
+    driver.finishes(holder, 10)
+    assert [program.program_id for program in driver.scheduler.view.waiting()] == ["large", "small"]
+
+
 def test_of_two_alike_the_one_goes_first_that_began() -> None:
     """It counts half, so it precedes a new one that is a little smaller, but not one that is much smaller."""
     for new_tokens, began_goes_first in ((900, True), (100, False)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from tests.builders import Driver, of_kind
@@ -136,6 +138,13 @@ def test_without_a_capacity_memory_holds_nobody() -> None:
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(31)]
     driver.ticks(0.2)
     assert [driver.held(turn) for turn in turns].count(True) == 1
+
+
+def test_memory_of_no_known_size_is_kept_through_every_tool_if_that_is_wanted() -> None:
+    """The break-even time is 0 there."""
+    driver = driver_with(None, warm_ratio=inf)
+    driver.takes_turn("a", 100)
+    assert driver.program("a").hold_until_s == inf
 
 
 def test_the_window_is_told() -> None:

@@ -35,6 +35,11 @@ class Change(NamedTuple):
     giver: tuple[str, str] = ("", "")
     taker: tuple[str, str] = ("", "")
 
+    @property
+    def need(self) -> tuple[bool, tuple[str, str], tuple[str, str]]:
+        """Return what it is for, whichever replica it would be."""
+        return bool(self.replica_id), self.giver, self.taker
+
 
 @dataclass(slots=True)
 class Reassign:
@@ -51,7 +56,7 @@ class Reassign:
     period_s: float = 1.0
     """Seconds between two looks."""
     name: ClassVar[str] = "reassign"
-    _called_for: Change | None = field(init=False, default=None, repr=False)
+    _need: tuple[bool, tuple[str, str], tuple[str, str]] | None = field(init=False, default=None, repr=False)
     _since_s: float = field(init=False, default=0.0, repr=False)
     _rests_until_s: float = field(init=False, default=-inf, repr=False)
     _ended_ids: dict[str, None] = field(init=False, default_factory=dict, repr=False)
@@ -70,12 +75,13 @@ class Reassign:
             return
         routes = {(route.scope, route.name): route for route in view.routes() if route.scope != "program"}
         change = self._between(view, routes) or self._of_all(view)
-        if change != self._called_for:
-            self._called_for, self._since_s = change, view.now_s
+        need = None if change is None else change.need
+        if need != self._need:
+            self._need, self._since_s = need, view.now_s
         if change is not None and view.now_s - self._since_s >= self.patience_s:
             if self._carry_out(view, change, routes):
                 self._rests_until_s = view.now_s + self.rest_s
-            self._called_for = None
+            self._need = None
 
     def _between(self, view: View, routes: dict[tuple[str, str], RouteView]) -> Change | None:
         """Return the move of a spare replica from its route to the shortest one."""

@@ -257,7 +257,9 @@ class Areas:
         due = self._due
         if not due:
             return
-        before_s = view.now_s - self._bound_ratio * view.median_residence_s
+        before_s = view.now_s
+        if self._bound_ratio:  # the median may be infinite
+            before_s -= self._bound_ratio * view.median_residence_s
         while due and due[0][0] < before_s:
             _, program_id, since_s = heappop(due)
             wait = self._waits.get(program_id)
