@@ -245,5 +245,11 @@ def cost_parts(result: RunResult) -> dict[str, float]:
 
 
 def thinned(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Return every second, third, ... sample: at most `KEPT_SAMPLES_COUNT`, evenly spaced."""
-    return samples[:: max(1, math.ceil(len(samples) / KEPT_SAMPLES_COUNT))]
+    """Return every second, fourth, eighth, ... sample: at most `KEPT_SAMPLES_COUNT`, evenly spaced.
+
+    So of two runs the shorter one keeps all the times that the longer one keeps, as far as it lasts.
+    """
+    step_count = 1
+    while len(samples) > step_count * KEPT_SAMPLES_COUNT:
+        step_count *= 2
+    return samples[::step_count]

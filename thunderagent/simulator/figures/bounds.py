@@ -294,11 +294,11 @@ def bounds(
 def makespan_bound_s(limits: Bounds, turns_count: int, programs_alone_s: Sequence[float]) -> float:
     """Return the least time of a batch: the module docstring explains it.
 
-    `limits` are those of all its turns, of which there are `turns_count`; `programs_alone_s` is each program's time
-    alone, including its tools.
+    `limits` are those of all its turns, of which there are `turns_count`; `programs_alone_s` is the time alone of each
+    program that ended, including its tools: there may be none.
     """
     turns_s = turns_count / min(limits.hold_or_drop_per_s, limits.tools_per_s)
-    return max(turns_s, *programs_alone_s)
+    return max([turns_s, *programs_alone_s])
 
 
 @dataclass(frozen=True, slots=True)

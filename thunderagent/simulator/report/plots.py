@@ -10,12 +10,13 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS
-from thunderagent.simulator.comparison.results import COSTS, ComparisonResult, Row, Run
+from thunderagent.simulator.comparison.results import COSTS, ComparisonResult, Row, Run, thinned
 from thunderagent.simulator.figures.intervals import Interval
 
 try:
@@ -246,11 +247,14 @@ class _Drawing:
     def _imbalance(self, axes: Axes) -> None:
         """Draw the largest minus the smallest demand over time: means over the seeds that last that long."""
         for contestant, runs in self._runs.items():
-            points = list(zip(*(run.result.samples for run in runs), strict=False))
-            points = points[:: max(1, len(points) // 60)]
-            minutes = [point[0].now_s / 60 for point in points]
-            percents = [fmean(sample.imbalance_ratio * 100 for sample in point) for point in points]
-            axes.plot(minutes, percents, **self._look(contestant) | {"marker": ""})
+            kept = [thinned(run.result.samples) for run in runs]
+            longest = max(kept, key=lambda samples: samples[-1].now_s)
+            percents: dict[float, list[float]] = {sample.now_s: [] for sample in longest}
+            for sample in chain.from_iterable(kept):
+                if sample.now_s in percents:
+                    percents[sample.now_s].append(sample.imbalance_ratio * 100)
+            minutes, means = [now_s / 60 for now_s in percents], [fmean(each) for each in percents.values()]
+            axes.plot(minutes, means, **self._look(contestant) | {"marker": ""})
         axes.set_ylim(bottom=0)
         axes.set_xlabel("minutes")
         axes.set_ylabel("largest less smallest demand\n(% of a replica's capacity)")

@@ -283,11 +283,12 @@ class _Maker:
     def __init__(self, limits: Limits) -> None:
         self._context_limit_tokens = math.inf if limits.context_tokens is None else limits.context_tokens
         self._away_limit_s = math.inf if limits.away_s is None else limits.away_s
-        self._programs: list[ProgramPlan] = []
+        self._programs: dict[str, ProgramPlan] = {}
+        self._again_counts: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
 
     def trace(self) -> Trace:
-        return Trace(tuple(self._programs), **self._counts)
+        return Trace(tuple(self._programs.values()), **self._counts)
 
     def add(
         self,
@@ -300,7 +301,8 @@ class _Maker:
     ) -> None:
         """Add one program; after each reset of its context another one, `ID+1` and so on.
 
-        A later part arrives when the absences before it are over; what the turns took is not known here.
+        If an id is there again, that is another program, `ID#2`, as in a recording (`record.py`). A later part arrives
+        when the absences before it are over; what the turns took is not known here.
         """
         away_s = 0.0
         for part, part_calls in enumerate(_between_resets(calls)):
@@ -311,15 +313,22 @@ class _Maker:
             self._counts["dropped_programs_count"] += not turns
             self._counts["reset_count"] += part > 0
             if turns:
-                plan = ProgramPlan(
-                    program_id=f"{program_id}+{part}" if part else program_id,
+                part_id = self._unused_id(f"{program_id}+{part}" if part else program_id)
+                self._programs[part_id] = ProgramPlan(
+                    program_id=part_id,
                     turns=turns,
                     shared_prefix_id=shared_id if prefix_tokens else "",
                     shared_prefix_tokens=prefix_tokens,
                     arrival_s=None if arrival_s is None else arrival_s + away_s,
                 )
-                self._programs.append(plan)
             away_s += sum(call.away_s for call in part_calls)
+
+    def _unused_id(self, program_id: str) -> str:
+        unused_id = program_id
+        while unused_id in self._programs:
+            self._again_counts[program_id] += 1
+            unused_id = f"{program_id}#{self._again_counts[program_id] + 1}"
+        return unused_id
 
     def _turns_of(self, calls: Sequence[_Call], prefix_tokens: int) -> tuple[TurnPlan, ...]:
         turns = []

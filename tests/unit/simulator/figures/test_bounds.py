@@ -239,6 +239,7 @@ def test_a_batch_is_bounded_by_its_turns_its_tools_and_its_longest_program() -> 
     assert makespan_bound_s(turns_bound, 100, [3.0, 15.0]) == 20.0
     assert makespan_bound_s(tools_bound, 100, [30.0]) == 50.0
     assert makespan_bound_s(turns_bound, 100, [60.0]) == 60.0
+    assert makespan_bound_s(turns_bound, 100, []) == 20.0, "all programs may have failed before their ends"
 
 
 @pytest.mark.parametrize("policy", [Passthrough(), Cap(n=6)], ids=["passthrough", "cap"])

@@ -17,7 +17,13 @@ import pytest
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator.comparison.comparison import compare
-from thunderagent.simulator.comparison.results import KEPT_SAMPLES_COUNT, ComparisonPlan, ComparisonResult, thinned
+from thunderagent.simulator.comparison.results import (
+    KEPT_SAMPLES_COUNT,
+    ComparisonPlan,
+    ComparisonResult,
+    Run,
+    thinned,
+)
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.report import plots
@@ -130,10 +136,16 @@ def test_json_has_every_run_but_few_samples(result: ComparisonResult) -> None:
 
 
 def test_samples_are_thinned_evenly(result: ComparisonResult) -> None:
+    """Whatever a longer run keeps of a time is kept of it in a shorter one."""
     samples = result.runs[0].result.samples
     kept = thinned(samples)
     assert (kept[0], kept[1]) == (samples[0], samples[2])
     assert thinned(samples[:50]) == samples[:50]
+    many = [replace(samples[0], now_s=float(number)) for number in range(1000)]
+    for count in range(1, 1000):
+        kept = thinned(many[:count])
+        assert min(count, KEPT_SAMPLES_COUNT // 2) <= len(kept) <= KEPT_SAMPLES_COUNT
+        assert {sample for sample in thinned(many) if sample.now_s < count} <= set(kept)
 
 
 def test_the_same_comparison_writes_the_same_bytes(result: ComparisonResult) -> None:
@@ -360,6 +372,24 @@ def test_memory_is_drawn_of_a_seed_that_has_it(result: ComparisonResult) -> None
         samples = tuple(replace(sample, replicas=()) for sample in run.result.samples)
         bare.append(replace(run, result=replace(run.result, samples=samples)))
     assert "Memory" not in draw(replace(result, runs=tuple(bare)))
+
+
+def test_imbalance_is_a_mean_over_runs_at_the_same_time(result: ComparisonResult) -> None:
+    """The first seed has all of its samples, and the second one few; with one policy that one ends earlier."""
+
+    def ramp(run: Run) -> Run:
+        ends_s = 40.0 if (run.contestant, run.seed) == ("passthrough", 1) else 66.0
+        samples = [replace(each, imbalance_ratio=each.now_s) for each in run.result.samples if each.now_s <= ends_s]
+        return replace(run, result=replace(run.result, samples=tuple(thinned(samples) if run.seed else samples)))
+
+    runs = [ramp(run) for run in result.runs]
+    figure = plots._Drawing(replace(result, runs=tuple(runs))).figure()
+    (axes,) = [each for each in figure.axes if each.get_title().startswith("Imbalance")]
+    assert len(axes.lines) == len(PLAN.contestants)
+    for line in axes.lines:
+        assert len(line.get_xdata()) > 30
+        for minute, percent in zip(line.get_xdata(), line.get_ydata(), strict=True):
+            assert percent == pytest.approx(100 * 60 * minute)
 
 
 def test_one_replica_on_which_nothing_ends_can_be_drawn() -> None:

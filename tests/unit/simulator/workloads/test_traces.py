@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from thunderagent.errors import TraceError
+from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.runs.run import simulate
+from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.workloads.formats import FORMATS, load_mooncake, load_recorded, load_weka
 from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
 from thunderagent.simulator.workloads.traces import Limits, Trace, TraceWorkload
@@ -65,6 +70,25 @@ def test_a_context_that_was_compacted_begins_a_new_program(tmp_path: Path) -> No
     trace = load_recorded(jsonl(tmp_path / "day.jsonl", row))
     assert [(program.program_id, program.arrival_s) for program in trace.programs] == [("a", 5.0), ("a+1", 7.0)]
     assert trace.reset_count == 1
+
+
+def test_an_id_that_is_there_again_is_another_program(tmp_path: Path) -> None:
+    """Two recordings in one file may have the same ids, and names that were made of them."""
+    compacted = [7, 500, 10, 448, 1.0, None, "x"]
+    rows = [{"id": name, "turns": turns} for name in ("a", "a#2") for turns in ([FIRST, compacted], [FIRST])]
+    trace = load_recorded(jsonl(tmp_path / "day.jsonl", *rows, rows[0]))
+    assert [program.program_id for program in trace.programs] == [
+        "a",
+        "a+1",
+        "a#2",
+        "a#2#2",
+        "a#2+1",
+        "a#2#3",
+        "a#3",
+        "a+1#2",
+    ]
+    scenario = Scenario(EngineConfig(kv_tokens=16_000, timing=profile("demo")), programs_count=8, horizon_s=1000)
+    assert simulate(scenario, TraceWorkload("day", trace), Passthrough()).program_count >= 8
 
 
 def test_contexts_over_the_limit_are_dropped_and_counted(tmp_path: Path) -> None:
