@@ -178,4 +178,5 @@ def json_line(logger: object, method: str, event: structlog.typing.EventDict) ->
     try:
         return msgspec.json.encode(event)
     except UnicodeEncodeError:  # a stranger's text with half a surrogate pair
-        return json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace")
+        readable = json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace")
+        return msgspec.json.encode(json.loads(readable))  # it may have `NaN`, which is no JSON

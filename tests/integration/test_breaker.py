@@ -187,6 +187,22 @@ async def test_a_replica_that_fails_turn_after_turn_gets_none_for_a_while() -> N
         assert len(broken.calls) == failures_count
 
 
+async def test_a_tripped_replica_is_asked_for_its_models_only_if_it_is_the_only_one() -> None:
+    """It may hang; another one of its pool has them, too."""
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 60.0}) as (broken, healthy, proxy):
+        await trip(proxy, broken)
+        failures_count = len(broken.calls)
+        broken.behaviour, healthy.behaviour = (answers({"data": [{"id": name}]}) for name in ("late", "well"))
+
+        async def names() -> list[str]:
+            return [model["id"] for model in (await get(proxy.url, "/v1/models")).json()["data"]]
+
+        assert await names() == ["well"]
+        assert len(broken.calls) == failures_count
+        await post(proxy.url, f"/replicas/{healthy.replica_id}/drain", {})
+        assert await names() == ["late", "well"]
+
+
 async def test_a_replica_whose_while_is_over_gets_one_turn() -> None:
     """After that turn is answered, it gets all of its share again."""
     async with two_replicas(**BREAKS) as (broken, _, proxy):

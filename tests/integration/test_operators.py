@@ -82,7 +82,10 @@ async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica,
         assert (await post(proxy.url, "/keys", {"name": "x"}, bearer(key))).status == 403
         for wrong in ({"name": "a b"}, {"name": "x", "expires": "9999-12-31T23:59:59-12:00"}):
             assert (await admin(proxy.url, "POST", "/keys", wrong)).status == 400
-        assert (await admin(proxy.url, "GET", "/keys")).status == 200
+        never = {"name": "never", "expires": "9999-12-31T23:59:59.999999Z"}
+        assert (await admin(proxy.url, "POST", "/keys", never)).status == 200
+        listed = {each["name"]: each for each in (await admin(proxy.url, "GET", "/keys")).json()["keys"]}
+        assert listed["never"]["expires"] == "9999-12-31T23:59:59Z"
         assert json.loads(keys_file.read_text())["keys"][0]["name"] == "acme/ci"
         assert (await admin(proxy.url, "DELETE", "/keys/acme/ci")).json() == {"name": "acme/ci", "revoked": True}
         assert (await turn_with(proxy.url, key)).status == 401

@@ -177,19 +177,25 @@ def test_status_of_a_proxy_that_is_not_there_ends_with_1(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
+    ("text", "why"),
+    [("<html>", "is no JSON"), ("{}", "is not a proxy's"), ("[]", "is not a proxy's"), ("null", "is not a proxy's")],
+)
+@pytest.mark.parametrize(
     ("command", "says"), [("status", "no proxy"), ("top", "no proxy"), ("handover", "no scheduler")]
 )
-async def test_a_server_of_another_kind_is_told_of(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It answers everything with a page."""
+async def test_a_server_of_another_kind_is_told_of(
+    command: str, says: str, text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers everything with a page, or with JSON of its own."""
 
     async def page(_: web.Request) -> web.Response:
-        return web.Response(text="<html>", content_type="text/html")
+        return web.Response(text=text, content_type="text/html")
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", page)
     async with on_loopback(app) as url:
         assert await asyncio.to_thread(exit_status, command, "--url", url) == 1
-    assert capsys.readouterr().err.startswith(f"thunderagent: error: {says} answers at {url}: what it sends is no JSON")
+    assert capsys.readouterr().err.startswith(f"thunderagent: error: {says} answers at {url}: what it sends {why}")
 
 
 def test_options_for_another_process_are_read_there_as_here() -> None:

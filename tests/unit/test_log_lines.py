@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
 from io import BytesIO
 
+import msgspec
 import pytest
 
 from thunderagent.log_lines import LineLogger, json_line
@@ -123,6 +125,8 @@ def test_a_line_is_json_with_its_level_and_time() -> None:
 
 def test_text_of_a_stranger_that_is_no_unicode_is_logged_all_the_same() -> None:
     """Half of a surrogate pair has no encoding; a judge, for one, may write it."""
-    said = json.loads(json_line(None, "debug", {"event": "judged", "reasoning": "so \ud83d", "turn_count": 5}))
+    line = json_line(None, "debug", {"event": "judged", "reasoning": "so \ud83d", "turn_count": 5, "ratio": math.nan})
+    said = msgspec.json.decode(line)
     assert (said["event"], said["reasoning"], said["turn_count"], said["level"]) == ("judged", "so ?", 5, "debug")
+    assert said["ratio"] is None
     assert said["timestamp"].endswith("Z")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx2
 
-from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S, json_of, trusted
+from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S, json_of, of_a_proxy, trusted
 
 DESCRIPTION = (
     "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             if answer.status_code != httpx2.codes.OK:
                 print(f"thunderagent: error: {args.url} answers {answer.status_code}: {answer.text}", file=sys.stderr)
                 return 1
-            before = int(json_of(answer)["gave_up_epoch"])
+            before = _number(answer, "gave_up_epoch")
             while time.monotonic() - begun_s < LIMIT_S:
                 if (epoch := _epoch(client)) > before:
                     print(f"epoch {epoch} began, {time.monotonic() - begun_s:.2f} s after it was asked for")
@@ -62,4 +62,10 @@ def _epoch(client: httpx2.Client) -> int:
         answer = client.get("/internal/leader")
     except httpx2.TransportError:
         return 0
-    return int(json_of(answer)["epoch"]) if answer.status_code == httpx2.codes.OK else 0
+    return _number(answer, "epoch") if answer.status_code == httpx2.codes.OK else 0
+
+
+@of_a_proxy()
+def _number(answer: httpx2.Response, name: str) -> int:
+    """Return a number of an answer. Raises `httpx2.DecodingError`."""
+    return int(json_of(answer)[name])

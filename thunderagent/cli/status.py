@@ -7,7 +7,8 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def watch_top(
 def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are plain text
-    verify = trusted(ca_file)
+    verify, picture = trusted(ca_file), of_a_proxy()(picture)
     try:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
@@ -231,6 +232,15 @@ def json_of(response: httpx2.Response) -> Any:
         return response.json()
     except (ValueError, RecursionError) as error:
         raise httpx2.DecodingError("what it sends is no JSON") from error
+
+
+@contextmanager
+def of_a_proxy() -> Iterator[None]:
+    """Raise `httpx2.DecodingError` if JSON that is read in the block, or the function, is not what a proxy sends."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise httpx2.DecodingError("what it sends is not a proxy's") from error
 
 
 def _get(client: httpx2.Client, path: str) -> Any:

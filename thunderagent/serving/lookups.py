@@ -104,8 +104,13 @@ class Loop(uvloop.Loop):
             options["server_hostname"] = options.get("server_hostname") or host
         for *_, address in others:
             with contextlib.suppress(OSError):
-                return await super().create_connection(protocol_factory, *address[:2], **options)
-        return await super().create_connection(protocol_factory, *last[-1][:2], **options)
+                return await super().create_connection(protocol_factory, *_host_and_port(address), **options)
+        return await super().create_connection(protocol_factory, *_host_and_port(last[-1]), **options)
+
+
+def _host_and_port(address: tuple[Any, ...]) -> tuple[str, int]:
+    host, port, *more = address
+    return (f"{host}%{more[1]}" if more and more[1] else host), port  # a link-local address needs its scope
 
 
 def _is_address(host: str) -> bool:

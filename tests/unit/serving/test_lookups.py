@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 from thunderagent.proxy.wire.failures import UnreachedError
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.pool import Pool
-from thunderagent.serving.lookups import Lookups, Loop
+from thunderagent.serving.lookups import Lookups, Loop, _host_and_port
 
 KEY = ("name", 80, 0, 0, 0, 0)
 FOUND = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 80))]
@@ -140,6 +140,19 @@ def test_the_connections_to_an_engine_use_them() -> None:
 
     uvloop.run(ask(), loop_factory=lambda: Loop(Lookups(lookup)))
     assert asked == ["engine.invalid", "engine.invalid"]
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        (("10.0.0.1", 80), "10.0.0.1"),
+        (("fd00::1", 80, 0, 0), "fd00::1"),
+        (("fe80::1", 80, 0, 3), "fe80::1%3"),
+    ],
+)
+def test_an_address_keeps_its_scope(address: tuple[Any, ...], host: str) -> None:
+    """Without it nothing can connect to a link-local one."""
+    assert _host_and_port(address) == (host, 80)
 
 
 def test_a_certificate_is_checked_for_the_name_that_was_looked_up() -> None:

@@ -12,8 +12,9 @@ While it is open the scheduler treats the replica as tripped: it grants nothing 
 is half-open the scheduler may grant again; the first forwarded turn is the probe, and other turns granted there wait
 for its first byte. If that does not come they are tried elsewhere, without having been sent.
 
-The last usable replica of a pool is never taken away: failing there is no worse than being held. A replica that goes
-down starts over: whatever comes up in its place has not failed yet.
+The last usable replica of a pool is never taken away: failing there is no worse than being held. One that is suspended
+is usable: turns wait for it, and do not fail. A replica that goes down starts over: whatever comes up in its place has
+not failed yet.
 """
 
 # compiled: each turn passes here
@@ -189,12 +190,11 @@ class Breakers:
         self._runtime.replica_tripped(replica_id, tripped=True)
 
     def _has_other(self, replica_id: str) -> bool:
-        """Return whether another replica of the same pool is granted turns."""
+        """Return whether another replica of the same pool is open, now or when grants go on."""
         states = self._runtime.replicas.states
         own = states.get(replica_id)
         return own is not None and any(
-            state.is_open and not state.suspended_for and state.pool == own.pool and state is not own
-            for state in states.values()
+            state.is_open and state.pool == own.pool and state is not own for state in states.values()
         )
 
     def _half_open(self, replica_id: str, breaker: _Breaker) -> None:

@@ -120,7 +120,9 @@ class Judge:
         if not programs:
             return
         turn_count = sum(program.turn_count for program in programs)
-        if turn_count - self._seen_turn_counts.get(program_id, 0) < self._settings.every_turns_count:
+        seen = min(self._seen_turn_counts.get(program_id, 0), turn_count)  # less if an incarnation is gone
+        self._seen_turn_counts[program_id] = seen
+        if turn_count - seen < self._settings.every_turns_count:
             return
         self._seen_turn_counts[program_id] = turn_count
         if len(body) > MAX_BODY_BYTES:

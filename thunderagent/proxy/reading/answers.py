@@ -222,6 +222,8 @@ class StreamUsage:
     def _read_events(self, whole: bytes) -> bytes:
         """Read whole events, and return those that the client gets now."""
         self.events_count += whole.count(b"\ndata:") + whole.startswith(b"data:")  # a text may hold the word
+        if b"\r" in whole:
+            self.events_count += whole.count(b"\rdata:")
         self.last_events = whole
         self._reader.read(whole)
         if self._listener is not None:

@@ -12,6 +12,7 @@ from multidict import CIMultiDict
 
 from thunderagent.errors import NoReplicaError, ReplicaError
 from thunderagent.leases import ReplicaMap
+from thunderagent.proxy.fleet.breaker import BreakerState
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.sse import UNREADABLE
@@ -28,7 +29,7 @@ class _Answer(NamedTuple):
 
 
 class Models:
-    """Ask every replica that is up for its models, LoRA names too."""
+    """Ask replicas that are up for their models, LoRA names too: all but tripped ones that others stand in for."""
 
     def __init__(
         self, replica_map: ReplicaMap, client: ReplicaClient, replicas: Replicas, aliases: Mapping[str, str]
@@ -46,8 +47,7 @@ class Models:
         """
         headers = forwarded_request_headers(request.headers)
         headers.popall("Accept-Encoding", None)  # the answers are read here
-        replica_ids = [state.replica_id for state in self._map.states.values() if state.is_up]
-        answers = await asyncio.gather(*(self._ask(replica_id, headers) for replica_id in replica_ids))
+        answers = await asyncio.gather(*(self._ask(replica_id, headers) for replica_id in self._replica_ids()))
         models: dict[str, Any] = {}
         for answer in answers:
             for model in answer.models if answer is not None else ():
@@ -62,6 +62,14 @@ class Models:
         if refusals and len({answer.status if answer is not None else 0 for answer in answers}) == 1:
             return web.Response(status=refusals[0].status, headers=refusals[0].headers, body=refusals[0].body)
         raise NoReplicaError("no replica that is up lists its models")
+
+    def _replica_ids(self) -> list[str]:
+        """Return who is asked. A tripped replica may hang; it is asked if no other one of its pool is open."""
+        state_of = self._replicas.breakers.state_of
+        up = [state for state in self._map.states.values() if state.is_up]
+        tripped_ids = {each.replica_id for each in up if state_of(each.replica_id) is BreakerState.OPEN}
+        pools = {each.pool for each in up if each.is_open and each.replica_id not in tripped_ids}
+        return [each.replica_id for each in up if each.replica_id not in tripped_ids or each.pool not in pools]
 
     async def _ask(self, replica_id: str, headers: CIMultiDict[str]) -> _Answer | None:
         """Return a replica's answer; None if it does not answer."""

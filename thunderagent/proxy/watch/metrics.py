@@ -80,7 +80,9 @@ class StateCollector:
         self._runtime = runtime
         self._replicas = replicas
         self._others_token_s = 0.0
-        """Service of the other tenants, which falls when one of them gets a series of its own: a counter may not."""
+        """Service that tenants had while they had no series of their own. As a counter it only grows."""
+        self._seen_token_s: dict[str, float] = {}
+        """Service of each tenant at the last scrape."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family. Costs O(programs)."""
@@ -255,14 +257,16 @@ class StateCollector:
             labels=["tenant"],
         )
         waiting = GaugeMetricFamily("thunderagent_tenant_waiting", "Programs of a tenant that wait.", labels=["tenant"])
+        seen_token_s = self._seen_token_s
+        self._seen_token_s = {name: token_s for name, (token_s, _) in sums.items()}
         may_be_named = [name for name in sums if name != OTHER_TENANTS]  # a client may call its tenant so
         for name in sorted(may_be_named, key=lambda name: -sums[name][0])[:NAMED_TENANTS_COUNT]:
             service_token_s, waiting_count = sums.pop(name)
             service.add_metric([name], service_token_s)
             waiting.add_metric([name], waiting_count)
         if sums:
-            others_token_s = sum(service_token_s for service_token_s, _ in sums.values())
-            self._others_token_s = max(self._others_token_s, others_token_s)
+            grown = (max(0.0, token_s - seen_token_s.get(name, 0.0)) for name, (token_s, _) in sums.items())
+            self._others_token_s += sum(grown)
             service.add_metric([OTHER_TENANTS], self._others_token_s)
             waiting.add_metric([OTHER_TENANTS], sum(waiting_count for _, waiting_count in sums.values()))
         yield service

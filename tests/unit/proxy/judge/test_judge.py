@@ -12,6 +12,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.advice.verdicts import Level
+from thunderagent.programs.pool import Pool
 from thunderagent.proxy.judge import DEFAULT_PROMPT, Judge, JudgeCollector, JudgeSettings, read_prompt
 from thunderagent.proxy.judge.answer import READ_CHARS, Answered, Failure, Opinion, opinion_of, read_answer
 from thunderagent.proxy.judge.judge import MAX_BODY_BYTES, MAX_WAITING_COUNT
@@ -306,6 +307,21 @@ async def test_every_so_many_turns_make_a_question() -> None:
     assert (asked["model"], asked["max_tokens"], asked["stream"]) == ("judge", 99, False)
     assert "find the answer" in asked["messages"][0]["content"]
     assert court.judge.prompt_tokens_total == 7
+
+
+def test_a_program_that_one_of_its_pools_forgets_is_asked_about_all_the_same() -> None:
+    """Its turns there count no more, neither those of before."""
+    court, other = Court(Oracle(), every_turns_count=3), Driver()
+    court.runtime.pools.all.append(Pool(other.scheduler, 1))
+    for _ in range(10):
+        other.takes_turn("a", 10)
+    court.takes_turns("a")
+    assert (court.judge.waiting_count, court.judge.dropped_counts["newer"]) == (1, 0)
+    other.releases("a")
+    court.takes_turns("a", 3)
+    assert court.judge.dropped_counts["newer"] == 0
+    court.takes_turns("a")
+    assert court.judge.dropped_counts["newer"] == 1
 
 
 async def test_without_a_model_it_is_the_program_s_own() -> None:

@@ -218,7 +218,8 @@ def test_events_are_counted_for_the_progress_of_a_turn() -> None:
     for _ in range(20):
         stream.feed(event(choice("data: x")))
         stream.feed(b"event: x\r\n" + event(choice("data: x"), "\r\n") * 2)
-    assert stream.events_count == 60
+        stream.feed(b"event: x\r" + event(choice("data: x"), "\r"))
+    assert stream.events_count == 80
 
 
 # --- Whole answers

@@ -30,8 +30,11 @@ PRIVATE_MODE = 0o600
 
 
 def _in_utc(expires: datetime) -> datetime:
-    """Return a time as a key keeps it, in UTC. Raises ValueError for one outside of the years 1 to 9999."""
-    return datetime.fromtimestamp(expires.timestamp(), UTC)
+    """Return a time in UTC, in whole seconds, as a key keeps it. Raises ValueError outside of the years 1 to 9999."""
+    try:
+        return expires.astimezone(UTC).replace(microsecond=0)  # as seconds, the last one's parts would round up
+    except OverflowError as error:
+        raise ValueError("it is outside of the years 1 to 9999") from error
 
 
 Expiry = Annotated[AwareDatetime, AfterValidator(_in_utc)]
