@@ -371,6 +371,20 @@ def test_what_a_moved_program_has_left_behind_is_no_loss_of_its_new_replica(aske
     assert correction._lost_tokens == 11_000 - BLOCK_TOKENS
 
 
+def test_a_side_turn_on_a_new_replica_does_not_bring_its_branch_there() -> None:
+    """It brings only its own prompt, a title: the history is computed by the next turn."""
+    driver = Driver(load_policy("breakeven", {}), replicas={"r0": 100_000, "r1": 100_000})
+    driver.takes_turn("a", 10_000)
+    driver.migrates("a", "r1")
+    driver.takes_turn("a", 300)
+    driver.passes(1.0)
+    first = driver.arrives("a", 11_000)
+    assert (driver.granted_on[first], driver.scheduler.turns[first].kept_tokens) == ("r1", 0)
+    driver.finishes(first, 11_000, cached=0)
+    assert driver.scheduler.knowledge.correction("r1")._lost_tokens == 0
+    assert driver.scheduler.turns[driver.arrives("a", 12_000)].kept_tokens == 11_000
+
+
 def test_a_turn_that_fails_on_a_new_replica_leaves_nothing_to_find_there() -> None:
     """The engine may not have begun it. At home, what an earlier turn left there is still expected."""
     driver = Driver(load_policy("breakeven", {}), replicas={"r0": 100_000, "r1": 100_000})

@@ -80,11 +80,11 @@ def test_a_held_turn_counts_as_if_it_ran() -> None:
 def test_a_side_turn_leaves_the_branch_as_it_was_and_a_second_one_is_believed() -> None:
     """A title of 50 tokens does not shrink 1000; after a compaction the second short turn does."""
     branch = Branch()
-    branch.learn(900, 100)
+    assert branch.learn(900, 100)
     assert branch.context_tokens == 1000
-    branch.learn(50, 10)
+    assert not branch.learn(50, 10)
     assert branch.context_tokens == 1000
-    branch.learn(300, 20)
+    assert branch.learn(300, 20)
     assert branch.context_tokens == 320
 
 

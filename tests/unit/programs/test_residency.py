@@ -159,15 +159,3 @@ def test_a_second_branch_counts_in_full_while_it_runs() -> None:
     driver.arrives("a", 10_000, branch="sub")
     program = driver.program("a")
     assert driver.scheduler.replicas["r0"].residency.resident_tokens(program.generation) == 11_000
-
-
-def test_a_new_branch_is_not_expected_to_find_what_other_branches_left() -> None:
-    """Of 20,000 tokens there, it has none; its next turn finds its own 5,000, and the main one its 20,000."""
-    driver = Driver(replicas={"r0": 100_000})
-    driver.takes_turn("a", 20_000)
-    side = driver.arrives("a", 5000, branch="side")
-    assert driver.scheduler.turns[side].resident_tokens == 0
-    driver.finishes(side, 5000, tool="make")
-    side, main = driver.arrives("a", 6000, branch="side"), driver.arrives("a", 21_000)
-    assert driver.scheduler.turns[side].resident_tokens == 5000
-    assert driver.scheduler.turns[main].resident_tokens == 20_000

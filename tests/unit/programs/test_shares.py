@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -161,3 +162,61 @@ def test_a_programs_own_tokens_are_what_no_other_shares() -> None:
     activate(shares, comes, "r0", account)
     assert shares.own_tokens(here, 400, "r0") == 300
     assert shares.own_tokens(here, 40, "r0") == 0
+
+
+SYSTEM = {"system": 4000}
+
+
+def sharing(tokens: int = 100_000) -> Driver:
+    """Return a driver with one program of 20,000 tokens, whose first 4000 others have too."""
+    driver = Driver(load_policy("breakeven", {"reserve_tokens": 0}), replicas={"r0": tokens})
+    driver.takes_turn("a", 20_000, prefix=SYSTEM)
+    return driver
+
+
+@pytest.mark.parametrize("branch", [MAIN_BRANCH, "sub"])
+@pytest.mark.parametrize("end", ["failed", "refused", "abandoned"])
+def test_who_claims_nothing_shares_nothing(end: str, branch: str) -> None:
+    """When the only turn of a branch ends without usage, the tokens of the other program are all there is."""
+    driver = sharing()
+    turn_id = driver.arrives("b", 5000, prefix=SYSTEM, branch=branch)
+    assert driver.demand() == 21_000
+    if end == "abandoned":
+        driver.is_abandoned(turn_id)
+    else:
+        driver.fails(turn_id, refused=end == "refused")
+    assert driver.demand() == 20_000
+    driver.takes_turn("b", 5000, prefix=SYSTEM, branch=branch)
+    assert driver.demand() == 21_000
+
+
+def test_a_branch_shares_as_long_as_it_claims_something() -> None:
+    """It does with another turn in flight, and with a context."""
+    driver = sharing()
+    first, second = (driver.arrives("b", 5000, prefix=SYSTEM) for _ in range(2))
+    driver.fails(first)
+    assert driver.demand() == 21_000
+    driver.finishes(second, 5000)
+    driver.fails(driver.arrives("b", 6000, prefix=SYSTEM))
+    assert driver.demand() == 21_000
+
+
+def test_a_side_branch_that_failed_takes_nothing_of_what_the_main_one_left() -> None:
+    """Of 10,000 tokens 4000 are others', once."""
+    driver = sharing()
+    driver.takes_turn("b", 10_000, prefix=SYSTEM)
+    driver.fails(driver.arrives("b", 5000, prefix=SYSTEM, branch="sub"))
+    residency = driver.scheduler.replicas["r0"].residency
+    assert residency.resident_tokens(driver.program("b").generation) == 6000
+    assert driver.demand() == 26_000
+
+
+def test_a_turn_that_left_while_it_waited_shares_nothing_when_its_program_comes_back() -> None:
+    """Its branch has nothing; the main one comes back with a prompt of which no part is known."""
+    driver = sharing(30_000)
+    driver.arrives("a", 20_000, prefix=SYSTEM)
+    held = driver.arrives("b", 25_000, prefix=SYSTEM, branch="sub")
+    assert driver.held(held)
+    driver.is_abandoned(held)
+    assert not driver.held(driver.arrives("b", 1000))
+    assert driver.demand() == 21_000

@@ -403,6 +403,33 @@ def test_a_tool_that_begins_after_a_flush_brings_nothing_back() -> None:
     assert driver.scheduler.turns[again].kept_tokens == 0
 
 
+def test_a_side_turn_after_a_flush_brings_nothing_back() -> None:
+    """It brings only its own prompt, a title. The second short turn is believed, and what it sent is expected."""
+    driver = Driver(settings=LIMITS)
+    driver.takes_turn("a", 100)
+    driver.passes(1.0)
+    driver.is_flushed()
+    expected_tokens = []
+    for tokens in (30, 40, 50):
+        driver.passes(1.0)
+        turn_id = driver.arrives("a", tokens)
+        expected_tokens.append(driver.scheduler.turns[turn_id].kept_tokens)
+        driver.finishes(turn_id, tokens)
+    assert expected_tokens == [0, 0, 40]
+
+
+def test_a_side_turn_does_not_keep_its_branch_anew() -> None:
+    """The history lies there since the turn before it: a loss before a step down would count after it otherwise."""
+    driver = Driver(settings=LIMITS)
+    driver.takes_turn("a", 100)
+    ended_s = driver.now_s
+    driver.passes(5.0)
+    driver.takes_turn("a", 30)
+    driver.passes(1.0)
+    turn = driver.scheduler.turns[driver.arrives("a", 120)]
+    assert (turn.kept_tokens, turn.kept_since_s) == (100, ended_s)
+
+
 def test_memory_is_kept_since_the_last_turn_whenever_the_tool_began() -> None:
     """A loss before a step down of the capacity would count after it otherwise."""
     driver = Driver(settings=LIMITS)

@@ -99,9 +99,9 @@ class Turns:
             whole_tokens = prompt_tokens + output_tokens
             core.stream.ended(turn, whole_tokens, whole_tokens - min(prompt_tokens, cached_tokens), finished=True)
         if branch is not None:
-            branch.learn(prompt_tokens, output_tokens)
+            is_believed = branch.learn(prompt_tokens, output_tokens)
             branch.turn_finished(event.tool)
-            if turn.account_id is not None:  # its replica was not lost meanwhile
+            if is_believed and turn.account_id is not None:  # its replica was not lost meanwhile
                 branch.kept_since_s = book.now_s
         program.prompt_tokens_total += prompt_tokens
         program.output_tokens_total += output_tokens

@@ -224,8 +224,8 @@ class CapacityCorrection:
     def turn_ended(self, ended: TurnEnded) -> None:
         """Note what the engine said was cached of a turn, and what was computed.
 
-        Whatever its program had kept since its last turn should be cached. What may have been lost before the last step
-        down is not counted again.
+        Whatever its program had kept since its branch's last turn should be cached. What may have been lost before the
+        last step down is not counted again.
         """
         if not self._tells_cached:
             self._tells_cached = True

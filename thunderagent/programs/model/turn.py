@@ -201,7 +201,7 @@ class Branch:
         self.prompt_tokens = 0
         """The last turn's prompt in that: an engine has it for certain, while answers may come back edited."""
         self.kept_since_s = -inf
-        """When its last turn finished under the claim that its program has now; minus infinite if none did."""
+        """When the turn that set them finished, if under its program's present claim; minus infinite otherwise."""
         self.prefix: Chain = ()
         """Where its prompt may part from others."""
         self.tokens_per_byte_ratio: float | None = None
@@ -214,8 +214,8 @@ class Branch:
         self.parent_id = MAIN_BRANCH
         """The branch that waits for it, as far as its client says."""
 
-    def learn(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Set the size of the branch from the usage of a turn.
+    def learn(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Set the size of the branch from the usage of a turn; return whether that is believed.
 
         A much shorter prompt is a side turn (a title, a summary) and changes nothing; when a second one follows, the
         branch was really cut (a compaction) and its size is believed.
@@ -223,10 +223,11 @@ class Branch:
         if prompt_tokens < SIDE_TURN_RATIO * self.context_tokens:
             self.side_turn_count += 1
             if self.side_turn_count < 2:
-                return
+                return False
         self.side_turn_count = 0
         self.context_tokens = prompt_tokens + output_tokens
         self.prompt_tokens = prompt_tokens
+        return True
 
     def turn_finished(self, tool: str) -> None:
         """Note whether it goes on by itself: it does if its answer called a tool."""

@@ -43,10 +43,7 @@ class Leases:
         turn.account_id = replica.replica_id
         turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
         shared_tokens = self._book.prefixes.tokens_on(program, replica.replica_id)
-        own_tokens = replica.residency.resident_tokens(program.generation)
-        if len(program.branches) > 1:  # the rest is of other branches
-            own_tokens = min(own_tokens, program.branches[turn.branch_id].context_tokens)
-        resident_tokens = shared_tokens + own_tokens
+        resident_tokens = shared_tokens + replica.residency.resident_tokens(program.generation)
         turn.resident_tokens = resident_tokens if resident_tokens < turn.prompt_tokens else turn.prompt_tokens
         account.turn_granted()
         if self._stream.flows:  # listeners find the turns before it in the program's count

@@ -39,6 +39,7 @@ class TurnEnds:
             return
         if outcome != "superseded" and turn.turn_id not in program.held:
             program.lost_turn_ids.append(turn.turn_id)
+        self._forget_prefix(program, turn)
         self.end_turn(program, turn)
         if len(program.branches) > 1:
             self.forget_branches(program, turn, finished=False)
@@ -76,6 +77,16 @@ class TurnEnds:
         if program.place.active:
             account = self._core.book.changes(program.place.replica)
             self._core.book.prefixes.leave(program, account, forgotten)
+
+    def _forget_prefix(self, program: Program, dropped: Turn) -> None:
+        """Drop what a branch shares if it claims nothing without this turn."""
+        branch = program.branches.get(dropped.branch_id)
+        if branch is None or branch.context_tokens or not branch.prefix:
+            return
+        turns = (*program.in_flight.values(), *program.held.values())
+        if not any(turn.branch_id == dropped.branch_id for turn in turns if turn is not dropped):
+            self.leave_prefixes(program, [branch])
+            branch.prefix = ()
 
     def after_turn(self, program: Program, turn: Turn, outcome: str, *, tool_begins: bool = False) -> None:
         """Move a program on after one of its turns ended; a leaving program leaves after its last."""
