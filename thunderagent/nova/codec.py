@@ -20,6 +20,9 @@ from PIL import UnidentifiedImageError
 from thunderagent.nova.chat import ApiError, Json
 from thunderagent.nova.messages import Image, Prompt
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Pillow knows more: some unpack all pixels before their number is known, or run other programs."""
+
 
 class Codec:
     """Encodes and decodes for one model. Thread-safe."""
@@ -86,7 +89,7 @@ class Codec:
 
     def _read(self, data: bytes) -> Image:
         try:
-            with Pictures.open(BytesIO(data)) as picture:
+            with Pictures.open(BytesIO(data), formats=FORMATS) as picture:
                 width, height = picture.size
                 if width * height > self._most_pixels:
                     raise ApiError(f"An image of {width}x{height} is too large.", status=413, param="image_url")

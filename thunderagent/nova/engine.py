@@ -252,7 +252,7 @@ class Engine:
         if slot is None:
             return
         request = turn.request
-        if client.finished and request.program_id is not None:
+        if turn.tokens and request.program_id is not None:  # also one that its client ended, as by a text to stop at
             digests = tuple(image.digest for image in request.prompt.images)
             kept = Kept(slot, (*request.prompt.token_ids, *turn.tokens[:-1]), digests)
             self._slots.keep(request.program_id, kept)

@@ -118,6 +118,15 @@ class OffloadRing:
         """Bytes of the ring on the device; resident layers not counted."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
 
+    def rewind(self) -> None:
+        """Have the first layers ready, unless they are: the pass before may have failed halfway."""
+        if self._holds.keys() == set(range(len(self._buffers))):
+            return
+        self._holds.clear()
+        for physical in range(len(self._buffers)):
+            self._free[physical].record()
+            self._fill(physical, physical)
+
     def before(self, layer: int) -> None:
         """Give a layer its weights, and make its pass wait for them."""
         place = self._place.get(layer)
@@ -145,11 +154,11 @@ class OffloadRing:
                 parameter.data = view
 
     def _fill(self, physical: int, place: int) -> None:
-        self._holds[place] = physical
         with self._copier.stream():
             self._free[physical].wait()
             self._buffers[physical].copy_(self.host[self._turning[place]], non_blocking=True)
             self._ready[physical].record()
+        self._holds[place] = physical
 
 
 def _flat_on_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> torch.Tensor:

@@ -134,6 +134,8 @@ class Stages:
         images = [turn.request.prompt.images[index] for index in turn.missing]
         self._marks.clear()
         with self._pool.enter(ENCODE, self.encode_split):
+            if self._ring is not None:
+                self._ring.rewind()
             encoded = self._vlm.encode(images)
             self._pool.mark().synchronize()
         return encoded

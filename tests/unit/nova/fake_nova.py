@@ -153,7 +153,7 @@ class FakeEngine:
                 case Free(request_id):
                     running = self._running.pop(request_id)
                     self._started.discard(request_id)
-                    if running.is_finished and running.request.program_id is not None:
+                    if running.sent and running.request.program_id is not None:
                         self.kept.add(running.request.program_id)
 
     def _begin(self, stage: str, request_ids: tuple[str, ...]) -> None:

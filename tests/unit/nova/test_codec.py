@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
 pytest.importorskip("transformers", reason="the extra `nova` is not installed")
+
+from PIL import Image as Pictures  # noqa: E402
 
 from tests.unit.nova import folder, tiny  # noqa: E402
 from thunderagent.nova.chat import ApiError  # noqa: E402
@@ -64,6 +67,24 @@ def test_images_that_cannot_be_read_are_refused(loaded: tuple[Vlm, Codec], data:
     with pytest.raises(ApiError) as refused:
         codec.prompt(said(IMAGE_PART), None, [data])
     assert refused.value.status == status
+
+
+@pytest.mark.parametrize("kind", ["ICO", "EPS", "TIFF"])
+def test_other_kinds_of_images_are_refused(loaded: tuple[Vlm, Codec], kind: str) -> None:
+    """Pillow unpacks some before their pixels are counted, and gives others to another program."""
+    _, codec = loaded
+    file = BytesIO()
+    Pictures.new("RGB", (16, 16)).save(file, kind)
+    with pytest.raises(ApiError, match="cannot identify"):
+        codec.prompt(said(IMAGE_PART), None, [file.getvalue()])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_the_usual_kinds_of_images_are_read(loaded: tuple[Vlm, Codec], kind: str) -> None:
+    _, codec = loaded
+    file = BytesIO()
+    Pictures.new("RGB", (64, 48)).save(file, kind)
+    assert len(codec.prompt(said(IMAGE_PART), None, [file.getvalue()]).images) == 1
 
 
 @pytest.mark.parametrize("sides", [(201, 1), (1, 201)])

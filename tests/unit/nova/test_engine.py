@@ -130,6 +130,35 @@ async def test_a_program_goes_on_from_its_slot_and_gives_it_back():
         await engine.stop()
 
 
+async def test_a_program_keeps_its_slot_when_its_client_ends_an_answer():
+    """As the server does at a text to stop at: the next turn continues there."""
+    model = tiny.model("qwen2_5_vl")
+    first = tiny.prompt("qwen2_5_vl", 1)
+    passes: list[tuple[str, int]] = []
+    config = EngineConfig(slots=2, keep_slots=1, slot_tokens=128, batch_buckets=(1,))
+    engine = engine_of(Vlm(model), config, on_pass=lambda done: passes.append((done.stage, done.job.end)))
+    await engine.start()
+    try:
+        answer = []
+        tokens = engine.submit(Request("turn 1", first, 80, program_id="agent"))
+        async for token in tokens:
+            answer.append(token.token_id)
+            if len(answer) == 3:
+                break
+        await tokens.aclose()
+        async with asyncio.timeout(10):
+            while engine._clients:
+                await asyncio.sleep(0.001)
+        assert engine.stats().slots_kept == 1
+        second = Prompt((*first.token_ids, *answer, 5, 9), first.images)
+        passes.clear()
+        assert await ask(engine, second, "turn 2", program_id="agent") == tiny.generate(model, second, 10)
+        assert passes[0][0] == "prefill"
+        assert passes[0][1] <= 3
+    finally:
+        await engine.stop()
+
+
 async def test_an_image_that_came_before_is_not_encoded_again():
     model = tiny.model("qwen3_vl")
     prompt = tiny.prompt("qwen3_vl", 1, images=2)

@@ -10,8 +10,12 @@ torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
 pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 
 from tests.unit.nova import tiny  # noqa: E402
+from thunderagent.nova.graphs import Stepper  # noqa: E402
+from thunderagent.nova.messages import Request  # noqa: E402
 from thunderagent.nova.models import Vlm  # noqa: E402
 from thunderagent.nova.offload import NullCopier, OffloadRing, resident_layers  # noqa: E402
+from thunderagent.nova.partition import NullPool  # noqa: E402
+from thunderagent.nova.workers import Job, Stages, Turn  # noqa: E402
 
 LAYERS = 9
 
@@ -42,6 +46,18 @@ class LoggingCopier:
         self._side = "copy"
         yield
         self._side = "compute"
+
+
+class FailingCopier(NullCopier):
+    """Has no room for a copy while it fails."""
+
+    fails = False
+
+    @contextmanager
+    def stream(self):
+        if self.fails:
+            raise MemoryError("no room for a copy")
+        yield
 
 
 def _encode(vlm: Vlm, seed: int):
@@ -85,6 +101,37 @@ def test_copies_and_passes_wait_for_each_other_in_order():
         ]
     assert copier.log == expected
     assert ring._holds == {0: 1, 1: 0}, "the next pass finds its first layers there: 3 + 2 mod 5 and 4 + 2 mod 5"
+
+
+@pytest.mark.parametrize("fails_at", range(5))
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_pass_that_fails_halfway_leaves_the_next_one_its_weights(fails_at: int, is_copy: bool):
+    """The ring begins anew, whichever layer or copy failed."""
+    whole, lent = (Vlm(tiny.model("qwen2_5_vl", encoder_layers=5)) for _ in range(2))
+    copier = FailingCopier()
+    ring = OffloadRing(list(lent.encoder_layers), torch.device("cpu"), physical=2, copier=copier)
+    pool = NullPool()
+    stages = Stages(lent, lent.cache(1, 8), pool, Stepper(lent, lent.cache(1, 8), pool, (1,)), group=8, ring=ring)
+    before = stages._vlm.before_layer
+
+    def fail(layer: int) -> None:
+        if layer == fails_at and not is_copy:
+            raise MemoryError(f"no room for layer {layer}")
+        before(layer)
+        copier.fails = is_copy and layer == fails_at
+
+    def encode(seed: int):
+        prompt = tiny.prompt("qwen2_5_vl", seed)
+        turn = Turn(Request("a", prompt, 1), lent.layout(prompt), [None], missing=[0])
+        with torch.inference_mode():
+            return stages.encode(Job((turn,), None))[0].features, whole.encode(prompt.images)[0].features
+
+    lent.before_layer = fail
+    with pytest.raises(MemoryError):
+        encode(1)
+    copier.fails, lent.before_layer = False, before
+    for seed in (2, 3):
+        assert torch.equal(*encode(seed))
 
 
 def test_too_few_and_too_many_physical_layers_are_refused():
