@@ -90,14 +90,14 @@ class Control:
             asks = tuple(self._asks)
             try:
                 await self._turn(asks)
-                if is_due:  # its looks are a period apart
-                    self.node.break_circle()
             except Exception as error:  # the store failed: controllers keep their last orders
                 for ask in asks:
                     ask.fail(error)
                 log.exception("a turn of the global loop failed; the next one comes in %s s", self.period_s)
             del self._asks[: len(asks)]
+            self._keep_minimum()
             if is_due:
+                self.node.break_circle()  # its looks are a period apart
                 due_s = loop.time() + self.period_s
 
     async def _turn(self, asks: Sequence[Ask]) -> None:
@@ -113,7 +113,6 @@ class Control:
             await self._hub.apply(self.level.store)
         for location in self.level.view.instances.keys() - self._locations():
             self.level.view.forget(location)
-        self._keep_minimum()
         for ask in asks:
             ask.done()
 

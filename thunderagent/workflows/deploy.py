@@ -24,7 +24,7 @@ from thunderagent.workflows.errors import DeclarationError, WorkflowError
 from thunderagent.workflows.future import Future, handle_of
 from thunderagent.workflows.hints import Hints, Teller
 from thunderagent.workflows.hub import Hub, Launcher
-from thunderagent.workflows.instance import load_class
+from thunderagent.workflows.instance import load_class, plain
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.scope import Scope, SessionInfo, current
 from thunderagent.workflows.sessions import Sessions
@@ -211,7 +211,7 @@ class Deployment:
                 thread = ThreadPoolExecutor(1, "workflow-driver")
                 try:
                     return await self._loop.run_in_executor(
-                        thread, copy_context().run, self._run_driver, info, main, args, kwargs
+                        thread, copy_context().run, plain, self._run_driver, info, main, args, kwargs
                     )
                 finally:
                     thread.shutdown(wait=False)  # if this is cancelled, the driver may wait for the loop

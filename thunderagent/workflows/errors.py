@@ -41,7 +41,7 @@ class LostError(CallError):
 
 
 class SessionEndedError(CallError):
-    """The session of the call ended before the call did."""
+    """The session ended before the call did, or before its code wanted a call, a turn or managed state."""
 
 
 class EndedError(CallError):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from lazy_object_proxy import Proxy
@@ -19,7 +20,7 @@ from thunderagent.workflows.errors import DeadlockError
 from thunderagent.workflows.scope import Scope, current
 
 _registering = threading.Lock()
-"""Held while a waiter is added, from any thread."""
+"""Held while a waiter is added or taken off, from any thread."""
 
 
 class Handle(Record):
@@ -48,8 +49,7 @@ class Handle(Record):
                     instance=self.executor,
                 )
             event = threading.Event()
-            self.add_waiter(event.set)
-            with _Waiting(self, scope):
+            with _Waiting((self,), event.set, scope):
                 if not event.wait(timeout_s):
                     raise TimeoutError(f"{self.words} is not there after {timeout_s} s")
         return self.take(scope)
@@ -63,48 +63,45 @@ class Handle(Record):
             raise self.outcome.error
         return self.outcome.value
 
-    def add_waiter(self, waiter: Callable[[], None]) -> None:
-        """Call `waiter` once there is an outcome, on the node's loop; immediately if there is one."""
+    def add_waiter(self, waiter: Waiter) -> None:
+        """Notify `waiter` once there is an outcome, on the node's loop; immediately if there is one."""
         with _registering:
             if self.outcome is None:
                 if self.waiters is None:
                     self.waiters = []
                 self.waiters.append(waiter)
                 return
-        waiter()
+        _notify(waiter)
+
+    def remove_waiter(self, waiter: Waiter) -> None:
+        """Notify `waiter` no more, if it has not been."""
+        with _registering:
+            if self.waiters is not None and waiter in self.waiters:
+                self.waiters.remove(waiter)
 
     def notify(self) -> None:
         """Notify waiters. The node calls it, on its loop, when there is an outcome."""
         with _registering:
             waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
-            if isinstance(waiter, asyncio.Future):
-                if not waiter.done():
-                    waiter.set_result(None)
-            else:
-                waiter()
+            _notify(waiter)
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Do as `wait`, on any event loop."""
         scope = current.get()
         if self.outcome is None:
-            with _Waiting(self, scope):
-                yield from self._over()
+            over, waiter = self._over()
+            with _Waiting((self,), waiter, scope):
+                yield from over
         return self.take(scope)
 
-    def _over(self) -> asyncio.Future[None]:
-        """Return a future of the running loop that ends when there is an outcome."""
-        node = self.node
-        if threading.get_ident() != node.thread_id:
+    def _over(self) -> tuple[asyncio.Future[None], Waiter]:
+        """Return a future of the running loop, and the waiter that ends it."""
+        if threading.get_ident() != self.node.thread_id:
             waiting = LoopFuture()
-            self.add_waiter(waiting.notify)
-            return waiting.future
-        over: asyncio.Future[None] = node.loop.create_future()
-        with _registering:
-            if self.waiters is None:
-                self.waiters = []
-            self.waiters.append(over)  # no outcome can come in between: it would come on this thread
-        return over
+            return waiting.future, waiting.notify
+        over: asyncio.Future[None] = self.node.loop.create_future()
+        return over, over
 
     @property
     def state(self) -> str:
@@ -123,6 +120,18 @@ class Handle(Record):
         return f"{self.call.agent}.{self.call.method} #{self.call.call_id}"
 
 
+Waiter = Callable[[], None] | asyncio.Future[None]
+"""Whom to notify of an outcome. A future is one of the node's loop, and costs less."""
+
+
+def _notify(waiter: Waiter) -> None:
+    if isinstance(waiter, asyncio.Future):
+        if not waiter.done():
+            waiter.set_result(None)
+    else:
+        waiter()
+
+
 class LoopFuture:
     """An awaitable of the running loop, which any thread may complete."""
 
@@ -134,11 +143,12 @@ class LoopFuture:
         self.future: asyncio.Future[None] = self._loop.create_future()
 
     def notify(self) -> None:
-        """End the waiting."""
-        if threading.get_ident() == self._thread_id:
-            self._end()
-        else:
-            self._loop.call_soon_threadsafe(self._end)
+        """End the waiting, unless its loop has closed."""
+        with suppress(RuntimeError):  # whoever waited there has given up
+            if threading.get_ident() == self._thread_id:
+                self._end()
+            else:
+                self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
         if not self.future.done():
@@ -146,28 +156,40 @@ class LoopFuture:
 
 
 class _Waiting:
-    """Records that a call waits for another, for deadlock checks and turn estimates."""
+    """Has a waiter notified of each handle's outcome, and records who waits, for deadlock checks and turn estimates."""
 
-    __slots__ = ("_call_id", "_handle", "_scope")
+    __slots__ = ("_call_id", "_handles", "_scope", "_waiter")
 
-    def __init__(self, handle: Handle, scope: Scope | None) -> None:
-        self._handle = handle
-        self._call_id = scope.call.call_id if scope is not None and scope.call is not None else 0
+    def __init__(
+        self, handles: Sequence[Handle], waiter: Waiter, scope: Scope | None, *, is_for_all: bool = True
+    ) -> None:
+        """Wait for handles of one node. Unless `is_for_all`, each may fail to come."""
+        self._handles = handles
+        self._waiter = waiter
         self._scope = scope
+        self._call_id = scope.call_id if scope is not None and is_for_all else 0
 
     def __enter__(self) -> None:
+        node, scope = self._handles[0].node, self._scope
         if self._call_id:
-            self._handle.node.waiting[self._call_id] = self._handle
-        _begins_to_wait(self._handle, self._scope)
+            with _registering:
+                node.waiting.setdefault(self._call_id, []).extend(self._handles)
+        for handle in self._handles:
+            handle.add_waiter(self._waiter)
+        if scope is not None and node.hints is not None:
+            node.hints.waits(scope)
 
     def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            if handle.outcome is None:  # the wait was given up
+                handle.remove_waiter(self._waiter)
         if self._call_id:
-            self._handle.node.waiting.pop(self._call_id, None)
-
-
-def _begins_to_wait(handle: Handle, scope: Scope | None) -> None:
-    if scope is not None and handle.node.hints is not None:
-        handle.node.hints.waits(scope)
+            waiting = self._handles[0].node.waiting
+            with _registering:
+                for handle in self._handles:
+                    waiting[self._call_id].remove(handle)
+                if not waiting[self._call_id]:
+                    del waiting[self._call_id]
 
 
 class _Available(int):
@@ -237,6 +259,21 @@ class Ref:
 
 
 _NESTING = (list, tuple, dict, set)
+MAY_HOLD_FUTURES = frozenset({Future, *_NESTING})
+
+
+def holds_future(value: Any) -> bool:
+    """Return whether a value is a future, or one is among its parts, which may hold each other."""
+    todo, seen = [value], set()
+    while todo:
+        each = todo.pop()
+        if type(each) is Future:
+            return True
+        if id(each) not in seen:
+            seen.add(id(each))
+            parts = each.values() if type(each) is dict else each
+            todo += [part for part in parts if type(part) in MAY_HOLD_FUTURES]
+    return False
 
 
 def take_futures(args: tuple[Any, ...], needs: dict[int, Handle]) -> tuple[Any, ...]:
@@ -244,11 +281,12 @@ def take_futures(args: tuple[Any, ...], needs: dict[int, Handle]) -> tuple[Any, 
     for arg in args:
         kind = type(arg)
         if kind is Future or kind in _NESTING:
-            return tuple(_without_futures(each, needs) for each in args)
+            return tuple(without_futures(each, needs) for each in args)
     return args
 
 
-def _without_futures(value: Any, needs: dict[int, Handle]) -> Any:
+def without_futures(value: Any, needs: dict[int, Handle]) -> Any:
+    """Return a value with a `Ref` for each future in it without a value, which is added to `needs`."""
     kind = type(value)
     if kind is Future:
         handle = handle_of(value)
@@ -257,7 +295,7 @@ def _without_futures(value: Any, needs: dict[int, Handle]) -> Any:
         needs[handle.call.call_id] = handle
         return Ref(handle.call.call_id)
     if kind in _NESTING and value:
-        return _rebuilt(value, kind, lambda each: _without_futures(each, needs))
+        return _rebuilt(value, kind, lambda each: without_futures(each, needs))
     return value
 
 
@@ -285,37 +323,37 @@ def settle(futures: Iterable[Any], *, any: bool = False, timeout: float | None =
 
     `timeout` is in seconds; after it, whatever is available is returned. Never raises the calls' errors.
     """
-    every = [each for each in futures if type(each) is Future]
-    pending = [handle_of(each) for each in every if not each.available]
+    every, pending = _pending(futures)
     if pending:
         if threading.get_ident() == pending[0].node.thread_id:
             text = f"{pending[0].words}: `settle` would stop the event loop: use `await settle_async(...)`"
             raise DeadlockError(text, path=pending[0].path, instance=pending[0].executor)
         over = threading.Event()
-        _begins_to_wait(pending[0], current.get())
-        _watch(pending, over.set, wanted_count=1 if any else len(pending))
-        over.wait(timeout)
+        with _settling(pending, over.set, any_one=any):
+            over.wait(timeout)
     return [each for each in every if each.available]
 
 
 async def settle_async(futures: Iterable[Any], *, any: bool = False, timeout: float | None = None) -> list[Any]:  # noqa: A002, ASYNC109
     """Do as `settle`, on any event loop."""
-    every = [each for each in futures if type(each) is Future]
-    pending = [handle_of(each) for each in every if not each.available]
+    every, pending = _pending(futures)
     if pending:
         waiting = LoopFuture()
-        _begins_to_wait(pending[0], current.get())
-        _watch(pending, waiting.notify, wanted_count=1 if any else len(pending))
-        try:
+        with suppress(TimeoutError), _settling(pending, waiting.notify, any_one=any):
             async with asyncio.timeout(timeout):
                 await waiting.future
-        except TimeoutError:
-            pass
     return [each for each in every if each.available]
 
 
-def _watch(pending: list[Handle], notify: Callable[[], None], *, wanted_count: int) -> None:
-    left_count = wanted_count
+def _pending(futures: Iterable[Any]) -> tuple[list[Future], list[Handle]]:
+    every = [each for each in futures if type(each) is Future]
+    return every, [handle_of(each) for each in every if not each.available]
+
+
+def _settling(pending: list[Handle], notify: Callable[[], None], *, any_one: bool) -> _Waiting:
+    """Have `notify` called when all are available, or any one."""
+    left_count = 1 if any_one else len(pending)
+    is_for_all = left_count == len(pending)
     counting = threading.Lock()
 
     def one_more() -> None:
@@ -326,8 +364,7 @@ def _watch(pending: list[Handle], notify: Callable[[], None], *, wanted_count: i
         if is_over:
             notify()
 
-    for handle in pending:
-        handle.add_waiter(one_more)
+    return _Waiting(pending, one_more, current.get(), is_for_all=is_for_all)
 
 
 __all__ = ["Future", "Handle", "Outcome", "Ref", "fill_in", "handle_of", "settle", "settle_async", "take_futures"]

@@ -100,6 +100,14 @@ def apply(node: Node, decisions: Decisions) -> None:
             node.retire(location, tuple(each for each in _others(node, location)))
 
 
+def add_orders_in_force(decisions: Decisions, view: View) -> None:
+    """Have decisions repeat all routes and priorities, for whoever has not heard of them."""
+    decisions.routes = [m.SetRoute(agent, "", tuple(weights.items())) for agent, weights in view.weights.items()]
+    decisions.routes += view.session_routes.values()
+    decisions.priorities = dict(view.priorities)
+    decisions.agent_priorities = {agent: dict(priorities) for agent, priorities in view.agent_priorities.items()}
+
+
 def _others(node: Node, location: str) -> list[str]:
     agent = node.controllers[location].agent
     return [each for each in node.origin.router.instances.get(agent, ()) if each != location]
@@ -161,6 +169,8 @@ class GlobalLevel:
     times: LoopTimes = field(default_factory=LoopTimes)
     refused: list[str] = field(default_factory=list)
     """Refused requests of the last turn's policies."""
+    _is_behind: bool = False
+    """The store did not take the last decisions."""
 
     async def step(self, asks: Sequence[Ask] = ()) -> None:
         """Read, decide and publish, once: what is asked for, then what policies want.
@@ -183,9 +193,21 @@ class GlobalLevel:
         decided = perf_counter()
         self.refused = act.refused
         decisions = Decisions(act.routes, act.priorities, act.agent_priorities, act.migrations, act.kills)
+        if self.view.has_new or self._is_behind:
+            add_orders_in_force(decisions, self.view)
         if decisions:
-            for node in self.nodes():
-                await self.store.push(node, decisions)
+            await self._push(decisions)
         for agent in act.provisions:
             self.provision(agent)
         self.times = LoopTimes(collected - began, merged - collected, decided - merged, perf_counter() - decided)
+
+    async def _push(self, decisions: Decisions) -> None:
+        """Leave decisions for all nodes. If that fails, the next ones repeat the orders, and no kill is under way."""
+        self._is_behind = True
+        try:
+            for node in self.nodes():
+                await self.store.push(node, decisions)
+            self._is_behind = False
+        finally:
+            for location in decisions.kills if self._is_behind else ():
+                self.view.instances[location].is_retiring = False

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,7 +93,7 @@ class _Expected:
 
 
 class Hints:
-    """Estimates when the next turns of a node's sessions come. Call `settled` and `session_ended` on its loop."""
+    """Estimates when the next turns of a node's sessions come. Only `waits` and `turn_begins` are for any thread."""
 
     def __init__(self, node: Node, say: Say) -> None:
         """Start without knowledge of any method."""
@@ -109,7 +108,7 @@ class Hints:
         """By session, the first estimate since its last turn."""
 
     def made(self, handle: Handle) -> None:
-        """Note a new call; from any thread."""
+        """Note a new call."""
         self._open.setdefault(handle.call.session, {})[handle.call.call_id] = handle
 
     def waits(self, scope: Scope) -> None:
@@ -117,17 +116,11 @@ class Hints:
         session = scope.session.name
         if not scope.session.uses_proxy or scope.is_mixed:
             return
-        if threading.get_ident() == self._node.thread_id:
-            self._estimate(session)
-        else:
-            self._node.enter(lambda: self._estimate(session))
+        self._node.enter(lambda: self._estimate(session))
 
     def turn_begins(self, scope: Scope) -> None:
         """Note that code of a session makes a turn; from any thread."""
-        if threading.get_ident() == self._node.thread_id:
-            self._learn(scope)
-        else:
-            self._node.enter(lambda: self._learn(scope))
+        self._node.enter(lambda: self._learn(scope))
 
     def _learn(self, scope: Scope) -> None:
         """Learn how long the session's turn took to come, and a call's time to its first."""

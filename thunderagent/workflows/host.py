@@ -77,11 +77,17 @@ class Logged:
 
 @dataclass(slots=True)
 class Used:
-    """A call has made a turn at the proxy, or has touched managed state that the store keeps."""
+    """Code of this host makes the first of its turns at the proxy in a session."""
+
+    session: str
+
+
+@dataclass(slots=True)
+class Touched:
+    """A call has touched managed state that the store keeps."""
 
     session: str
     agent: str
-    uses_proxy: bool
     values: dict[str, bytes]
     """Pickled one by one: one that does not pickle is not kept, and the others are."""
 
@@ -105,14 +111,14 @@ class Host:
         kinds = {agent.name: load_class(agent)}
         self.node = Node(hello.agents, kinds, number=hello.number, link=self, is_head=False)
         self.node.new_session = lambda name: SessionInfo(name, log=_Forwarded(self, name))
-        self.node.on_answered = self._tell_used
+        self.node.on_uses_proxy = lambda session: self._tell(Used(session))
+        if hello.keeps_state:
+            self.node.on_answered = self._tell_touched
         if hello.tells_hints:
             self.node.hints = Hints(self.node, self._say)
         self._dumps = dumps
         self._local = LocalLevel(self.node, MemoryStore())
         self._waits_for: frozenset[str] = frozenset()
-        self._released: set[str] = set()
-        """Sessions that the hub knows to use the proxy."""
         self._out: list[Parcel] = []
         self._has_out = asyncio.Event()
         self._early: dict[int, list[Parcel]] = {}
@@ -170,22 +176,18 @@ class Host:
             waits_for = frozenset(name for name in self.hello.agents if self.node.origin.waits_for_instance(name))
             if summaries or waits_for != self._waits_for:
                 self._waits_for = waits_for
-                self.send(self.node.name, HUB, Report(summaries, waits_for))
+                self._tell(Report(summaries, waits_for))
             self.node.break_circle()
 
-    def _tell_used(self, location: str, calls: list[Call]) -> None:
-        values = dict(self.node.touched_states(location, calls, self._dumps)) if self.hello.keeps_state else {}
-        for call in calls:
-            session = call.session
-            info = self.node.sessions.get(session)
-            uses_proxy = info is not None and info.uses_proxy and session not in self._released
-            if uses_proxy:
-                self._released.add(session)
-            if uses_proxy or session in values:
-                self.send(self.node.name, HUB, Used(session, call.agent, uses_proxy, values.pop(session, {})))
+    def _tell(self, message: Any) -> None:
+        self.send(self.node.name, HUB, message)
+
+    def _tell_touched(self, location: str, calls: list[Call]) -> None:
+        for session, values in self.node.touched_states(location, calls, self._dumps):
+            self._tell(Touched(session, calls[0].agent, values))
 
     def _say(self, session: str, said: dict[str, Any]) -> None:
-        self.send(self.node.name, HUB, Said(session, said))
+        self._tell(Said(session, said))
 
     # --- what comes in
 
@@ -215,21 +217,13 @@ class Host:
         else:
             self.node.broadcast(message, sender=parcel.sender)
             if type(message) is m.SessionEnded:
-                self._end_session(message.session)
+                self.node.forget_session(message.session)
 
     def _begin_session(self, begun: SessionBegun) -> None:
         info = self.node.session(begun.name)
         info.parent, info.group = begun.parent, begun.group
         for agent, values in begun.states.items():
             self.node.kept_states[agent, begun.name] = values
-
-    def _end_session(self, name: str) -> None:
-        self.node.sessions.pop(name, None)
-        self._released.discard(name)
-        if self.node.hints is not None:
-            self.node.hints.session_ended(name)
-        for agent in self.hello.agents:
-            self.node.kept_states.pop((agent, name), None)
 
 
 class _Forwarded(deque[tuple[Any, ...]]):

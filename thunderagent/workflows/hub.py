@@ -21,7 +21,7 @@ from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import WorkflowError
 from thunderagent.workflows.globalloop import Reports
 from thunderagent.workflows.hints import Say
-from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, Said, SessionBegun, Used
+from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, Said, SessionBegun, Touched, Used
 from thunderagent.workflows.node import Node
 from thunderagent.workflows.parcels import Parcel, pack, unpack
 from thunderagent.workflows.scope import SessionInfo
@@ -96,6 +96,8 @@ class Hub:
         """Called with an agent, a session, and managed state for the store."""
         self.on_said: Say | None = None
         """Told of hints of other nodes, if anybody wants them."""
+        self.on_late_turn: Callable[[str], None] | None = None
+        """Called with a session in which a host makes turns, and which has ended in the meantime."""
         self._launcher = launcher
         self._agents = dict(agents)
         self._period_s = period_s
@@ -237,10 +239,14 @@ class Hub:
             if info is not None:
                 info.log.append(message.entry)
             return
-        assert type(message) is Used
-        if info is not None and message.uses_proxy:
-            info.uses_proxy = True
-        if message.values and self.on_kept is not None:
+        if type(message) is Used:
+            if info is not None:
+                info.uses_proxy = True
+            elif self.on_late_turn is not None:
+                self.on_late_turn(message.session)
+            return
+        assert type(message) is Touched
+        if self.on_kept is not None:
             values = kept_values(message.values, pickle.loads, message.session)
             self.on_kept(message.agent, message.session, values)
 

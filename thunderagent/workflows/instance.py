@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call, Outcome
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import CallError, DeclarationError, Preempted, WorkflowError
-from thunderagent.workflows.future import Future, fill_in, handle_of
+from thunderagent.workflows.future import MAY_HOLD_FUTURES, Handle, fill_in, holds_future, without_futures
 from thunderagent.workflows.scope import Scope, current
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("thunderagent.workflows")
+
+Value = TypeVar("Value")
 
 CLOSE_S = 10.0
 """Time limit for a coroutine of an agent to stop, and for its `close`."""
@@ -74,7 +76,7 @@ class Instance:
         """Run calls; each is answered with `Finished`, or `Interrupted`."""
         self._is_interrupted = self._has_begun = False
         self.running_since_s = self.node.clock()
-        self._task = self.node.loop.create_task(self._run(calls))
+        self._task = self.node.loop.create_task(self._run(calls, self._scope(calls)))
 
     def interrupt(self, calls: list[Call]) -> None:
         """Stop the current run, to be started again: the agent's own method says what is kept."""
@@ -97,7 +99,8 @@ class Instance:
     async def close(self) -> None:
         """Stop the current run, call the agent's own `close`, and end the thread.
 
-        A plain method cannot be stopped, so it is waited for. What `close` raises is logged.
+        A plain method cannot be stopped, so it is waited for. What `close` raises is logged; so is one that is not over
+        in time, and its thread is left.
         """
         self._is_closing = True
         if self._task is not None and not self._task.done():
@@ -105,32 +108,34 @@ class Instance:
             await asyncio.wait([self._task], timeout=CLOSE_S)
         await self._in_thread(_nothing)
         close = None if "close" in self.agent.methods else getattr(self._object, "close", None)
+        is_late = False
         try:
-            if inspect.iscoroutinefunction(close):
-                async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(CLOSE_S):
+                if inspect.iscoroutinefunction(close):
                     await close()
-            elif callable(close):
-                await self._in_thread(close)
-        except Exception:
+                elif callable(close):
+                    await self._in_thread(close)
+        except Exception as error:
+            is_late = isinstance(error, TimeoutError)
             log.warning("%s: its close() failed", self.location, exc_info=True)
-        self._thread.shutdown()
+        self._thread.shutdown(wait=not is_late)
 
     async def _in_thread(self, action: Callable[[], Any]) -> None:
         """Run something in the instance's thread, after everything queued there."""
         try:
-            doing = self._thread.submit(action)
+            doing = self._thread.submit(plain, action)
         except RuntimeError:  # it has ended, because no method needs it
             self._thread = ThreadPoolExecutor(1, f"workflow-{self.location}")
-            doing = self._thread.submit(action)
+            doing = self._thread.submit(plain, action)
         await asyncio.wrap_future(doing)
 
     # --- one run
 
-    async def _run(self, calls: list[Call]) -> None:
+    async def _run(self, calls: list[Call], scope: Scope) -> None:
         self._has_begun = True
         began_s = self.running_since_s = self.node.clock()
         first = calls[0]
-        current.set(self._scope(calls))
+        current.set(scope)
         try:
             method, is_async = self._methods[first.method]
             given = self._arguments(calls)
@@ -138,8 +143,8 @@ class Instance:
                 value = await method(*given)
             else:
                 run = contextvars.copy_context().run
-                value = await self.node.loop.run_in_executor(self._thread, run, method, *given)
-            if type(value) in _HOLD_FUTURES:
+                value = await self.node.loop.run_in_executor(self._thread, run, plain, method, *given)
+            if type(value) in MAY_HOLD_FUTURES and holds_future(value):
                 value = await _resolved(value)
             values = self._by_call(value, calls) if self.agent.directives.batchable else [value]
         except asyncio.CancelledError as error:
@@ -214,23 +219,23 @@ class Instance:
         return failure
 
 
-_HOLD_FUTURES = (Future, list, tuple, dict)
-
-
 def _nothing() -> None:
     """Do nothing, as a thread's last action."""
 
 
+def plain(action: Callable[..., Value], *args: Any) -> Value:
+    """Run a user's code in a thread. A `StopIteration` is no error that a future can have, so it becomes another."""
+    try:
+        return action(*args)
+    except StopIteration as error:
+        raise RuntimeError("plain code raised StopIteration") from error
+
+
 async def _resolved(value: Any) -> Any:
-    """Return a method's result, with futures in it replaced by their values."""
-    if type(value) is Future:
-        return await handle_of(value)
-    if type(value) in (list, tuple):
-        if any(type(each) is Future for each in value):
-            return type(value)([await _resolved(each) for each in value])
-    elif type(value) is dict and any(type(each) is Future for each in value.values()):
-        return {key: await _resolved(each) for key, each in value.items()}
-    return value
+    """Return a method's result, with the futures in it replaced by their values."""
+    needs: dict[int, Handle] = {}
+    value = without_futures(value, needs)
+    return fill_in(value, {call_id: await handle for call_id, handle in needs.items()})
 
 
 def load_class(agent: Agent) -> type:

@@ -25,12 +25,15 @@ TURN_TIMEOUT = httpx2.Timeout(3600.0, connect=10.0)
 
 
 def turn_headers() -> dict[str, str]:
-    """Return the headers of a turn that this code makes: empty outside of a session, and in a batch of several."""
+    """Return the headers of a turn that this code makes: empty outside of a session, and in a batch of several.
+
+    Raises `SessionEndedError` after the session's end: the turn would begin its program anew, and nobody would end it.
+    """
     scope = current.get()
     if scope is None or scope.is_mixed:
         return {}
     session = scope.session
-    session.uses_proxy = True
+    scope.node.uses_proxy(scope)
     if scope.node.hints is not None:
         scope.node.hints.turn_begins(scope)
     headers = {"X-Program-ID": session.name}
@@ -60,7 +63,7 @@ class ProgramHook:
         self._origin = (parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme))
 
     def __call__(self, request: Any) -> None:
-        """Set the headers of a request."""
+        """Set the headers of a request. Raises `SessionEndedError`."""
         url = request.url
         if (url.scheme, url.host, url.port or _PORTS.get(url.scheme)) == self._origin:
             request.headers.update(turn_headers())
@@ -86,11 +89,14 @@ def async_http_client(proxy: str = "", **options: Any) -> httpx2.AsyncClient:
 
 
 def base_url(proxy: str = "") -> str:
-    """Return a base URL that names the program, for what takes no client: a command line, another language."""
+    """Return a base URL that names the program, for what takes no client: a command line, another language.
+
+    Raises `WorkflowError` outside of a session, `SessionEndedError` after its end.
+    """
     scope = current.get()
     if scope is None:
         raise WorkflowError("a base URL contains the session: call this from a driver or an agent")
-    scope.session.uses_proxy = True
+    scope.node.uses_proxy(scope)
     root = proxy or os.environ.get(PROXY_VARIABLE) or DEFAULT_PROXY
     return f"{root.rstrip('/')}/p/{quote(scope.session.name, safe='')}/v1"
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 from thunderagent.workflows.core import messages as m
@@ -60,8 +61,8 @@ class Node:
         self.controllers: dict[str, Controller] = {}
         self.instances: dict[str, Instance] = {}
         self.sessions: dict[str, SessionInfo] = {}
-        self.waiting: dict[int, Handle] = {}
-        """By running call, what it waits for."""
+        self.waiting: dict[int, list[Handle]] = {}
+        """By running call, all that it waits for: its tasks and threads wait beside each other."""
         self.kept_states: dict[tuple[str, str], dict[str, Any]] = {}
         """By agent and session, state from an earlier deployment, until it is used."""
         self.suspect: Handle | None = None
@@ -69,6 +70,8 @@ class Node:
         self.on_moved: Callable[[m.Moved], None] = lambda _: None
         self.on_answered: Callable[[str, list[Call]], None] | None = None
         """Called with calls that an instance here has run, before anybody gets their results."""
+        self.on_uses_proxy: Callable[[str], None] | None = None
+        """Called with a session when its code here makes its first turn."""
         self.new_session: Callable[[str], SessionInfo] = SessionInfo
         self.retired: set[str] = set()
         """Locations that are gone, with nothing left there."""
@@ -91,7 +94,7 @@ class Node:
         return f"<Node {self.name}: {len(self.instances)} instances, {len(self.origin.records)} calls>"
 
     def call(self, scope: Scope, agent: str, method: str, args: tuple[Any, ...]) -> Future:
-        """Make a call; return at once. From any thread.
+        """Make a call; return at once. From any thread. It fails if the session of `scope` has ended.
 
         Raises `WorkflowError` for an agent that is not deployed, and `EndedError` after the end.
         """
@@ -117,15 +120,32 @@ class Node:
         )
         handle = Handle(call, tuple(needs.values()))
         handle.node = self
+        if threading.get_ident() == self.thread_id:
+            self._create(handle, scope)
+        else:
+            self.enter(lambda: self._create(handle, scope))
+        return Future(handle)
+
+    def _create(self, handle: Handle, scope: Scope) -> None:
+        if scope.has_ended:
+            handle.outcome = Outcome(error=scope.ended_error(handle.words))
+            handle.notify()
+            return
         if self.hints is not None:
             self.hints.made(handle)
-        if threading.get_ident() == self.thread_id:
-            self._inbox.append((self.name, self.name, m.Create(handle)))
-            if not self._is_draining:
-                self._drain()
-        else:
-            self.enter(lambda: self._put(self.name, self.name, m.Create(handle)))
-        return Future(handle)
+        self._inbox.append((self.name, self.name, m.Create(handle)))
+        if not self._is_draining:
+            self._drain()
+
+    def uses_proxy(self, scope: Scope) -> None:
+        """Note that code makes a turn at the proxy; from any thread. Raises `SessionEndedError`."""
+        if scope.has_ended:
+            raise scope.ended_error("a turn")
+        session = scope.session
+        if not session.uses_proxy:
+            session.uses_proxy = True
+            if self.on_uses_proxy is not None:
+                self.enter(partial(self.on_uses_proxy, session.name))
 
     def session(self, name: str) -> SessionInfo:
         """Return the data of a session; create it if there is none."""
@@ -139,9 +159,12 @@ class Node:
         controller = self.controllers.get(location)
         return controller is not None and call_id in controller.running
 
-    def state_of(self, location: str, call: Call, name: str) -> SessionState:
-        """Return the managed state that a running call may use. Raises `StateError`."""
-        controller = self.controllers[location]
+    def state_of(self, scope: Scope, name: str) -> SessionState:
+        """Return the managed state that a running call may use. Raises `StateError`, `SessionEndedError`."""
+        call, controller = scope.call, self.controllers[scope.location]
+        assert call is not None
+        if scope.has_ended:  # what is there now is of another session, with the same name
+            raise scope.ended_error(f"managed state {name!r}")
         if not controller.rules.is_managed:
             raise StateError(f"{call.agent} uses managed state {name!r}: declare it `managed: true`")
         state = controller.states.get(call.session)
@@ -154,7 +177,10 @@ class Node:
     # --- messages
 
     def enter(self, action: Callable[[], None]) -> None:
-        """Run something on the loop, from any thread, in the order of each thread's requests."""
+        """Run something on the loop, from any thread, in the order of each thread's requests. On the loop, at once."""
+        if threading.get_ident() == self.thread_id:
+            action()
+            return
         self._from_threads.append(action)
         if not self._is_notified:
             self._is_notified = True
@@ -307,11 +333,18 @@ class Node:
     def end_session(self, name: str) -> SessionInfo | None:
         """Forget a session, and fail its remaining calls."""
         self.tell_all(m.SessionEnded(name))
+        return self.forget_session(name)
+
+    def forget_session(self, name: str) -> SessionInfo | None:
+        """Forget a session whose end all machines have been told."""
         if self.hints is not None:
             self.hints.session_ended(name)
         for agent in self.agents:
             self.kept_states.pop((agent, name), None)
-        return self.sessions.pop(name, None)
+        info = self.sessions.pop(name, None)
+        if info is not None:
+            info.has_ended = True
+        return info
 
     def find_circle(self) -> Handle | None:
         """Return a call that can never run, because its instance's running call waits for it; None if there is none."""
@@ -319,19 +352,19 @@ class Node:
             seen: set[int] = set()
             todo = [start]
             while todo:
-                handle = self.waiting.get(todo.pop())
-                if handle is None or handle.outcome is not None or handle.call.call_id in seen:
-                    continue
-                seen.add(handle.call.call_id)
-                controller = self.controllers.get(handle.executor)
-                if controller is None:
-                    continue
-                if handle.call.call_id in controller.running:
-                    todo.append(handle.call.call_id)
-                    continue
-                if start in controller.running:
-                    return handle
-                todo.extend(controller.running)
+                for handle in tuple(self.waiting.get(todo.pop(), ())):
+                    if handle.outcome is not None or handle.call.call_id in seen:
+                        continue
+                    seen.add(handle.call.call_id)
+                    controller = self.controllers.get(handle.executor)
+                    if controller is None:
+                        continue
+                    if handle.call.call_id in controller.running:
+                        todo.append(handle.call.call_id)
+                        continue
+                    if start in controller.running:
+                        return handle
+                    todo.extend(controller.running)
         return None
 
     def break_circle(self) -> None:

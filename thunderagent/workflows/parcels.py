@@ -38,6 +38,8 @@ def pack(sender: str, to: str, message: Any, dumps: Dumps) -> tuple[Parcel | Non
         return Parcel(sender, to, content, message.call_id, message.for_id, is_result=True), []
     try:
         content = dumps(message)
+        if kind is m.Transfer:
+            pickle.loads(content)  # noqa: S301 - what pickles may not come back
     except Exception as error:  # whatever a stranger's class raises
         if kind is m.Submit:
             return None, [_refused(message.call, to, error)]
@@ -91,19 +93,22 @@ def _refused(call: Call, to: str, error: Exception) -> tuple[str, m.Result]:
 
 
 def _sound(message: m.Transfer, dumps: Dumps) -> tuple[m.Transfer, list[tuple[str, m.Result]]]:
-    """Return a session that moves without what cannot go with it."""
-    state, calls, refused = message.state, [], []
+    """Return a session that moves without what cannot go with it, and what to tell those that wait for that."""
+    state, calls, subscribers, refused = message.state, [], dict(message.subscribers), []
     try:
-        dumps(state)
+        pickle.loads(dumps(state))  # noqa: S301
     except Exception as error:
         state = SessionState(broken=f"it could not move to {message.to}: {_said(error)}")
     for call in message.calls:
         try:
-            dumps(call)
+            pickle.loads(dumps(call))  # noqa: S301
             calls.append(call)
         except Exception as error:
-            refused.append(_refused(call, message.to, error))
-    return replace(message, state=state, calls=calls), refused
+            origin, result = _refused(call, message.to, error)
+            refused.append((origin, result))
+            for location, for_id in subscribers.pop(call.call_id, ()):
+                refused.append((location, replace(result, for_id=for_id)))
+    return replace(message, state=state, calls=calls, subscribers=subscribers), refused
 
 
 def _said(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """The node store on Redis: others can read the summaries, and sessions' state outlives the deployment.
 
 One blob per node and period, one hash per session, all in msgpack. So state is limited to its types: tuples come back
-as lists, and objects of classes are refused. Anybody who can write to the server decides what agents remember.
+as lists, and objects of classes are not kept. Anybody who can write to the server decides what agents remember.
 Deployments on one server share the sessions' state, and nothing else.
 """
 
@@ -18,6 +18,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from thunderagent.workflows.errors import StoreError
+from thunderagent.workflows.state import kept_values
 from thunderagent.workflows.store import Decisions
 from thunderagent.workflows.view import Summary
 
@@ -65,12 +66,11 @@ class RedisStore:
         return [msgspec.msgpack.decode(blob, type=Decisions) for blob in blobs or ()]
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        """Store parts of a session's managed state."""
-        try:
-            fields = {f"{agent}/{name}": msgspec.msgpack.encode(value) for name, value in values.items()}
-        except (TypeError, OverflowError) as error:
-            text = f"state {', '.join(values)} of session {session!r} is not kept: {error}"
-            raise StoreError(text) from error
+        """Store parts of a session's managed state. What msgpack cannot hold is logged, and not stored."""
+        blobs = kept_values(values, msgspec.msgpack.encode, session)
+        if not blobs:
+            return
+        fields = {f"{agent}/{name}": blob for name, blob in blobs.items()}
         async with self._errors():
             await self._client.hset(f"{self._prefix}:state:{session}", mapping=fields)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thunderagent.workflows.core.call import Call, Maker, Record
-from thunderagent.workflows.errors import WorkflowError
+from thunderagent.workflows.errors import SessionEndedError, WorkflowError
 
 if TYPE_CHECKING:
     from thunderagent.workflows.node import Node
@@ -55,6 +55,8 @@ class SessionInfo:
     """Drivers that run in it."""
     uses_proxy: bool = False
     """A turn was sent for it, so the proxy must hear of its end."""
+    has_ended: bool = False
+    """Another session may have its name now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,15 @@ class Scope:
     def call_id(self) -> int:
         """The running call; 0 in a driver."""
         return self.maker.call_id
+
+    @property
+    def has_ended(self) -> bool:
+        """Its session has ended, and this code goes on. What runs for several sessions at once belongs to none."""
+        return self.session.has_ended and not self.is_mixed
+
+    def ended_error(self, what: str) -> SessionEndedError:
+        """Return the error of `what` this code wants after the end of its session."""
+        return SessionEndedError(f"{what} comes after the end of session {self.session.name!r}", path=self.chain)
 
     def saw(self, record: Record) -> None:
         """Note that what comes next may depend on a call's value."""

@@ -43,6 +43,9 @@ class Sessions:
         """By session and agent, managed state that is to be stored."""
         self._saving: dict[str, asyncio.Task[None]] = {}
         """By session, who stores it: one at a time, so that the newest comes last."""
+        self._releasing: set[asyncio.Task[None]] = set()
+        if hub is not None and proxy:
+            hub.on_late_turn = self._release
         if keeps_state:
             node.on_answered = self._save_touched
             if hub is not None:
@@ -92,7 +95,7 @@ class Sessions:
             info = self._node.end_session(name)
             if self._hub is not None:
                 self._hub.end_session(name)
-            self._view.priorities.pop(name, None)
+            self._view.end_session(name)
             if info is not None:
                 self.ended[name] = info
                 while len(self.ended) > KEPT_LOGS_COUNT:
@@ -109,8 +112,23 @@ class Sessions:
         for info in list(self._node.sessions.values()):
             self._save_drivers(info)
             await self.end(info.name, keep_state=True)
-        if self._saving:
-            await asyncio.wait(self._saving.values())
+        if left := {*self._saving.values(), *self._releasing}:
+            await asyncio.wait(left)
+
+    def _release(self, name: str) -> None:
+        """End a program at the proxy that a turn has begun anew after its session's end."""
+
+        async def release() -> None:
+            async with self._turn(name):
+                info = self._node.sessions.get(name)
+                if info is None:
+                    await Program(self._proxy, name).async_release()
+                else:  # a new one, whose end does it
+                    info.uses_proxy = True
+
+        task = self._node.loop.create_task(release())
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())

@@ -58,8 +58,7 @@ def _state(name: str, kind: type) -> Any:
             scope.session.state = SessionState()
         state = scope.session.state
     else:
-        assert scope.call is not None
-        state = scope.node.state_of(scope.location, scope.call, name)
+        state = scope.node.state_of(scope, name)
     if state.broken:
         raise StateError(f"managed state {name!r} of session {scope.session.name!r}: {state.broken}")
     state.touched.add(name)

@@ -117,8 +117,14 @@ class View:
         self.changed: list[SessionView] = []
         """Sessions whose calls have changed since the last step."""
         self.priorities: dict[str, float] = {}
+        self.agent_priorities: dict[str, dict[str, float]] = {}
+        """By agent, sessions' priorities there alone."""
         self.weights: dict[str, dict[str, float]] = {}
         """By agent, the current weights."""
+        self.session_routes: dict[tuple[str, str], m.SetRoute] = {}
+        """By agent and session."""
+        self.has_new = False
+        """An instance has reported that had not when the last step was made: it does not know the orders in force."""
         self.expected: set[str] = set()
         """Locations of the instances that are there or begin to be; `instances` has those that have reported."""
 
@@ -129,6 +135,12 @@ class View:
     def of(self, agent: str) -> list[InstanceView]:
         """Return the instances of an agent that take calls."""
         return [each for each in self.instances.values() if each.agent == agent and not each.is_retiring]
+
+    def mean_s(self, agent: str) -> float:
+        """Return how long an agent's calls take on average; 0 before the first has ended."""
+        instances = self.of(agent)
+        done_count = sum(each.done_count for each in instances)
+        return sum(each.busy_s for each in instances) / done_count if done_count else 0.0
 
     def free(self) -> dict[str, float]:
         """Return what is left of each resource of the deployment."""
@@ -142,11 +154,13 @@ class View:
     def merge(self, summaries: Iterable[Summary], now_s: float) -> None:
         """Add the controllers' summaries. Costs O(sessions that have changed)."""
         self.now_s = now_s
+        self.has_new = False
         changed: dict[str, SessionView] = {}
         for summary in summaries:
             location = summary.location
             instance = self.instances.get(location)
             if instance is None:
+                self.has_new = True
                 instance = self.instances[location] = InstanceView(location, agent_of(location), summary.node)
             instance.queued_count = summary.queued_count
             instance.running = summary.running
@@ -180,6 +194,13 @@ class View:
                 view.at.pop(location, None)
                 if not view.at:
                     del self.sessions[session]
+
+    def end_session(self, session: str) -> None:
+        """Forget the orders about a session."""
+        for priorities in (self.priorities, *self.agent_priorities.values()):
+            priorities.pop(session, None)
+        for key in [key for key in self.session_routes if key[1] == session]:
+            del self.session_routes[key]
 
 
 class Act:
@@ -220,17 +241,23 @@ class Act:
                 if self.view.weights.get(name, {}) == own:
                     continue
                 self.view.weights[name] = own
-            self.routes.append(m.SetRoute(name, session, tuple(own.items())))
+            route = m.SetRoute(name, session, tuple(own.items()))
+            if session:
+                self.view.session_routes[name, session] = route
+            self.routes.append(route)
 
     def set_priority(self, session: str, priority: float, *, agent: str = "") -> None:
         """Have a session's calls go first where its priority is higher, everywhere or at one agent."""
         if agent:
-            self.agent_priorities.setdefault(agent, {})[session] = priority
+            for by_agent in (self.agent_priorities, self.view.agent_priorities):
+                by_agent.setdefault(agent, {})[session] = priority
             return
         known = self.view.sessions.get(session)
         if (known.priority if known is not None else self.view.priorities.get(session, 0.0)) != priority:
             self.priorities[session] = priority
             self.view.priorities[session] = priority
+            for of in self.view.agent_priorities.values():
+                of.pop(session, None)
             if known is not None:
                 known.priority = priority
 

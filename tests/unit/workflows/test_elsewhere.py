@@ -12,6 +12,7 @@ import pytest
 from tests.unit.workflows.agents import Patient, only
 from tests.unit.workflows.elsewhere import LocalLauncher
 from thunderagent.workflows import (
+    Act,
     CallError,
     DeclarationError,
     Deployment,
@@ -165,28 +166,70 @@ async def test_state_moves_between_processes_and_is_missed_when_it_is_lost() -> 
         assert await app.run_async(begin, session="s") == ["e"]
 
 
-async def test_state_that_cannot_travel_is_missed_after_a_move() -> None:
+@pytest.mark.parametrize("what", ["lock", "strange"])
+async def test_state_that_cannot_travel_is_missed_after_a_move(what: str) -> None:
+    """It may not pickle, or not come back."""
+
     async def main(app: Deployment) -> None:
-        await call("hoarder", "keep")
+        await call("hoarder", "keep", what)
         home = homes(app, "s")[-1]
         other = ({"hoarder/0", "hoarder/1"} - {home}).pop()
         await until(lambda: other in app.control.level.view.instances)
         await app.act_async(lambda act: act.migrate("s", home, other))
         await until(lambda: app.node._machines["directory"].homes["s", "hoarder"].location == other)
         with pytest.raises(CallError, match="could not move to hoarder/") as caught:
-            await call("hoarder", "keep")
+            await call("hoarder", "keep", what)
         assert isinstance(caught.value.__cause__, StateError)
 
-    hoarder = {"class": f"{__name__}:Hoarder", "methods": {"keep": {}}, "managed": True, "min_instances": 2}
-    async with deploy({"hoarder": hoarder}, ray=LocalLauncher(), **CALM) as app:
+    async with asyncio.timeout(10), deploy(HOARDER, ray=LocalLauncher(), **CALM) as app:
         await app.run_async(main, app, session="s")
 
 
-class Hoarder:
-    async def keep(self) -> None:
+async def test_what_cannot_move_fails_with_all_that_needs_it() -> None:
+    """Its checkpoint does not come back, so the interrupted call goes nowhere; one that waits for its value is told."""
+
+    async def main(app: Deployment) -> None:
+        stopped = call("hoarder", "wait")
+        await until(lambda: "wait" in Patient.gates)
+        home = stopped.metadata["executor"]
+        other = ({"hoarder/0", "hoarder/1"} - {home}).pop()
+        depends = call("echo", "say", stopped)
+        await until(lambda: launcher.peers[home].host.node.controllers[home].subscribers)
+        await until(lambda: other in app.control.level.view.instances)
+        await app.act_async(lambda act: act.migrate("s", home, other))
+        for made in (stopped, depends):
+            with pytest.raises(CallError, match=r"the arguments of hoarder.wait cannot be sent: TypeError"):
+                await made
+        assert await call("hoarder", "keep", "nothing") is None
+
+    Patient.gates.clear()
+    launcher = LocalLauncher()
+    async with asyncio.timeout(10), deploy(HOARDER | only("echo"), ray=launcher, **CALM) as app:
+        await app.run_async(main, app, session="s")
+
+
+class Hoarder(Patient):
+    async def keep(self, what: str) -> None:
         from thunderagent.workflows import managed_dict  # noqa: PLC0415 - so that the module has none
 
-        managed_dict("things")["lock"] = threading.Lock()
+        managed_dict("things")[what] = {"lock": threading.Lock(), "strange": StrangeError(1, 2)}.get(what)
+
+    async def wait(self) -> str:
+        return await super().wait("wait")
+
+    def checkpoint(self) -> Any:
+        return StrangeError(1, 2)
+
+
+HOARDER: dict[str, Any] = {
+    "hoarder": {
+        "class": f"{__name__}:Hoarder",
+        "methods": {"keep": {"what": "str"}, "wait": {}},
+        "managed": True,
+        "min_instances": 2,
+        "preemptable": True,
+    }
+}
 
 
 async def test_an_instance_retires_with_its_process() -> None:
@@ -207,6 +250,31 @@ async def test_an_instance_retires_with_its_process() -> None:
     launcher = LocalLauncher()
     async with deploy(only("patient", max_instances=2), ray=launcher, **CALM) as app:
         await app.run_async(main, app, launcher)
+
+
+async def test_a_new_instance_knows_the_orders_in_force() -> None:
+    """Its calls go by the routes that were set before it came."""
+
+    def ask(act: Act) -> None:
+        act.route(agent="echo", to="echo/1")
+        act.route(agent="echo", session="vip", to="echo/0")
+        act.set_priority("vip", 5.0)
+        act.provision("patient")
+
+    def knows_all() -> bool:
+        if "patient/1" not in launcher.peers or not hasattr(launcher.peers["patient/1"], "host"):
+            return False
+        node = launcher.peers["patient/1"].host.node
+        picked = [node.origin.router.pick(session, "echo") for session in ("other", "vip") for _ in range(2)]
+        queue = node.controllers["patient/1"].queue if node.controllers else None
+        return picked == ["echo/1"] * 2 + ["echo/0"] * 2 and queue is not None and queue.priorities == {"vip": 5.0}
+
+    launcher = LocalLauncher()
+    agents = only("patient", max_instances=2) | only("echo", min_instances=2)
+    async with deploy(agents, ray=launcher, **CALM) as app:
+        await until(lambda: len(app.control.level.view.instances) == 3)
+        assert await app.act_async(ask) == []
+        await until(knows_all)
 
 
 async def test_an_agent_that_is_called_from_elsewhere_gets_its_first_instance() -> None:

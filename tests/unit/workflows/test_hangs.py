@@ -13,13 +13,18 @@ import pytest
 from tests.unit.workflows.agents import Blocking, only
 from thunderagent.workflows import (
     CallError,
+    DeadlockError,
     Deployment,
     EndedError,
     SessionEndedError,
     WorkflowError,
     deploy,
+    instance,
+    settle,
+    settle_async,
     stubs,
 )
+from thunderagent.workflows.future import handle_of
 
 CALM: dict[str, Any] = {"policies": (), "period_s": 0.01}
 PATIENCE_S = 10.0
@@ -44,6 +49,9 @@ class Fragile:
         assert task is not None
         task.cancel()
         await asyncio.sleep(PATIENCE_S)
+
+    def stop_iteration(self) -> None:
+        next(iter(()))
 
     def cancelled_plain(self) -> None:
         work: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -79,8 +87,62 @@ class Ender:
         Late.is_ending.set()
 
 
-METHODS = ("exit", "exit_plain", "cancelled", "cancelled_itself", "cancelled_plain", "block")
+class Empty:
+    """Ends in its constructor as a plain method may."""
+
+    def __init__(self) -> None:
+        next(iter(()))
+
+    def say(self) -> None: ...
+
+
+async def wait_for(made: Any) -> Any:
+    return await made
+
+
+class Stuck:
+    """Does not end."""
+
+    gate = threading.Event()
+
+    def say(self) -> None: ...
+
+    def close(self) -> None:
+        self.gate.wait(PATIENCE_S)
+
+
+class Knot:
+    """Waits for calls of its own only instance."""
+
+    def settle(self) -> Any:
+        return settle([stubs.call("knot", "say", (1,))])[0].value()
+
+    async def settle_async(self) -> Any:
+        return (await settle_async([stubs.call("knot", "say", (1,))]))[0].value()
+
+    async def beside_another(self) -> None:
+        """Begin the other wait last."""
+        made = [stubs.call("knot", "say", (1,)), stubs.call("blocking", "gate", ("g",))]
+        await asyncio.gather(*(wait_for(each) for each in made))
+
+    async def any(self) -> list[bool]:
+        """Wait for no call in particular."""
+        made = [stubs.call("knot", "say", (1,)), stubs.call("blocking", "gate", ("g",))]
+        await settle_async(made, any=True)
+        return [each.available for each in made]
+
+    async def say(self, value: int) -> int:
+        return value
+
+
+METHODS = ("exit", "exit_plain", "cancelled", "cancelled_itself", "cancelled_plain", "stop_iteration", "block")
 FRAGILE: dict[str, Any] = {"fragile": {"class": f"{__name__}:Fragile", "methods": {name: {} for name in METHODS}}}
+KNOT: dict[str, Any] = {
+    "knot": {
+        "class": f"{__name__}:Knot",
+        "methods": {"settle": {}, "settle_async": {}, "beside_another": {}, "any": {}, "say": {"value": "int"}},
+    }
+}
 LATE: dict[str, Any] = {
     "late": {"class": f"{__name__}:Late", "methods": {"ask": {"when": "str"}}},
     "ender": {"class": f"{__name__}:Ender", "methods": {"say": {}}},
@@ -136,6 +198,7 @@ async def test_a_call_within_a_call_ends_with_the_deployment(when: str) -> None:
         ("cancelled", "CancelledError"),
         ("cancelled_itself", "CancelledError"),
         ("cancelled_plain", "CancelledError"),
+        ("stop_iteration", "RuntimeError: plain code raised StopIteration"),
     ],
 )
 def test_a_call_fails_whatever_its_method_raises(method: str, why: str) -> None:
@@ -144,6 +207,112 @@ def test_a_call_fails_whatever_its_method_raises(method: str, why: str) -> None:
         for _ in range(2):
             with pytest.raises(CallError, match=f"fragile.{method} failed: {why}"):
                 app.run(lambda: stubs.call("fragile", method, ()).value(PATIENCE_S))
+
+
+async def test_stop_iteration_ends_a_driver_and_a_start() -> None:
+    """It is raised as another error, since no future can have it."""
+    async with deploy(only("echo"), **CALM) as app, asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await app.run_async(lambda: next(iter(())))
+    empty = {"empty": {"class": f"{__name__}:Empty", "methods": {"say": {}}}}
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        async with asyncio.timeout(PATIENCE_S), deploy(empty, **CALM):
+            pass
+
+
+@pytest.mark.parametrize("way", ["wait", "settle", "forgotten"])
+def test_who_gave_up_waiting_on_another_loop_keeps_nobody(way: str) -> None:
+    """Its loop is closed when the value comes; the next one gets it."""
+
+    async def give_up(made: Any) -> None:
+        if way == "settle":
+            await settle_async([made], timeout=0.01)
+        else:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await made
+
+    def main() -> str:
+        made = stubs.call("blocking", "gate", ("g",))
+        if way == "forgotten":
+            loop = asyncio.new_event_loop()
+            task = loop.create_task(wait_for(made))
+            loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
+        else:
+            asyncio.run(give_up(made))
+        Blocking.gates.setdefault("g", threading.Event()).set()
+        value: str = made.value(PATIENCE_S)
+        if way == "forgotten":
+            task._log_destroy_pending = False
+        return value
+
+    Blocking.gates.clear()
+    with deploy(only("blocking"), **CALM) as app:
+        assert app.run(main) == "g"
+        assert app.run(lambda: stubs.call("blocking", "say", (1,)).value(PATIENCE_S))[0] == 1
+
+
+def test_a_wait_that_is_given_up_leaves_no_waiter() -> None:
+    """So that who looks again and again is not told as often."""
+
+    def main() -> list[Any]:
+        made = [stubs.call("blocking", "gate", ("g",)), stubs.call("blocking", "say", (1,))]
+        with pytest.raises(TimeoutError):
+            made[0].value(0.001)
+        settle(made, any=True, timeout=0.001)
+        asyncio.run(settle_async(made, timeout=0.001))
+        left = [[*handle_of(each).waiters] for each in made]
+        Blocking.gates.setdefault("g", threading.Event()).set()
+        settle(made, timeout=PATIENCE_S)
+        return left
+
+    Blocking.gates.clear()
+    with deploy(only("blocking"), **CALM) as app:
+        assert app.run(main) == [[], []]
+
+
+@pytest.mark.parametrize("method", ["settle", "settle_async", "beside_another"])
+def test_a_call_that_waits_for_itself_fails_however_it_waits(method: str) -> None:
+    """It may settle it, or wait for another one beside."""
+    Blocking.gates.clear()
+    with deploy(KNOT | only("blocking"), **CALM) as app:
+        try:
+            with pytest.raises(CallError) as caught:
+                app.run(lambda: stubs.call("knot", method, ()).value(PATIENCE_S))
+        finally:
+            Blocking.gates.setdefault("g", threading.Event()).set()
+    assert isinstance(caught.value.__cause__, DeadlockError)
+    assert "knot.say #2 waits at knot/0 for a call that waits for it" in str(caught.value.__cause__)
+
+
+async def test_who_waits_for_any_of_several_calls_does_not_wait_for_itself() -> None:
+    async def main(app: Deployment) -> list[bool]:
+        made = stubs.call("knot", "any", ())
+        async with asyncio.timeout(PATIENCE_S):
+            while "g" not in Blocking.gates:
+                await asyncio.sleep(0.001)
+        for _ in range(3):
+            app.node.break_circle()
+        Blocking.gates["g"].set()
+        return await made
+
+    Blocking.gates.clear()
+    async with deploy(KNOT | only("blocking"), policies=(), period_s=60.0) as app:
+        assert await app.run_async(main, app, session="s") == [False, True]
+        assert app.node.waiting == {}
+
+
+async def test_an_agent_s_end_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The loop is not blocked by what goes on in its thread."""
+    monkeypatch.setattr(instance, "CLOSE_S", 0.01)
+    stuck = {"stuck": {"class": f"{__name__}:Stuck", "methods": {"say": {}}}}
+    try:
+        async with asyncio.timeout(PATIENCE_S / 2), deploy(stuck, **CALM):
+            pass
+    finally:
+        Stuck.gate.set()
+    assert "stuck/0: its close() failed" in caplog.text
 
 
 def test_an_async_driver_may_exit() -> None:

@@ -73,6 +73,16 @@ def test_balance_weighs_instances_that_differ() -> None:
     assert decide("balance", alike).routes == []
 
 
+def test_balance_takes_a_new_instance_to_be_as_fast_as_the_others() -> None:
+    """Whatever a call of the agent takes: a new one gets neither all of them nor none."""
+    for call_s in (0.05, 60.0):
+        known = [summary(f"a/{n}", done_count=10, busy_s=10 * call_s) for n in range(2)]
+        assert decide("balance", view_of({"a": {}}, *known, summary("a/2"))).routes == []
+        waits = summary("a/0", {"s": line(1)}, done_count=10, busy_s=10 * call_s)
+        (route,) = decide("balance", view_of({"a": {}}, waits, summary("a/1"))).routes
+        assert dict(route.weights) == {"a/0": 0.5, "a/1": 1.0}
+
+
 def test_reassign_makes_room_for_who_has_much_to_do() -> None:
     agents = {"busy": {"max_instances": 4, "resources": {"gpu": 1}}, "calm": {"min_instances": 1, "max_instances": 2}}
     agents["calm"]["resources"] = {"gpu": 1}

@@ -127,6 +127,36 @@ def test_agents_see_plain_values_only() -> None:
         assert app.run(main) == {"a": [1, (2,)], "b": "c"}
 
 
+class Nester:
+    """Returns futures within others' parts, one of them available."""
+
+    async def nest(self) -> Any:
+        made = [call("echo", "say", "x") for _ in range(3)]
+        await made[0]
+        return {"parts": [{"a": made[0]}, (made[1], [made[2]])], "rest": 1}
+
+    async def fail(self) -> Any:
+        return {"parts": [call("echo", "fail", "x")]}
+
+    async def cycle(self) -> list[Any]:
+        itself: list[Any] = []
+        itself.append(itself)
+        return itself
+
+
+def test_a_returned_value_has_no_futures_in_it() -> None:
+    """However deep; a value that holds itself is left as it is."""
+    nester = {"class": f"{__name__}:Nester", "methods": {"nest": {}, "fail": {}, "cycle": {}}}
+    with deploy({"nester": nester} | only("echo"), **CALM) as app:
+        found = app.run(lambda: call("nester", "nest").value(10))
+        assert found == {"parts": [{"a": "x"}, ("x", ["x"])], "rest": 1}
+        assert [type(found["parts"][0]["a"]), *map(type, found["parts"][1])] == [str, str, list]
+        with pytest.raises(CallError, match=r"echo.fail failed: ValueError: x"):
+            app.run(lambda: call("nester", "fail").value(10))
+        itself = app.run(lambda: call("nester", "cycle").value(10))
+        assert itself[0] is itself
+
+
 def test_settle_sleeps_until_one_more_is_there() -> None:
     def main() -> None:
         done = call("echo", "say", 1)
@@ -322,11 +352,22 @@ class FailingStore(MemoryStore):
     """Takes nothing while it fails."""
 
     fails = False
+    fails_to_push = False
 
     async def publish(self, node: str, summaries: list[Summary]) -> None:
         if self.fails:
             raise StoreError("away")
         await super().publish(node, summaries)
+
+    async def collect(self) -> list[Summary]:
+        if self.fails:
+            raise StoreError("away")
+        return await super().collect()
+
+    async def push(self, node: str, decisions: Decisions) -> None:
+        if self.fails_to_push:
+            raise StoreError("away")
+        await super().push(node, decisions)
 
 
 async def test_reports_outlive_a_failure_of_the_store() -> None:
@@ -349,6 +390,83 @@ async def test_reports_outlive_a_failure_of_the_store() -> None:
 
         Patient.gates.update(a=asyncio.Event(), b=asyncio.Event())
         assert await app.run_async(main, session="s") == ["a", "b"]
+
+
+async def test_instances_are_replaced_while_the_store_fails() -> None:
+    """So is a call failed that waits for itself."""
+    store = FailingStore()
+    async with deploy(only("echo", "blocking"), policies=(), period_s=0.005, store=store) as app:
+        store.fails = True
+        app.lose("echo/0")
+        with pytest.raises(CallError, match="waits at blocking/0"):
+            await app.run_async(lambda: call("blocking", "ask_myself", "x").value(10))
+        await until(lambda: "echo/1" in app.node.controllers)
+
+
+async def test_what_the_store_did_not_take_can_be_asked_for_again() -> None:
+    """A kill is not under way then; routes and priorities come with the next turn."""
+
+    def ask(act: Act) -> None:
+        act.set_priority("vip", 5.0)
+        act.set_priority("vip", 6.0, agent="patient")
+        act.route(agent="patient", to="patient/1")
+        act.route(agent="patient", session="vip", to="patient/0")
+        act.kill("echo/0")
+
+    store = FailingStore()
+    agents = only("patient", "echo", min_instances=1, max_instances=2)
+    async with deploy(agents, policies=(), period_s=60.0, store=store) as app:
+        for name in agents:
+            await app.act_async(lambda act, name=name: act.provision(name))
+        await until(lambda: len(app.node.controllers) == 4)
+        await app.act_async(lambda _: None)
+        store.fails_to_push = True
+        with pytest.raises(StoreError, match="away"):
+            await app.act_async(ask)
+        store.fails_to_push = False
+        assert await app.act_async(lambda act: act.kill("echo/0")) == []
+        assert "echo/0" not in app.node.controllers
+        for location, controller in app.node.controllers.items():
+            assert controller.queue.priorities == {"vip": 6.0 if location.startswith("patient") else 5.0}
+        picked = [app.node.origin.router.pick(session, "patient") for session in ("other", "vip")]
+        assert picked == ["patient/1", "patient/0"]
+
+
+async def test_a_new_instance_knows_the_priorities_in_force() -> None:
+    """A session's end ends them."""
+    async with deploy(only("patient", max_instances=2), policies=(), period_s=0.005) as app:
+
+        def ask(act: Act) -> None:
+            act.set_priority("low", 1.0, agent="patient")
+            act.set_priority("low", 2.0)
+            act.set_priority("vip", 5.0)
+            act.set_priority("vip", 6.0, agent="patient")
+            act.set_priority("over", 1.0)
+            act.set_priority("over", 2.0, agent="patient")
+            act.provision("patient")
+
+        assert await app.act_async(ask) == []
+        await app.end_session_async("over")
+        await until(lambda: "patient/1" in app.node.controllers)
+        await until(lambda: app.node.controllers["patient/1"].queue.priorities == {"low": 2.0, "vip": 6.0})
+
+
+async def test_an_instance_that_cannot_end_takes_calls_again() -> None:
+    """Whoever asked for its end hears of that, though nothing happens there."""
+    async with deploy(only("counter", min_instances=1, max_instances=2), policies=(), period_s=0.005) as app:
+        view = app.control.level.view
+
+        async def main() -> str:
+            made = call("counter", "add", "s", 1)
+            await made
+            return str(made.metadata["executor"])
+
+        home = await app.run_async(main, session="s")
+        await app.act_async(lambda act: act.provision("counter"))
+        await until(lambda: len(view.of("counter")) == 2 and view.instances[home].done_count == 1)
+        assert await app.act_async(lambda act: act.kill(home)) == []
+        await until(lambda: len(view.of("counter")) == 2)
+        assert home in app.node.origin.router.instances["counter"]
 
 
 def fail(*_: object) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import sys
 import threading
+from contextvars import copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import pytest
 from tests.unit.client.support import fake_proxy
 from tests.unit.workflows.agents import Patient, only
 from tests.unit.workflows.elsewhere import LocalLauncher
-from thunderagent.workflows import Deployment, StoreError, deploy, managed_dict, stubs
+from thunderagent.workflows import Deployment, SessionEndedError, StoreError, deploy, managed_dict, managed_list, stubs
 from thunderagent.workflows.llm import turn_headers
 from thunderagent.workflows.store import MemoryStore
 
@@ -188,6 +192,144 @@ class Late(Patient):
         notes["x"] = 1
 
 
+# --- what outlives it
+
+
+class Outliver(Patient):
+    """Goes on after its session's end: makes a call, a turn, or an entry."""
+
+    own = managed_list("own")
+    found: list[object] = []  # noqa: RUF012 - the test's
+
+    async def late(self, what: str) -> None:
+        await self.wait("late")
+        try:
+            if what == "call":
+                await hear("late")
+            elif what == "turn":
+                turn_headers()
+            else:
+                self.own.append("late")
+        except SessionEndedError as error:
+            self.found.append(str(error))
+
+    async def turn(self, when: str) -> None:
+        if when == "before":
+            turn_headers()
+        await self.wait("turn")
+        if when == "between":
+            turn_headers()
+
+    async def unawaited(self) -> None:
+        with pytest.raises(SessionEndedError) as caught:
+            turn_headers()
+        self.found.append(str(caught.value))
+
+    async def append(self, text: str) -> list[str]:
+        self.own.append(text)
+        return [*self.own]
+
+
+OUTLIVER: dict[str, Any] = {
+    "outliver": {
+        "class": f"{__name__}:Outliver",
+        "methods": {"late": {"what": "str"}, "turn": {"when": "str"}, "unawaited": {}, "append": {"text": "str"}},
+    }
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_found() -> None:
+    Outliver.found.clear()
+    Patient.gates.clear()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def begin_late(what: str) -> None:
+    stubs.call("outliver", "late", (what,))
+    await until(lambda: "late" in Patient.gates)
+
+
+@pytest.mark.parametrize("what", ["call", "turn", "entry"])
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_what_outlives_a_session_does_nothing_in_the_next_of_its_name(what: str, is_elsewhere: bool) -> None:
+    async def go_on() -> tuple[Any, Any]:
+        mine = stubs.call("outliver", "append", ("mine",))
+        if is_elsewhere:
+            await until(lambda: launcher.peers["outliver/0"].host.node.controllers["outliver/0"].queue.calls_count)
+        Patient.gates["late"].set()
+        return await mine, await hear("mine")
+
+    launcher = LocalLauncher()
+    agents = OUTLIVER | only("rememberer", min_instances=1)
+    async with deploy(agents, policies=(), period_s=0.01, ray=launcher if is_elsewhere else "") as app:
+        await app.run_async(begin_late, what, session="s")
+        await app.end_session_async("s")
+        assert await app.run_async(go_on, session="s") == (["mine"], ["mine"])
+        assert app.node.sessions["s"].uses_proxy is False
+    (why,) = Outliver.found
+    wanted = {"call": "rememberer.hear #", "turn": "a turn", "entry": "managed state 'own'"}[what]
+    assert why.startswith(wanted)
+    assert why.endswith("comes after the end of session 's'")
+
+
+async def test_a_call_that_nobody_awaits_leaves_no_session() -> None:
+    """It begins when its session has ended, and makes no turn there."""
+
+    async def main() -> None:
+        stubs.call("outliver", "unawaited", ())
+
+    async with deploy(OUTLIVER, policies=(), period_s=0.01) as app:
+        await app.run_async(main)
+        await until(lambda: app.node.instances["outliver/0"].done_count)
+        assert app.node.sessions == {}
+    assert len(Outliver.found) == 1
+
+
+async def test_a_call_of_a_thread_that_comes_with_the_end_fails() -> None:
+    """It was made before the end, and its loop takes it afterwards."""
+    made: list[Any] = []
+
+    async def main(app: Deployment) -> None:
+        thread = threading.Thread(target=copy_context().run, args=(lambda: made.append(hear_plain("a")),))
+        thread.start()
+        thread.join()
+        await app.end_session_async("s")
+        with pytest.raises(SessionEndedError, match=r"rememberer.hear #1 comes after the end"):
+            await made[0]
+
+    async with deploy(only("rememberer"), policies=(), period_s=0.01) as app:
+        await app.run_async(main, app, session="s")
+        assert app.node.sessions == {}
+
+
+def hear_plain(text: str) -> Any:
+    return stubs.call("rememberer", "hear", (text,))
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+async def test_a_turn_elsewhere_is_released_whenever_its_session_ends(when: str) -> None:
+    """Its call is not over then; or its host has not heard of the end."""
+
+    async def main() -> None:
+        stubs.call("outliver", "turn", (when,))
+        await until(lambda: "turn" in Patient.gates)
+
+    with fake_proxy() as proxy:
+        async with deploy(OUTLIVER, policies=(), period_s=0.01, proxy=proxy.url, ray=LocalLauncher()) as app:
+            await app.run_async(main, session="s")
+            if when == "between":
+                Patient.gates["turn"].set()
+            await app.end_session_async("s")
+            await until(proxy.released)
+        assert proxy.released() == ["s"]
+
+
 # --- what is saved
 
 
@@ -234,6 +376,35 @@ async def test_state_that_cannot_be_kept_stops_nothing(is_elsewhere: bool, caplo
                 await asyncio.sleep(0)
     assert shelf.states == {"s": {"hoarder": {"good": {"x": 1}}}}
     for name in ("locks", "strange", "notes"):
+        assert caplog.text.count(f"state {name} of session 's' is not kept") == 1
+
+
+async def test_redis_keeps_each_value_that_it_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that msgpack cannot hold is logged, and keeps neither the others nor other agents' from it."""
+    given: list[tuple[str, dict[str, bytes]]] = []
+
+    async def hset(key: str, mapping: dict[str, bytes]) -> None:
+        given.append((key, mapping))
+
+    client = SimpleNamespace(from_url=lambda *_, **__: SimpleNamespace(hset=hset))
+    package = SimpleNamespace(asyncio=SimpleNamespace(Redis=client), exceptions=SimpleNamespace(RedisError=OSError))
+    for name, module in {"": package, ".asyncio": package.asyncio, ".exceptions": package.exceptions}.items():
+        monkeypatch.setitem(sys.modules, f"redis{name}", module)
+    found = importlib.util.find_spec("thunderagent.workflows.redis_store")
+    assert found is not None
+    assert found.loader is not None
+    redis_store = importlib.util.module_from_spec(found)
+    found.loader.exec_module(redis_store)
+    itself: list[Any] = []
+    itself.append(itself)
+    bad = {"half": "\ud800", "itself": itself, "object": Shelf(), "large": 2**64}
+    store = redis_store.RedisStore("redis://")
+    await store.save_state("agent", "s", {"good": [1], **bad, "also": {"x": 2}})
+    await store.save_state("agent", "t", bad)
+    assert given == [("thunderagent:workflows:state:s", {"agent/good": b"\x91\x01", "agent/also": b"\x81\xa1x\x02"})]
+    for name in bad:
         assert caplog.text.count(f"state {name} of session 's' is not kept") == 1
 
 

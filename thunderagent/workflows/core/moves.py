@@ -219,7 +219,7 @@ class Moves:
     def retire(self, message: m.Retire) -> None:
         """Start to give everything away."""
         if self.of.rules.is_stateful and self.of.homes:
-            self.of.out.append(m.Stays())
+            self._stay_here(self.of.homes)
             return
         self.retires_to = list(message.others)
         for session in dict.fromkeys((*self.of.queue.sessions(), *self.of.homes)):
@@ -230,10 +230,15 @@ class Moves:
         others = [each for each in self.retires_to or () if each not in self.of.gone]
         if not others:
             self.retires_to = None  # there is nobody to give it to
-            self.of.out.append(m.Stays())
+            self._stay_here([session])
         elif session not in self.under_way and (session in self.of.homes or self.of.queue.count_of(session)):
             self.retires_to = [*others[1:], others[0]]  # in turn
             self.migrate(session, others[0])
+
+    def _stay_here(self, sessions: Iterable[str]) -> None:
+        """Report that there is no end, because of some sessions."""
+        self.of.changed.update(sessions)
+        self.of.out.append(m.Stays())
 
     def stay(self, move: Move) -> None:
         """Cancel a move whose target is gone."""

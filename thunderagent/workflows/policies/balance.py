@@ -9,7 +9,8 @@ def step(view: View, act: Act) -> None:
         instances = view.of(agent)
         if len(instances) < 2:
             continue
-        due_s = {each.location: (each.load_count + 1) * (each.mean_s or 1.0) for each in instances}
+        mean_s = view.mean_s(agent) or 1.0  # for those that have ended no call
+        due_s = {each.location: (each.load_count + 1) * (each.mean_s or mean_s) for each in instances}
         if max(due_s.values()) < 2 * min(due_s.values()):
             act.route(agent=agent)
         else:

@@ -13,8 +13,7 @@ def step(view: View, act: Act) -> None:
         idle = [each for each in instances if not each.load_count]
         if directives.stateful or not idle:
             continue
-        done_count = sum(each.done_count for each in instances)
-        mean_s = sum(each.busy_s for each in instances) / done_count if done_count else 0.0
+        mean_s = view.mean_s(agent)
         for blocked in sorted(instances, key=lambda each: each.running_since_s):
             has_run_s = view.now_s - blocked.running_since_s
             runs_here = {session for session, _ in blocked.running}
