@@ -162,10 +162,11 @@ class SchedulerView:
         """See `View`."""
         return bool(self._book.prefixes.tree.cuts)
 
-    def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
+    def claim_tokens_on(self, program: ProgramView, replica: ReplicaView | None) -> int:
         """See `View`."""
-        own, claim_tokens = self._own(program) if self.some_share else None, program.claim_tokens
-        return claim_tokens if own is None else self._book.prefixes.own_tokens(own, claim_tokens, replica.replica_id)
+        own, replica_id = self._own(program), "" if replica is None else replica.replica_id
+        tokens = program.claim_tokens
+        return tokens if own is None else self._book.prefixes.own_tokens(own, tokens, replica_id)
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""

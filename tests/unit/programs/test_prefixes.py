@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.book.prefixes import MOVED_RATIO, SIZE_SLACK_RATIO, PrefixTree, chain_of
-from thunderagent.programs.model.turn import Chain
+from thunderagent.programs.book.accounts import Ledger
+from thunderagent.programs.book.prefixes import MOVED_RATIO, SIZE_SLACK_RATIO, PrefixTree, SharedPrefixes, chain_of
+from thunderagent.programs.model.places import Kind, Place
+from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.turn import Branch, Chain
 
 REPLICAS = ("r0", "r1")
 PATHS = st.lists(st.integers(0, 2), max_size=4).map(tuple)
@@ -102,6 +107,32 @@ def test_what_others_claim_of_a_chain(chains: list[tuple], path: tuple[int, ...]
     for where in REPLICAS:
         expected_tokens = union.tokens_of_others(path, where, count)
         assert tree.shared_tokens(union.chain(path), where, with_count=count) == expected_tokens
+
+
+@given(st.lists(PATHS, max_size=4), st.lists(PATHS, min_size=1, max_size=4))
+def test_a_program_is_measured_by_what_it_adds_to_the_demand_and_takes_from_it(
+    others: list[tuple], own: list[tuple]
+) -> None:
+    """Its branches may share with others, and with one another: what they have in common is claimed once."""
+    shared, union = SharedPrefixes(), Union()
+    for path in others:
+        shared.tree.enter(union.chain(path), "r0")
+    program, account = Program("p", 1, 0.0), Ledger(inf).open("r0", 0.0)
+    for number, path in enumerate(own):
+        program.branches[str(number) if number else ""] = branch = Branch()
+        branch.prefix = union.chain(path)
+    tokens = sum(union.size_tokens(cut) for path in own for cut in union.cuts_of(path))
+    would_add_tokens = shared.own_tokens(program, tokens, "r0")
+    alone_tokens = shared.own_tokens(program, tokens, "r1")
+    program.place, program.replica_id = Place(Kind.ACTING, "r0"), "r0"
+    shared.enter(program, account)
+    assert would_add_tokens == shared.own_tokens(program, tokens, "r0") == tokens - account.shared_tokens
+    own_cuts = {cut for path in own for cut in union.cuts_of(path)}
+    assert alone_tokens == shared.own_tokens(program, tokens, "r1") == sum(map(union.size_tokens, own_cuts))
+    of_others = {cut for path in others for cut in union.cuts_of(path)}
+    assert shared.tokens_on(program, "r0") == sum(
+        union.size_tokens(cut) for path in own for cut in union.cuts_of(path) if cut in of_others
+    )
 
 
 def test_three_programs_with_one_system_prompt_by_hand() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.builders import Driver
 from thunderagent.programs.book.residency import Residency
+from thunderagent.programs.policies.breakeven import BreakEven
 
 GENERATIONS = st.integers(1, 6)
 TOKENS = st.integers(0, 120)
@@ -159,3 +160,17 @@ def test_a_second_branch_counts_in_full_while_it_runs() -> None:
     driver.arrives("a", 10_000, branch="sub")
     program = driver.program("a")
     assert driver.scheduler.replicas["r0"].residency.resident_tokens(program.generation) == 11_000
+
+
+def test_what_branches_have_in_common_is_not_found_where_nobody_else_has_it() -> None:
+    """Two branches claim it, and it is in memory once: the main turn finds none of it on its next replica."""
+    driver = Driver(BreakEven(), replicas={"r0": 100_000, "r1": 100_000})
+    prefix = {"system": 4000}
+    driver.takes_turn("a", 20_000, prefix=prefix, tool="make")
+    driver.takes_turn("a", 5000, branch="side", prefix=prefix, tool="make")
+    replicas, generation = driver.scheduler.replicas, driver.program("a").generation
+    assert replicas["r0"].residency.resident_tokens(generation) == 21_000
+    driver.migrates("a", "r1")
+    main = driver.arrives("a", 21_000, prefix=prefix)
+    assert (driver.granted_on[main], driver.scheduler.turns[main].resident_tokens) == ("r1", 0)
+    assert replicas["r1"].residency.resident_tokens(generation) == driver.demand("r1")

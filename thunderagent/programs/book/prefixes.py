@@ -19,7 +19,7 @@ from typing import Final
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import Branch, Chain, usual_ratio
+from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Chain, usual_ratio
 
 SIZE_SLACK_RATIO: Final = 0.2
 """Sizes of a cut that differ by less count as equal: each program estimates them from its own prompts."""
@@ -196,16 +196,59 @@ class SharedPrefixes:
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program are on a replica because others claim them there."""
-        if not self.tree.cuts:
-            return 0
-        counted_itself = program.place.active and program.replica_id == replica_id
-        with_count = 2 if counted_itself else 1
-        tokens = 0
-        for branch in program.branches.values():
-            if branch.prefix:
-                tokens += self.tree.shared_tokens(branch.prefix, replica_id, with_count)
-        return tokens
+        return self.shared_on(program, replica_id)[0]
 
     def own_tokens(self, program: Program, tokens: int, replica_id: str) -> int:
-        """Return `tokens` of a program minus what it shares with others on a replica."""
-        return max(0, tokens - self.tokens_on(program, replica_id))
+        """Return `tokens` of a program minus what it shares with others on a replica, or repeats in its branches."""
+        others_tokens, repeated_tokens = self.shared_on(program, replica_id)
+        return max(0, tokens - others_tokens - repeated_tokens)
+
+    def shared_on(self, program: Program, replica_id: str) -> tuple[int, int]:
+        """Return how many tokens of a program others claim on a replica, and how many its branches repeat.
+
+        Those are the tokens that nobody else claims there and that an earlier one of its branches has, too.
+        """
+        is_single = len(program.branches) == 1
+        if is_single and not self.tree.cuts:
+            return 0, 0
+        is_counted = program.place.active and program.replica_id == replica_id
+        if is_single:
+            prefix = program.branches[MAIN_BRANCH].prefix
+            return self.tree.shared_tokens(prefix, replica_id, 2 if is_counted else 1), 0
+        return self._shared_here(program, replica_id) if is_counted else self._shared_there(program, replica_id)
+
+    def _shared_here(self, program: Program, replica_id: str) -> tuple[int, int]:
+        """Return `shared_on` of a program that is counted there. Cost: O(branches + their shared cuts)."""
+        cuts = self.tree.cuts
+        own_counts: dict[int, int] = {}
+        for branch in program.branches.values():
+            for digest, _ in branch.prefix:
+                if cuts[digest].counts[replica_id] == 1:  # and so has each one after it
+                    break
+                own_counts[digest] = own_counts.get(digest, 0) + 1
+        others_tokens = repeated_tokens = 0
+        for digest, own_count in own_counts.items():
+            cut = cuts[digest]
+            if cut.counts[replica_id] > own_count:
+                others_tokens += own_count * cut.own_tokens
+            else:
+                repeated_tokens += (own_count - 1) * cut.own_tokens
+        return others_tokens, repeated_tokens
+
+    def _shared_there(self, program: Program, replica_id: str) -> tuple[int, int]:
+        """Return `shared_on` of a program that is not counted there. Cost: O(cuts of all its branches)."""
+        cuts = self.tree.cuts
+        others_tokens = repeated_tokens = 0
+        seen_tokens: dict[int, int] = {}
+        for branch in program.branches.values():
+            previous_tokens = 0
+            for digest, tokens in branch.prefix:
+                cut = cuts.get(digest)
+                if cut is not None and replica_id in cut.counts:
+                    others_tokens += cut.own_tokens
+                elif digest in seen_tokens:
+                    repeated_tokens += seen_tokens[digest]
+                else:
+                    seen_tokens[digest] = max(0, tokens - previous_tokens) if cut is None else cut.own_tokens
+                previous_tokens = tokens
+        return others_tokens, repeated_tokens

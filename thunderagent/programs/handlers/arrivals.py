@@ -208,7 +208,7 @@ class Arrivals:
         self, program: Program, turn: Turn, home: Replica, reason: Reason, *, resized: bool = False
     ) -> None:
         self._core.book.move(program, home.working, resized=resized)
-        home.use_memory(program, self._core.leases.begin_flight(program, turn, home))
+        home.use_memory(program, self._core.leases.begin_flights(program, [turn], home))
         branch = program.branches[turn.branch_id]
         if branch.kept_since_s > home.flushed_s:
             turn.kept_since_s = branch.kept_since_s
@@ -266,7 +266,7 @@ class Arrivals:
         """Grant a turn beside the program's turn in flight, on the same replica."""
         replica = program.place.replica
         self._core.book.changes(replica)
-        shared_tokens = self._core.leases.begin_flight(program, turn, replica)
+        shared_tokens = self._core.leases.begin_flights(program, [turn], replica)
         self._core.book.resize(program)
         replica.use_memory(program, shared_tokens)
         self._core.leases.grant(program, turn, HOME)

@@ -107,10 +107,16 @@ class View(Protocol):
 
     @property
     def some_share(self) -> bool:
-        """Whether some active programs share prompt prefixes: otherwise `claim_tokens_on` is the claim everywhere."""
+        """Whether some active programs may share prompt prefixes.
 
-    def claim_tokens_on(self, program: ProgramView, replica: ReplicaView) -> int:
-        """Return what a paused program would add to the demand there: less than its claim if prefixes are shared."""
+        Otherwise `claim_tokens_on` is the claim everywhere, except of a program whose own branches share one.
+        """
+
+    def claim_tokens_on(self, program: ProgramView, replica: ReplicaView | None) -> int:
+        """Return what a paused program would add to the demand there: less than its claim if prefixes are shared.
+
+        With None: to that of a replica without programs, where only its branches can share.
+        """
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """Return how many tokens of its context are expected in that replica's memory."""

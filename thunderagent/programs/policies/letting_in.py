@@ -144,19 +144,19 @@ class LettingIn:
         if home is not None and (home is reserved or (some_routed and self._is_kept(view, program, home))):
             home = None
         foresees = not program.turn_count and self._foresees(view, program)
-        roomiest = candidates[0]
-        if len(candidates) > 1:
-            roomiest = self._roomiest(view, program, candidates, reserved, foresees)
-        claim_tokens, capacity_tokens = program.claim_tokens, roomiest.account.capacity_tokens
+        several = len(candidates) > 1
+        roomiest = self._roomiest(view, program, candidates, reserved, foresees) if several else candidates[0]
+        capacity_tokens = roomiest.account.capacity_tokens
         # The first one asked, with most room, is mostly large enough.
-        may_be_oversize = capacity_tokens and claim_tokens > self.low_ratio * capacity_tokens
-        if may_be_oversize and claim_tokens > self.low_ratio * largest_capacity_tokens(view.replicas):
-            return roomiest, Reason.OVERSIZE
+        if capacity_tokens and program.claim_tokens > self.low_ratio * capacity_tokens:
+            most_tokens = self.low_ratio * largest_capacity_tokens(view.replicas)
+            if program.claim_tokens > most_tokens and view.claim_tokens_on(program, None) > most_tokens:
+                return roomiest, Reason.OVERSIZE
         if home is not None and self._fits(view, program, home, foresees, make_room):
             return home, Reason.FITS
         active_count = roomiest.account.active_count
         if roomiest is not home and self._fits(view, program, roomiest, foresees, make_room):
-            if len(candidates) == 1 or roomiest.account.active_count < active_count:  # expired ones went for it
+            if not several or roomiest.account.active_count < active_count:  # expired ones went for it
                 return roomiest, Reason.FITS
             return self._with_fewest_programs(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
         return None, Reason.NO_ROOM
@@ -179,7 +179,7 @@ class LettingIn:
                 smallest_tokens = capacity_tokens
         some_share, found = view.some_share, []
         for program in programs:
-            claim_tokens = program.claim_tokens
+            claim_tokens = view.claim_tokens_on(program, None)  # no replica takes more
             may_fit = claim_tokens <= most_free_tokens or claim_tokens > smallest_tokens
             if not may_fit and (home := view.replica(program.replica_id)) is not None:
                 free_tokens, capacity_tokens = self._room_of(home)
@@ -233,7 +233,7 @@ class LettingIn:
         self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool
     ) -> tuple[float, float, float]:
         """Return what a program needs on a replica, what is free there, and the foreseen growth of each program."""
-        needed_tokens = float(view.claim_tokens_on(program, replica) if view.some_share else program.claim_tokens)
+        needed_tokens = float(view.claim_tokens_on(program, replica))
         grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio) if foresees else 0.0
         needed_tokens += min(program.growth_tokens, grown_tokens)
         return needed_tokens, self._free_tokens(replica.account, grown_tokens), grown_tokens

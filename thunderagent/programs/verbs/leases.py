@@ -34,23 +34,24 @@ class Leases:
         self._view = view
         self._priority = priority
 
-    def begin_flight(self, program: Program, turn: Turn, replica: Replica) -> int:
-        """Put a turn in flight on its program's replica; the program's claim may be stale after that.
+    def begin_flights(self, program: Program, turns: list[Turn], replica: Replica) -> int:
+        """Put turns in flight on their program's replica; the program's claim may be stale after that.
 
-        Return how many tokens of the program others claim there.
+        Return how many tokens of the program others claim there, or its branches repeat.
         """
         account = replica.account
-        turn.account_id = replica.replica_id
-        turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
-        shared_tokens = self._book.prefixes.tokens_on(program, replica.replica_id)
-        resident_tokens = shared_tokens + replica.residency.resident_tokens(program.generation)
-        turn.resident_tokens = resident_tokens if resident_tokens < turn.prompt_tokens else turn.prompt_tokens
-        account.turn_granted()
-        if self._stream.flows:  # listeners find the turns before it in the program's count
-            self._stream.submitted(program, turn)
-        program.in_flight[turn.turn_id] = turn
-        program.turn_count += 1
-        return shared_tokens
+        others_tokens, repeated_tokens = self._book.prefixes.shared_on(program, replica.replica_id)
+        resident_tokens = others_tokens + replica.residency.resident_tokens(program.generation)
+        for turn in turns:
+            turn.account_id = replica.replica_id
+            turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
+            turn.resident_tokens = resident_tokens if resident_tokens < turn.prompt_tokens else turn.prompt_tokens
+            account.turn_granted()
+            if self._stream.flows:  # listeners find the turns before it in the program's count
+                self._stream.submitted(program, turn)
+            program.in_flight[turn.turn_id] = turn
+            program.turn_count += 1
+        return others_tokens + repeated_tokens
 
     def grant(self, program: Program, turn: Turn, reason: Reason) -> None:
         """Report that a turn, which is in flight by now, has its lease."""
@@ -65,11 +66,8 @@ class Leases:
         """Grant every held turn of an active program where it is."""
         program.hold_reason = ""
         held, program.held = program.held, {}
-        shared_tokens = 0
-        for turn in held.values():
-            shared_tokens = self.begin_flight(program, turn, replica)
         if held:
-            replica.use_memory(program, shared_tokens)
+            replica.use_memory(program, self.begin_flights(program, list(held.values()), replica))
         for turn in held.values():
             self.grant(program, turn, reason)
 

@@ -707,6 +707,52 @@ def test_a_program_that_is_larger_than_every_replica_goes_at_once() -> None:
     assert {decision.reason for decision in driver.decisions} == {Reason.OVERSIZE}
 
 
+def test_what_branches_have_in_common_makes_no_program_larger_than_every_replica() -> None:
+    """Two of 600 with 500 in common are 700, and wait for room; two of 1,100 are larger than the replica."""
+    driver = driver_with()
+    prefix = {"system": 500}
+    for branch in ("", "side"):
+        driver.takes_turn("p", 600, branch=branch, prefix=prefix, tool="make")
+    assert driver.demand() == 700
+    driver.scheduler.core.pause(driver.program("p"), Reason.IDLE)
+    running = driver.arrives("other", 500)
+    again = driver.arrives("p", 600, prefix=prefix)
+    assert driver.program("p").claim_tokens == 1200
+    assert driver.decisions == [Hold(again, "p", Reason.NO_ROOM)]
+    driver.finishes(running, 500)
+    driver.releases("other")
+    assert not driver.held(again)
+    assert driver.demand() == 700
+
+
+@pytest.mark.parametrize("head_tokens", [0, 850])
+def test_branches_that_share_fit_where_nobody_else_shares(head_tokens: int) -> None:
+    """Two of 450 with 400 in common are 500: as the first that waits, and behind one that needs 850."""
+    driver = driver_with(pass_count=8, order=Fcfs())
+    prefix = {"system": 400}
+    driver.opens("head")
+    driver.passes(1.0)
+    for branch in ("", "side"):
+        driver.takes_turn("p", 450, branch=branch, prefix=prefix, tool="make")
+    driver.scheduler.core.pause(driver.program("p"), Reason.IDLE)
+    running = [driver.arrives("long", 200), driver.arrives("short", 400)]
+    assert not head_tokens or driver.held(driver.arrives("head", head_tokens))
+    again = driver.arrives("p", 450, prefix=prefix)
+    assert driver.held(again)
+    driver.finishes(running[1], 400)
+    driver.releases("short")
+    assert not driver.held(again)
+    assert driver.demand() == 700
+
+
+def test_a_program_that_shares_with_others_may_be_larger_than_every_replica() -> None:
+    """Beside them it would add 300 of its 1,200; alone it fits nowhere, so it goes at once."""
+    driver = driver_with()
+    driver.arrives("other", 950, prefix={"system": 900})
+    driver.arrives("p", 1200, prefix={"system": 900})
+    assert driver.decisions[-1] == Grant(2, "p", "r0", Reason.OVERSIZE)
+
+
 def test_one_that_is_alone_always_fits() -> None:
     """It may grow beyond the replica, and is neither paused nor marked."""
     driver = driver_with(low_ratio=0.5, high_ratio=0.6)

@@ -132,6 +132,20 @@ def test_one_larger_than_every_replica_goes_at_once() -> None:
     assert not driver.held(driver.arrives("giant", 2000))
 
 
+def test_what_branches_have_in_common_makes_no_program_larger_than_every_replica() -> None:
+    """Two of 60,000 with 50,000 in common are 70,000, and wait for room."""
+    driver = driver_with()
+    prefix = {"system": 50_000}
+    for branch in ("", "side"):
+        driver.takes_turn("p", 60_000, branch=branch, prefix=prefix, tool="make")
+    driver.scheduler.core.pause(driver.program("p"), Reason.IDLE)
+    driver.arrives("other", 50_000)
+    driver.ticks(1.0)
+    again = driver.arrives("p", 60_000, prefix=prefix)
+    assert driver.program("p").claim_tokens == 120_000
+    assert driver.held(again)
+
+
 def test_without_a_capacity_memory_holds_nobody() -> None:
     """An unknown capacity has room for everyone; the window is then the authors' guess."""
     driver = driver_with(None)

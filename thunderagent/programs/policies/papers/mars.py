@@ -171,7 +171,8 @@ class Mars:
         self, view: View, program: ProgramView, candidates: Sequence[ReplicaView], home: ReplicaView | None
     ) -> Placement:
         """Return where a paused program fits: its home, which may be busy, or the replica with most room."""
-        if program.claim_tokens > largest_capacity_tokens(view.replicas):
+        most_tokens = largest_capacity_tokens(view.replicas)
+        if program.claim_tokens > most_tokens and view.claim_tokens_on(program, None) > most_tokens:
             return Placement(max(candidates, key=_order_of_room), Reason.OVERSIZE)
         open_to_it = without_routed_before(view, program, candidates)
         if not open_to_it:
