@@ -50,6 +50,10 @@ def first_expired_for(
     they are not, the next ones go in the next event. Cost: O(cuts of those that are returned).
     """
     expired: Sequence[ProgramView] = ()
+    account = replica.account
+    most_tokens = account.acting.tokens + (account.growth_tokens if grown_tokens else 0)  # nobody frees more than that
+    if missing_tokens > most_tokens and account.acting.count < account.active_count:  # it would not be alone either
+        return expired, False
     for count in (FEW_COUNT, MOST_EXPIRED_COUNT):
         expired, left_tokens = view.first_expired_few(replica, count), missing_tokens
         for index, freed_tokens in enumerate(view.freed_tokens(expired, program, replica)):
