@@ -163,7 +163,10 @@ class Engine:
                 self._tell(Cancelled(time.monotonic(), request.request_id))
 
     def release(self, program_id: str) -> bool:
-        """Free a program's kept slot; return False if it has none."""
+        """Free a program's kept slot; return False if it has none. Turns under way keep none for it."""
+        for client in self._clients.values():
+            if client.turn.request.program_id == program_id:
+                client.turn.request = _without_program(client.turn.request)
         return self._slots.release(program_id)
 
     def stats(self) -> Stats:
@@ -327,7 +330,7 @@ class Engine:
 
 
 def _without_program(request: Request) -> Request:
-    """Return the request as one whose slot is not kept: a failed pass may have left half of it."""
+    """Return the request as one whose slot is not kept: a failed pass may have left half, or nobody wants it."""
     return Request(request.request_id, request.prompt, request.max_tokens, request.stop_ids)
 
 

@@ -19,8 +19,8 @@ from thunderagent.workflows.core.call import Outcome, Record
 from thunderagent.workflows.errors import DeadlockError
 from thunderagent.workflows.scope import Scope, current
 
-_registering = threading.Lock()
-"""Held while a waiter is added or taken off, from any thread."""
+_registering = threading.RLock()
+"""Held while a waiter is added or taken off, from any thread: also by a garbage collection of who holds it."""
 
 
 class Handle(Record):
@@ -163,7 +163,7 @@ class _Waiting:
     def __init__(
         self, handles: Sequence[Handle], waiter: Waiter, scope: Scope | None, *, is_for_all: bool = True
     ) -> None:
-        """Wait for handles of one node. Unless `is_for_all`, each may fail to come."""
+        """Wait for handles of one node. Unless `is_for_all`, it ends without some of them, too."""
         self._handles = handles
         self._waiter = waiter
         self._scope = scope
@@ -173,7 +173,7 @@ class _Waiting:
         node, scope = self._handles[0].node, self._scope
         if self._call_id:
             with _registering:
-                node.waiting.setdefault(self._call_id, []).extend(self._handles)
+                node.waiting[self._call_id] = [*node.waiting.get(self._call_id, ()), *self._handles]
         for handle in self._handles:
             handle.add_waiter(self._waiter)
         if scope is not None and node.hints is not None:
@@ -186,10 +186,11 @@ class _Waiting:
         if self._call_id:
             waiting = self._handles[0].node.waiting
             with _registering:
+                left = waiting[self._call_id]
                 for handle in self._handles:
-                    waiting[self._call_id].remove(handle)
-                if not waiting[self._call_id]:
-                    del waiting[self._call_id]
+                    left.remove(handle)
+                if not left:
+                    waiting.pop(self._call_id, None)
 
 
 class _Available(int):
@@ -264,7 +265,7 @@ MAY_HOLD_FUTURES = frozenset({Future, *_NESTING})
 
 def holds_future(value: Any) -> bool:
     """Return whether a value is a future, or one is among its parts, which may hold each other."""
-    todo, seen = [value], set()
+    todo, seen = [value] if type(value) in MAY_HOLD_FUTURES else [], set()
     while todo:
         each = todo.pop()
         if type(each) is Future:
@@ -272,7 +273,8 @@ def holds_future(value: Any) -> bool:
         if id(each) not in seen:
             seen.add(id(each))
             parts = each.values() if type(each) is dict else each
-            todo += [part for part in parts if type(part) in MAY_HOLD_FUTURES]
+            if not MAY_HOLD_FUTURES.isdisjoint({*map(type, parts)}):
+                todo += [part for part in parts if type(part) in MAY_HOLD_FUTURES]
     return False
 
 
@@ -329,7 +331,7 @@ def settle(futures: Iterable[Any], *, any: bool = False, timeout: float | None =
             text = f"{pending[0].words}: `settle` would stop the event loop: use `await settle_async(...)`"
             raise DeadlockError(text, path=pending[0].path, instance=pending[0].executor)
         over = threading.Event()
-        with _settling(pending, over.set, any_one=any):
+        with _settling(pending, over.set, timeout, any_one=any):
             over.wait(timeout)
     return [each for each in every if each.available]
 
@@ -339,7 +341,7 @@ async def settle_async(futures: Iterable[Any], *, any: bool = False, timeout: fl
     every, pending = _pending(futures)
     if pending:
         waiting = LoopFuture()
-        with suppress(TimeoutError), _settling(pending, waiting.notify, any_one=any):
+        with suppress(TimeoutError), _settling(pending, waiting.notify, timeout, any_one=any):
             async with asyncio.timeout(timeout):
                 await waiting.future
     return [each for each in every if each.available]
@@ -350,10 +352,10 @@ def _pending(futures: Iterable[Any]) -> tuple[list[Future], list[Handle]]:
     return every, [handle_of(each) for each in every if not each.available]
 
 
-def _settling(pending: list[Handle], notify: Callable[[], None], *, any_one: bool) -> _Waiting:
-    """Have `notify` called when all are available, or any one."""
+def _settling(pending: list[Handle], notify: Callable[[], None], timeout_s: float | None, *, any_one: bool) -> _Waiting:
+    """Have `notify` called when all are available, or any one. `timeout_s` is when nobody waits any more."""
     left_count = 1 if any_one else len(pending)
-    is_for_all = left_count == len(pending)
+    is_for_all = timeout_s is None and left_count == len(pending)
     counting = threading.Lock()
 
     def one_more() -> None:

@@ -85,13 +85,10 @@ def apply(node: Node, decisions: Decisions) -> None:
     """Carry decisions out on a node."""
     for route in decisions.routes:
         node.post(node.name, route)
-    if decisions.priorities:
-        for location in node.controllers:
-            node.post(location, m.SetPriorities(decisions.priorities))
-    for agent, priorities in decisions.agent_priorities.items():
-        for location, controller in list(node.controllers.items()):
-            if controller.agent == agent:
-                node.post(location, m.SetPriorities(priorities))
+    for location, controller in list(node.controllers.items()):
+        own = decisions.agent_priorities.get(controller.agent, {})
+        if decisions.priorities or own:  # at once: a controller that hears half of it may interrupt a call for that
+            node.post(location, m.SetPriorities({**decisions.priorities, **own}))
     for location, migrations in decisions.migrations.items():
         for migration in migrations if location in node.controllers else ():
             node.post(location, migration)

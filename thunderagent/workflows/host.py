@@ -88,8 +88,8 @@ class Touched:
 
     session: str
     agent: str
-    values: dict[str, bytes]
-    """Pickled one by one: one that does not pickle is not kept, and the others are."""
+    values: dict[str, bytes | None]
+    """Pickled one by one: one that does not pickle is None, and the others are kept."""
 
 
 @dataclass(slots=True)
@@ -154,6 +154,8 @@ class Host:
         for origin, result in refused:
             self.node.post(origin, result)
         if parcel is not None:
+            if type(message) is m.Submit and message.call.session in self.node.sessions:
+                parcel = parcel._replace(session=message.call.session)
             self._out.append(parcel)
             self._has_out.set()
         return True

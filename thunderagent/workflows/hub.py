@@ -203,6 +203,8 @@ class Hub:
             self._lose(member, str(error))
 
     def _take(self, member: _Member, parcel: Parcel) -> None:
+        if parcel.session and parcel.session not in self.node.sessions:
+            return  # the end is on its way to the caller
         if parcel.to in self._members:
             self._put(self._members[parcel.to], parcel)
             return
@@ -242,7 +244,9 @@ class Hub:
         if type(message) is Used:
             if info is not None:
                 info.uses_proxy = True
-            elif self.on_late_turn is not None:
+                return
+            self.send(self.node.name, "", m.SessionEnded(message.session), only=member)
+            if self.on_late_turn is not None:
                 self.on_late_turn(message.session)
             return
         assert type(message) is Touched

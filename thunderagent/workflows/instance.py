@@ -20,7 +20,7 @@ from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call, Outcome
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import CallError, DeclarationError, Preempted, WorkflowError
-from thunderagent.workflows.future import MAY_HOLD_FUTURES, Handle, fill_in, holds_future, without_futures
+from thunderagent.workflows.future import Handle, fill_in, holds_future, without_futures
 from thunderagent.workflows.scope import Scope, current
 
 if TYPE_CHECKING:
@@ -141,10 +141,11 @@ class Instance:
             given = self._arguments(calls)
             if is_async:
                 value = await method(*given)
+                is_open = holds_future(value)
             else:
                 run = contextvars.copy_context().run
-                value = await self.node.loop.run_in_executor(self._thread, run, plain, method, *given)
-            if type(value) in MAY_HOLD_FUTURES and holds_future(value):
+                value, is_open = await self.node.loop.run_in_executor(self._thread, run, plain, _called, method, *given)
+            if is_open:
                 value = await _resolved(value)
             values = self._by_call(value, calls) if self.agent.directives.batchable else [value]
         except asyncio.CancelledError as error:
@@ -229,6 +230,12 @@ def plain(action: Callable[..., Value], *args: Any) -> Value:
         return action(*args)
     except StopIteration as error:
         raise RuntimeError("plain code raised StopIteration") from error
+
+
+def _called(method: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
+    """Call a plain method; return its result, and whether futures are in it: in a large one, that takes a while."""
+    value = method(*args)
+    return value, holds_future(value)
 
 
 async def _resolved(value: Any) -> Any:

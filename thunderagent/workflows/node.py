@@ -349,22 +349,19 @@ class Node:
     def find_circle(self) -> Handle | None:
         """Return a call that can never run, because its instance's running call waits for it; None if there is none."""
         for start in list(self.waiting):
-            seen: set[int] = set()
-            todo = [start]
+            seen, todo = {start}, [start]
             while todo:
                 for handle in tuple(self.waiting.get(todo.pop(), ())):
-                    if handle.outcome is not None or handle.call.call_id in seen:
-                        continue
-                    seen.add(handle.call.call_id)
                     controller = self.controllers.get(handle.executor)
-                    if controller is None:
+                    if handle.outcome is not None or controller is None:
                         continue
-                    if handle.call.call_id in controller.running:
-                        todo.append(handle.call.call_id)
-                        continue
-                    if start in controller.running:
+                    running, call_id = controller.running, handle.call.call_id
+                    if call_id not in running and start in running:
                         return handle
-                    todo.extend(controller.running)
+                    for each in (call_id,) if call_id in running else running:
+                        if each not in seen:
+                            seen.add(each)
+                            todo.append(each)
         return None
 
     def break_circle(self) -> None:

@@ -20,7 +20,10 @@ Dumps = Callable[[Any], bytes]
 
 
 class Parcel(NamedTuple):
-    """One message. `call_id` and `for_id` are a call's or a result's, whose content is a stranger's; else 0."""
+    """One message. `call_id` and `for_id` are a call's or a result's, whose content is a stranger's; else 0.
+
+    `session` is that of a call which must not begin it anew, if it has ended in the meantime.
+    """
 
     sender: str
     to: str
@@ -28,6 +31,7 @@ class Parcel(NamedTuple):
     call_id: int = 0
     for_id: int = 0
     is_result: bool = False
+    session: str = ""
 
 
 def pack(sender: str, to: str, message: Any, dumps: Dumps) -> tuple[Parcel | None, list[tuple[str, m.Result]]]:

@@ -66,13 +66,16 @@ class RedisStore:
         return [msgspec.msgpack.decode(blob, type=Decisions) for blob in blobs or ()]
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        """Store parts of a session's managed state. What msgpack cannot hold is logged, and not stored."""
-        blobs = kept_values(values, msgspec.msgpack.encode, session)
-        if not blobs:
-            return
-        fields = {f"{agent}/{name}": blob for name, blob in blobs.items()}
-        async with self._errors():
-            await self._client.hset(f"{self._prefix}:state:{session}", mapping=fields)
+        """Store parts of a session's managed state. What msgpack cannot hold is logged; nothing of it stays stored."""
+        key = f"{self._prefix}:state:{session}"
+        blobs = {f"{agent}/{name}": blob for name, blob in kept_values(values, msgspec.msgpack.encode, session).items()}
+        kept = {field: blob for field, blob in blobs.items() if blob is not None}
+        async with self._errors(), self._client.pipeline() as pipeline:
+            if kept:
+                pipeline.hset(key, mapping=kept)
+            if refused := blobs.keys() - kept.keys():
+                pipeline.hdel(key, *refused)
+            await pipeline.execute()
 
     async def load_states(self, session: str) -> dict[str, dict[str, Any]]:
         """Return a session's stored managed state, by agent."""

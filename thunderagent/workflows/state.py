@@ -41,12 +41,13 @@ class SessionState:
 
 
 def kept_values(values: Mapping[str, Any], change: Callable[[Any], Any], session: str) -> dict[str, Any]:
-    """Return what `change` makes of each value of a session; what it refuses is logged, and missing."""
-    kept = {}
+    """Return what `change` makes of each value of a session; what it refuses is logged, and None, as None is."""
+    kept: dict[str, Any] = {}
     for name, value in values.items():
         try:
-            kept[name] = change(value)
+            kept[name] = change(value) if value is not None else None
         except Exception as error:  # whatever a stranger's class raises
+            kept[name] = None
             log.warning("state %s of session %r is not kept: %s: %s", name, session, type(error).__name__, error)
     return kept
 

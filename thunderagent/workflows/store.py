@@ -43,7 +43,10 @@ class Store(Protocol):
         """Take a node's decisions."""
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        """Store parts of a session's managed state, if the store outlives the deployment."""
+        """Store parts of a session's managed state, if the store outlives the deployment.
+
+        One that is None cannot be stored: forget what was stored of it.
+        """
 
     async def load_states(self, session: str) -> dict[str, dict[str, Any]]:
         """Return a session's stored managed state, by agent."""

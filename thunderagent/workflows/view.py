@@ -256,8 +256,9 @@ class Act:
         if (known.priority if known is not None else self.view.priorities.get(session, 0.0)) != priority:
             self.priorities[session] = priority
             self.view.priorities[session] = priority
-            for of in self.view.agent_priorities.values():
-                of.pop(session, None)
+            for by_agent in (self.agent_priorities, self.view.agent_priorities):
+                for of in by_agent.values():
+                    of.pop(session, None)
             if known is not None:
                 known.priority = priority
 

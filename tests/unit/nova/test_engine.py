@@ -159,6 +159,24 @@ async def test_a_program_keeps_its_slot_when_its_client_ends_an_answer():
         await engine.stop()
 
 
+async def test_a_turn_keeps_no_slot_for_a_program_that_is_released_meanwhile():
+    model = tiny.model("qwen2_5_vl")
+    config = EngineConfig(slots=2, keep_slots=1, slot_tokens=128, batch_buckets=(1,))
+    engine = engine_of(Vlm(model), config)
+    await engine.start()
+    try:
+        tokens = engine.submit(Request("turn 1", tiny.prompt("qwen2_5_vl", 1), 10, program_id="agent"))
+        await anext(tokens)
+        assert not engine.release("agent")
+        assert len([token async for token in tokens]) == 9
+        async with asyncio.timeout(10):
+            while engine._clients:
+                await asyncio.sleep(0.001)
+        assert engine.stats().slots_kept == 0
+    finally:
+        await engine.stop()
+
+
 async def test_an_image_that_came_before_is_not_encoded_again():
     model = tiny.model("qwen3_vl")
     prompt = tiny.prompt("qwen3_vl", 1, images=2)

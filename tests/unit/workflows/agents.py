@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
-from thunderagent.workflows import Preempted, checkpoint, managed_dict, managed_list, stubs
+from thunderagent.workflows import Preempted, SessionEndedError, checkpoint, managed_dict, managed_list, stubs
 
 
 class Echo:
@@ -126,6 +127,17 @@ class Batcher:
         return []
 
 
+class Mixer(Patient):
+    """Runs a batch of two sessions, for which another agent makes a turn."""
+
+    async def mix(self, name: list[str]) -> list[str]:
+        await self.wait(name[0])
+        if len(name) == 2:
+            with suppress(SessionEndedError):
+                await stubs.call("outliver", "turn", ("before",))
+        return name
+
+
 class Holder:
     """Holds a resource that it releases in the acquiring thread, when nothing runs any more."""
 
@@ -215,6 +227,12 @@ AGENTS: dict[str, Any] = {
         "methods": {"double": {"number": "int"}, "short": {"number": "int"}},
         "batchable": True,
         "max_batch": 4,
+    },
+    "mixer": {
+        "class": f"{HERE}:Mixer",
+        "methods": {"mix": {"name": "str"}},
+        "batchable": True,
+        "mix_sessions": True,
     },
     "holder": {"class": f"{HERE}:Holder", "methods": {"hold": {"name": "str"}}},
     "async_holder": {"class": f"{HERE}:AsyncHolder", "methods": {"hold": {"name": "str"}}},

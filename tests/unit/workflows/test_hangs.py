@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 import sys
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,12 +20,14 @@ from thunderagent.workflows import (
     SessionEndedError,
     WorkflowError,
     deploy,
+    future,
     instance,
     settle,
     settle_async,
     stubs,
 )
-from thunderagent.workflows.future import handle_of
+from thunderagent.workflows.future import Handle, handle_of
+from thunderagent.workflows.node import Node
 
 CALM: dict[str, Any] = {"policies": (), "period_s": 0.01}
 PATIENCE_S = 10.0
@@ -125,6 +128,20 @@ class Knot:
         made = [stubs.call("knot", "say", (1,)), stubs.call("blocking", "gate", ("g",))]
         await asyncio.gather(*(wait_for(each) for each in made))
 
+    async def timed(self) -> int:
+        """Look now and then, until another call is made."""
+        made = stubs.call("knot", "say", (1,))
+        while not Blocking.gates["g"].is_set():
+            await settle_async([made], timeout=0.2)
+            await asyncio.sleep(0.001)
+        return len(await settle_async([made], timeout=0.01))
+
+    def timed_plain(self) -> int:
+        made = stubs.call("knot", "say", (1,))
+        while not Blocking.gates["g"].is_set():
+            settle([made], timeout=0.2)
+        return len(settle([made], timeout=0.01))
+
     async def any(self) -> list[bool]:
         """Wait for no call in particular."""
         made = [stubs.call("knot", "say", (1,)), stubs.call("blocking", "gate", ("g",))]
@@ -140,7 +157,15 @@ FRAGILE: dict[str, Any] = {"fragile": {"class": f"{__name__}:Fragile", "methods"
 KNOT: dict[str, Any] = {
     "knot": {
         "class": f"{__name__}:Knot",
-        "methods": {"settle": {}, "settle_async": {}, "beside_another": {}, "any": {}, "say": {"value": "int"}},
+        "methods": {
+            "settle": {},
+            "settle_async": {},
+            "beside_another": {},
+            "timed": {},
+            "timed_plain": {},
+            "any": {},
+            "say": {"value": "int"},
+        },
     }
 }
 LATE: dict[str, Any] = {
@@ -253,6 +278,20 @@ def test_who_gave_up_waiting_on_another_loop_keeps_nobody(way: str) -> None:
         assert app.run(lambda: stubs.call("blocking", "say", (1,)).value(PATIENCE_S))[0] == 1
 
 
+def test_a_garbage_collection_may_give_up_a_wait() -> None:
+    """It comes at any time, also in a thread that registers a waiter."""
+    made = Handle(cast("Any", None))
+
+    def register() -> None:
+        with future._registering:
+            made.remove_waiter(lambda: None)
+
+    thread = threading.Thread(target=register, daemon=True)
+    thread.start()
+    thread.join(1.0)
+    assert not thread.is_alive()
+
+
 def test_a_wait_that_is_given_up_leaves_no_waiter() -> None:
     """So that who looks again and again is not told as often."""
 
@@ -284,6 +323,52 @@ def test_a_call_that_waits_for_itself_fails_however_it_waits(method: str) -> Non
             Blocking.gates.setdefault("g", threading.Event()).set()
     assert isinstance(caught.value.__cause__, DeadlockError)
     assert "knot.say #2 waits at knot/0 for a call that waits for it" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("method", ["timed", "timed_plain"])
+async def test_who_settles_for_a_while_does_not_wait_for_itself(method: str) -> None:
+    """The call runs afterwards."""
+
+    async def main(app: Deployment) -> Any:
+        made = stubs.call("knot", method, ())
+        async with asyncio.timeout(PATIENCE_S):
+            while not app.node.controllers["knot/0"].queue.calls_count:
+                await asyncio.sleep(0.001)
+        for _ in range(3):
+            app.node.break_circle()
+            await asyncio.sleep(0.001)
+        Blocking.gates["g"].set()
+        return await made
+
+    Blocking.gates["g"] = threading.Event()
+    async with deploy(KNOT, policies=(), period_s=60.0) as app:
+        assert await app.run_async(main, app, session="s") == 0
+
+
+class Looks(dict[int, Any]):
+    """What calls wait for; notes each look."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.looked: list[int] = []
+
+    def get(self, call_id: int, default: Any = None) -> Any:
+        self.looked.append(call_id)
+        return super().get(call_id, default)
+
+
+async def test_a_look_for_calls_that_wait_for_themselves_goes_on_from_each_once() -> None:
+    """However many wait in the queue of one instance."""
+
+    def waited_for(call_id: int, executor: str) -> Any:
+        return SimpleNamespace(outcome=None, executor=executor, call=SimpleNamespace(call_id=call_id))
+
+    node = Node({}, {})
+    node.controllers["a/0"] = cast("Any", SimpleNamespace(running={3: None, 4: None}))
+    queued = [waited_for(call_id, "a/0") for call_id in range(3, 100)]
+    looks = node.waiting = Looks({1: queued, 2: queued, 3: [waited_for(100, "elsewhere")]})
+    assert node.find_circle() is None
+    assert sorted(looks.looked) == [1, 2, 3, 3, 3, 4, 4]
 
 
 async def test_who_waits_for_any_of_several_calls_does_not_wait_for_itself() -> None:

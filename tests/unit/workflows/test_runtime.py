@@ -23,11 +23,13 @@ from thunderagent.workflows import (
     StoreError,
     WorkflowError,
     deploy,
+    instance,
     managed_dict,
     settle,
     settle_async,
     stubs,
 )
+from thunderagent.workflows.future import holds_future
 from thunderagent.workflows.store import Decisions, MemoryStore
 from thunderagent.workflows.view import Act, Summary, View
 
@@ -155,6 +157,20 @@ def test_a_returned_value_has_no_futures_in_it() -> None:
             app.run(lambda: call("nester", "fail").value(10))
         itself = app.run(lambda: call("nester", "cycle").value(10))
         assert itself[0] is itself
+
+
+def test_a_plain_method_s_value_is_searched_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one would stop the loop."""
+    threads: list[str] = []
+
+    def note(value: Any) -> bool:
+        threads.append(threading.current_thread().name)
+        return holds_future(value)
+
+    monkeypatch.setattr(instance, "holds_future", note)
+    with deploy(only("blocking"), **CALM) as app:
+        app.run(lambda: call("blocking", "say", 1).value(10))
+    assert threads == ["workflow-blocking/0_0"]
 
 
 def test_settle_sleeps_until_one_more_is_there() -> None:
@@ -449,6 +465,45 @@ async def test_a_new_instance_knows_the_priorities_in_force() -> None:
         await app.end_session_async("over")
         await until(lambda: "patient/1" in app.node.controllers)
         await until(lambda: app.node.controllers["patient/1"].queue.priorities == {"low": 2.0, "vip": 6.0})
+
+
+async def test_repeated_orders_interrupt_nothing() -> None:
+    """An agent's own priority holds from the first moment, where it is lower, too."""
+
+    def order(act: Act) -> None:
+        act.set_priority("vip", 5.0)
+        act.set_priority("vip", 1.0, agent="patient")
+        act.set_priority("other", 2.0)
+
+    async def main() -> Any:
+        made = call("patient", "count", "x")
+        await until(lambda: "x" in Patient.gates)
+        waiting = asyncio.create_task(app.run_async(lambda: call("patient", "wait", "y").value(10), session="vip"))
+        await until(lambda: app.node.controllers["patient/0"].queue.calls_count)
+        await app.act_async(lambda act: act.provision("echo"))
+        await until(lambda: "echo/1" in app.node.controllers)
+        await app.act_async(lambda _: None)
+        Patient.gates.setdefault("y", asyncio.Event()).set()
+        Patient.gates["x"].set()
+        await waiting
+        return await made
+
+    agents = only("patient") | only("echo", min_instances=1, max_instances=2)
+    async with deploy(agents, policies=(), period_s=60.0) as app:
+        await app.act_async(order)
+        assert await app.run_async(main, session="other") == ("x", None)
+
+
+async def test_an_order_for_all_agents_comes_after_an_agent_s_own_of_the_same_turn() -> None:
+    async with deploy(only("patient"), policies=(), period_s=60.0) as app:
+
+        def ask(act: Act) -> None:
+            act.set_priority("s", 1.0, agent="patient")
+            act.set_priority("s", 2.0)
+
+        await app.act_async(lambda _: None)
+        await app.act_async(ask)
+        assert app.node.controllers["patient/0"].queue.priorities == {"s": 2.0}
 
 
 async def test_an_instance_that_cannot_end_takes_calls_again() -> None:

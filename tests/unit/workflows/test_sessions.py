@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import sys
 import threading
@@ -220,6 +221,13 @@ class Outliver(Patient):
         if when == "between":
             turn_headers()
 
+    async def cross(self, what: str) -> None:
+        """Make a call that is on its way when the session ends."""
+        if what == "first":
+            await self.wait("cross")
+        stubs.call("echo", "say", (what,))
+        self.found.append(what)
+
     async def unawaited(self) -> None:
         with pytest.raises(SessionEndedError) as caught:
             turn_headers()
@@ -233,7 +241,13 @@ class Outliver(Patient):
 OUTLIVER: dict[str, Any] = {
     "outliver": {
         "class": f"{__name__}:Outliver",
-        "methods": {"late": {"what": "str"}, "turn": {"when": "str"}, "unawaited": {}, "append": {"text": "str"}},
+        "methods": {
+            "late": {"what": "str"},
+            "turn": {"when": "str"},
+            "cross": {"what": "str"},
+            "unawaited": {},
+            "append": {"text": "str"},
+        },
     }
 }
 
@@ -330,6 +344,66 @@ async def test_a_turn_elsewhere_is_released_whenever_its_session_ends(when: str)
         assert proxy.released() == ["s"]
 
 
+async def test_a_call_that_crosses_the_end_between_hosts_does_not_begin_the_session_anew() -> None:
+    async def main() -> None:
+        stubs.call("outliver", "cross", ("first",))
+        await until(lambda: "cross" in Patient.gates)
+
+    async def cross_no_end() -> None:
+        await stubs.call("outliver", "cross", ("second",))
+        await until(lambda: host().instances["echo/0"].done_count)
+
+    def host() -> Any:
+        return launcher.peers["echo/0"].host.node
+
+    launcher = LocalLauncher()
+    async with deploy(OUTLIVER | only("echo"), policies=(), period_s=60.0, ray=launcher) as app:
+        await app.run_async(main, session="s")
+        Patient.gates["cross"].set()
+        await until(lambda: Outliver.found)
+        await app.end_session_async("s")
+        await app.run_async(cross_no_end, session="t")
+        assert [*host().sessions] == ["t"]
+        assert host().instances["echo/0"].done_count == 1
+
+
+async def test_a_turn_in_an_ended_session_ends_it_on_its_host() -> None:
+    """Otherwise the next session of that name would not tell of its turns there, and never be released."""
+
+    async def first() -> None:
+        for name in "ab":
+            stubs.call("mixer", "mix", (name,))
+        await until(lambda: "a" in Patient.gates)
+
+    async def other() -> str:
+        made = stubs.call("mixer", "mix", ("c",))
+        host = launcher.peers["mixer/0"].host.node
+        await until(lambda: host.controllers["mixer/0"].queue.calls_count == 2)
+        Patient.gates["a"].set()
+        await until(lambda: "b" in Patient.gates)
+        await app.end_session_async("s")
+        await until(lambda: "s" not in host.sessions)
+        Patient.gates["b"].set()
+        value: str = await made
+        return value
+
+    async def again() -> None:
+        Patient.gates["turn"].set()
+        await stubs.call("outliver", "turn", ("before",))
+
+    agents, launcher = OUTLIVER | only("mixer"), LocalLauncher()
+    with fake_proxy() as proxy:
+        async with deploy(agents, policies=(), period_s=60.0, proxy=proxy.url, ray=launcher) as app:
+            async with asyncio.timeout(10):
+                await app.run_async(first, session="s")
+                assert await app.run_async(other, session="t") == "c"
+            assert "s" not in launcher.peers["outliver/0"].host.node.sessions
+            await until(lambda: proxy.released() == ["s"])
+            await app.run_async(again, session="s")
+            await app.end_session_async("s")
+        assert proxy.released() == ["s", "s"]
+
+
 # --- what is saved
 
 
@@ -361,7 +435,7 @@ async def test_the_state_of_a_driver_that_is_not_through_is_saved_at_the_end() -
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 async def test_state_that_cannot_be_kept_stops_nothing(is_elsewhere: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged, of agents here and elsewhere and of drivers; the state beside it is kept."""
+    """It is logged, of agents here and elsewhere and of drivers; the store keeps what is beside it, and forgets it."""
 
     async def main() -> Any:
         notes["lock"] = threading.Lock()
@@ -372,9 +446,10 @@ async def test_state_that_cannot_be_kept_stops_nothing(is_elsewhere: bool, caplo
     async with opened(shelf, {"hoarder": hoarder}, ray=LocalLauncher() if is_elsewhere else "") as app:
         async with asyncio.timeout(10):
             assert await app.run_async(main, session="s") == "kept"
-            while "s" not in shelf.states:
+            while len(shelf.states.get("s", ())) < 2:
                 await asyncio.sleep(0)
-    assert shelf.states == {"s": {"hoarder": {"good": {"x": 1}}}}
+    refused = dict.fromkeys(["locks", "strange"])
+    assert shelf.states == {"s": {"": {"notes": None}, "hoarder": {"good": {"x": 1}} | refused}}
     for name in ("locks", "strange", "notes"):
         assert caplog.text.count(f"state {name} of session 's' is not kept") == 1
 
@@ -382,13 +457,21 @@ async def test_state_that_cannot_be_kept_stops_nothing(is_elsewhere: bool, caplo
 async def test_redis_keeps_each_value_that_it_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that msgpack cannot hold is logged, and keeps neither the others nor other agents' from it."""
-    given: list[tuple[str, dict[str, bytes]]] = []
+    """One that msgpack cannot hold is logged, and keeps nothing else from it; an older one of its name goes."""
+    given: list[tuple[Any, ...]] = []
 
-    async def hset(key: str, mapping: dict[str, bytes]) -> None:
-        given.append((key, mapping))
+    class Pipeline(contextlib.AbstractAsyncContextManager[Any]):
+        async def __aexit__(self, *_: object) -> None: ...
 
-    client = SimpleNamespace(from_url=lambda *_, **__: SimpleNamespace(hset=hset))
+        def hset(self, key: str, mapping: dict[str, bytes]) -> None:
+            given.append((key, mapping))
+
+        def hdel(self, key: str, *fields: str) -> None:
+            given.append((key, {*fields}))
+
+        async def execute(self) -> None: ...
+
+    client = SimpleNamespace(from_url=lambda *_, **__: SimpleNamespace(pipeline=Pipeline))
     package = SimpleNamespace(asyncio=SimpleNamespace(Redis=client), exceptions=SimpleNamespace(RedisError=OSError))
     for name, module in {"": package, ".asyncio": package.asyncio, ".exceptions": package.exceptions}.items():
         monkeypatch.setitem(sys.modules, f"redis{name}", module)
@@ -403,7 +486,14 @@ async def test_redis_keeps_each_value_that_it_can(
     store = redis_store.RedisStore("redis://")
     await store.save_state("agent", "s", {"good": [1], **bad, "also": {"x": 2}})
     await store.save_state("agent", "t", bad)
-    assert given == [("thunderagent:workflows:state:s", {"agent/good": b"\x91\x01", "agent/also": b"\x81\xa1x\x02"})]
+    await store.save_state("agent", "u", {"uncopied": None})
+    key, gone = "thunderagent:workflows:state:", {f"agent/{name}" for name in bad}
+    assert given == [
+        (f"{key}s", {"agent/good": b"\x91\x01", "agent/also": b"\x81\xa1x\x02"}),
+        (f"{key}s", gone),
+        (f"{key}t", gone),
+        (f"{key}u", {"agent/uncopied"}),
+    ]
     for name in bad:
         assert caplog.text.count(f"state {name} of session 's' is not kept") == 1
 
