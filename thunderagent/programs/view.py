@@ -29,12 +29,14 @@ class SchedulerView:
 
     def __init__(self, book: Book, *, provisions_replicas: bool) -> None:
         """Look at `book`; proposals are possible after `attach`."""
-        self._book, self._provisions_replicas = book, provisions_replicas
+        self._book = book
+        self._provisions_replicas = provisions_replicas
         self.previous_tick_s = 0.0  # see `View`
 
     def attach(self, core: Core, operations: Operations) -> None:
         """Carry proposals out by these."""
-        self._core, self._operations = core, operations
+        self._core = core
+        self._operations = operations
 
     def _own(self, program: ProgramView) -> Program | None:
         """Return the live program that a policy means."""
@@ -97,7 +99,8 @@ class SchedulerView:
 
     def rank_anew(self, program: ProgramView) -> None:
         """See `View`."""
-        if (own := self._own(program)) is not None:
+        own = self._own(program)
+        if own is not None:
             self._book.rank_anew(own)
 
     def signal(self, signal: Signal) -> None:
@@ -164,12 +167,6 @@ class SchedulerView:
         own, replica_id = self._own(program), "" if replica is None else replica.replica_id
         tokens = program.claim_tokens
         return tokens if own is None else self._book.prefixes.own_tokens(own, tokens, replica_id)
-
-    def freed_tokens(
-        self, programs: Sequence[ProgramView], newcomer: ProgramView, replica: ReplicaView
-    ) -> Iterator[int]:
-        """See `View`."""
-        return self._book.prefixes.freed_tokens(map(self._own, programs), self._own(newcomer), replica.replica_id)
 
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """See `View`."""

@@ -135,35 +135,6 @@ def test_a_program_is_measured_by_what_it_adds_to_the_demand_and_takes_from_it(
     )
 
 
-@given(st.lists(st.lists(PATHS, min_size=1, max_size=2), max_size=4), st.lists(PATHS, min_size=1, max_size=2))
-def test_what_programs_free_is_what_they_take_with_them_once_the_newcomer_is_there(
-    active: list[list[tuple]], comes: list[tuple]
-) -> None:
-    """What several of them have in common goes with the last that leaves, unless the newcomer has it."""
-    shared, union = SharedPrefixes(), Union()
-
-    def program_with(paths: list[tuple]) -> Program:
-        program = Program("p", 1, 0.0)
-        program.branches = {str(number) if number else "": Branch() for number in range(len(paths))}
-        for branch, path in zip(program.branches.values(), paths, strict=True):
-            branch.prefix = union.chain(path)
-        program.claim_tokens = sum(union.size_tokens(cut) for path in paths for cut in union.cuts_of(path))
-        return program
-
-    programs, newcomer = [program_with(paths) for paths in active], program_with(comes)
-    account = Ledger(inf).open("r0", 0.0)
-    for program in programs:
-        program.place, program.replica_id = Place(Kind.ACTING, "r0"), "r0"
-        shared.enter(program, account)
-    freed_tokens = list(shared.freed_tokens(programs, newcomer, "r0"))
-    newcomer.replica_id = "r0"
-    shared.enter(newcomer, account)
-    for program, tokens in zip(programs, freed_tokens, strict=True):
-        before_tokens = account.shared_tokens
-        shared.leave(program, account)
-        assert tokens == program.claim_tokens - (before_tokens - account.shared_tokens)
-
-
 def test_three_programs_with_one_system_prompt_by_hand() -> None:
     """100 tokens are common to all, 50 more to two of them: 250 are claimed too often."""
     tree = PrefixTree()

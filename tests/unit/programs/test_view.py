@@ -216,20 +216,6 @@ def test_what_programs_share_is_in_the_demand_once() -> None:
     assert view.claim_tokens_on(driver.program("a"), view.replica("r0")) == 300
 
 
-def test_only_programs_that_are_active_there_free_something() -> None:
-    """One that is paused, elsewhere or ended does not; for a newcomer that ended all of its own part becomes free."""
-    driver, _, view = watched()
-    for name in ("a", "b", "paused", "elsewhere", "ended"):
-        driver.takes_turn(name, 300, prefix={"system": 200})
-    driver.migrates("elsewhere", "r1")
-    view.propose_pause(driver.program("paused"), Reason.EXPIRED)
-    programs = [driver.program(name) for name in ("paused", "elsewhere", "ended", "a", "b")]
-    driver.releases("ended")
-    replica = driver.scheduler.replicas["r0"]
-    assert list(view.freed_tokens(programs, programs[0], replica)) == [0, 0, 0, 100, 100]
-    assert list(view.freed_tokens(programs, programs[2], replica)) == [0, 0, 0, 100, 300]
-
-
 def test_a_program_that_sends_another_prompt_shares_what_that_shares() -> None:
     """It does so from its next turn on, while it is active."""
     driver, _, _ = watched()

@@ -11,7 +11,7 @@ chains is dropped, so the tree is as large as what is active.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from typing import Final
@@ -252,30 +252,3 @@ class SharedPrefixes:
                     seen_tokens[digest] = max(0, tokens - previous_tokens) if cut is None else cut.own_tokens
                 previous_tokens = tokens
         return others_tokens, repeated_tokens
-
-    def freed_tokens(
-        self, programs: Iterable[Program | None], newcomer: Program | None, replica_id: str
-    ) -> Iterator[int]:
-        """Yield by how much a replica's demand would fall with each of these programs that leaves after the others.
-
-        `newcomer`, which has no claim there, counts as if it had one. 0 for a program that is not active there.
-        """
-        cuts = self.tree.cuts
-        more_counts: dict[int, int] = {}
-        if cuts and newcomer is not None:
-            for branch in newcomer.branches.values():
-                for digest, _ in branch.prefix:
-                    more_counts[digest] = more_counts.get(digest, 0) + 1
-        for program in programs:
-            tokens = 0
-            if program is not None and program.place.active and program.replica_id == replica_id:
-                tokens = program.claim_tokens
-                for branch in program.branches.values():
-                    for digest, _ in branch.prefix:
-                        cut, more_count = cuts[digest], more_counts.get(digest, 0)
-                        if not more_count and cut.counts[replica_id] == 1:  # so it has each one after it for itself
-                            break
-                        more_counts[digest] = more_count - 1
-                        if cut.counts[replica_id] + more_count > 1:
-                            tokens -= cut.own_tokens
-            yield tokens

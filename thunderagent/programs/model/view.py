@@ -118,15 +118,6 @@ class View(Protocol):
         With None: to that of a replica without programs, where only its branches can share.
         """
 
-    def freed_tokens(
-        self, programs: Sequence[ProgramView], newcomer: ProgramView, replica: ReplicaView
-    ) -> Iterator[int]:
-        """Yield what each of these programs frees if they are paused there one after another; 0 if it is not active.
-
-        What they share with a paused `newcomer` stays for it: it fits once `claim_tokens_on` it is free in this way.
-        Each is computed when it is asked for: propose no pause before the last.
-        """
-
     def resident_tokens(self, program: ProgramView, replica: ReplicaView) -> int:
         """Return how many tokens of its context are expected in that replica's memory."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from thunderagent.programs.model.advice.verdicts import Level
-    from thunderagent.programs.model.places import Phase, Place, Status
+    from thunderagent.programs.model.places import Phase, Status
 
 
 class ProgramView(Protocol):
@@ -148,10 +148,6 @@ class AccountView(Protocol):
     @property
     def active_count(self) -> int:
         """Number of programs that are active there."""
-
-    @property
-    def acting(self) -> Place:
-        """The programs there whose tools run: their `count`, and the `tokens` that they claim."""
 
     @property
     def hit_ratio(self) -> float:

@@ -6,17 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Final
 
 from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
-
-FEW_COUNT: Final = 16
-"""How many expired programs are looked at first to make room for one: mostly the first is enough."""
-
-MOST_EXPIRED_COUNT: Final = 256
-"""How many are looked at in one event."""
 
 
 def home_of(program: ProgramView, candidates: Sequence[ReplicaView]) -> ReplicaView | None:
@@ -39,30 +32,6 @@ def without_routed_before(view: View, program: ProgramView, candidates: Sequence
     if not view.routed_count:
         return candidates
     return [replica for replica in candidates if view.first_routed_before(program, replica) is None]
-
-
-def first_expired_for(
-    view: View, program: ProgramView, replica: ReplicaView, missing_tokens: float, grown_tokens: float = 0.0
-) -> tuple[Sequence[ProgramView], bool]:
-    """Return the first expired programs there that free enough for another one, or all, and whether they do.
-
-    Each frees what it would grow by, too, but at most `grown_tokens`. `MOST_EXPIRED_COUNT` of them pass for enough: if
-    they are not, the next ones go in the next event. Cost: O(cuts of those that are returned).
-    """
-    expired: Sequence[ProgramView] = ()
-    account = replica.account
-    most_tokens = account.acting.tokens + (account.growth_tokens if grown_tokens else 0)  # nobody frees more than that
-    if missing_tokens > most_tokens and account.acting.count < account.active_count:  # it would not be alone either
-        return expired, False
-    for count in (FEW_COUNT, MOST_EXPIRED_COUNT):
-        expired, left_tokens = view.first_expired_few(replica, count), missing_tokens
-        for index, freed_tokens in enumerate(view.freed_tokens(expired, program, replica)):
-            left_tokens -= freed_tokens + min(expired[index].growth_tokens, grown_tokens)
-            if left_tokens <= 0:
-                return expired[: index + 1], True
-        if len(expired) < count:
-            break
-    return expired, len(expired) == MOST_EXPIRED_COUNT
 
 
 def worth_a_look(view: View, moment: Moment) -> Sequence[ReplicaView]:

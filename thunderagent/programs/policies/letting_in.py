@@ -12,7 +12,7 @@ from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
 from thunderagent.programs.model.policy import Moment, Placement, least_loaded
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
-from thunderagent.programs.policies.helpers import first_expired_for, largest_capacity_tokens
+from thunderagent.programs.policies.helpers import largest_capacity_tokens
 
 if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and boxes no number
     from thunderagent.programs.book.accounts import Account as AccountView
@@ -26,6 +26,9 @@ Found = tuple["ReplicaView | None", Reason]
 
 _TICK: Final = Moment.TICK
 _REPLICAS_CHANGED: Final = Moment.REPLICAS_CHANGED
+
+MOST_EXPIRED_COUNT: Final = 64
+"""How many programs are paused at most to make room for one."""
 
 
 class LettingIn:
@@ -212,17 +215,19 @@ class LettingIn:
         if not account.active_count:
             return True
         needed_tokens, free_tokens, grown_tokens = self._measure(view, program, replica, foresees)
-        if needed_tokens <= free_tokens or not make_room:
-            return needed_tokens <= free_tokens
-        if view.first_routed_before(program, replica) is not None:
+        if needed_tokens <= free_tokens:
+            return True
+        if not make_room:
             return False
-        going, is_enough = first_expired_for(view, program, replica, needed_tokens - free_tokens, grown_tokens)
-        if not is_enough and len(going) < account.active_count:  # otherwise it would be alone
+        expired = view.first_expired_few(replica, MOST_EXPIRED_COUNT)
+        if not expired or view.first_routed_before(program, replica) is not None:
             return False
+        going = _enough(expired, needed_tokens - free_tokens, grown_tokens)
+        if not going and len(expired) == account.active_count:
+            going = expired  # it would be alone
         for each in going:
             view.propose_pause(each, Reason.EXPIRED)
-        needed_tokens, free_tokens, _ = self._measure(view, program, replica, foresees)
-        return not account.active_count or needed_tokens <= free_tokens
+        return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
 
     def _measure(
         self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool
@@ -330,3 +335,16 @@ class LettingIn:
 def _programs_by_memory(account: AccountView) -> float:
     """Return the programs there for a token of memory, each with as many as it has turns; 0 if its size is unknown."""
     return (account.acting.count + account.turn_count) / max(1.0, account.limit_tokens)
+
+
+def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:
+    """Return the shortest prefix of `expired` that leaves room for `tokens` together; empty if all do not.
+
+    Each gives up its claim and its expected growth.
+    """
+    claimed_tokens = 0.0
+    for count, program in enumerate(expired, start=1):
+        claimed_tokens += program.claim_tokens + min(program.growth_tokens, grown_tokens)
+        if claimed_tokens >= tokens:
+            return expired[:count]
+    return ()

@@ -132,67 +132,6 @@ def test_no_more_of_the_expired_go_than_need_be() -> None:
     assert of_kind(Pause, driver.decisions) == ["a"]
 
 
-@pytest.mark.parametrize(("tokens", "fits"), [(300, True), (350, False)])
-def test_the_expired_free_no_more_than_is_theirs_alone(tokens: int, fits: bool) -> None:
-    """Of 700 another one, whose turn runs, has 600, too: 100 become free, and nobody goes where that is too little."""
-    driver = driver_with(hold_ratio=0.0)
-    driver.takes_turn("expired", 700, prefix={"system": 600})
-    driver.arrives("works", 700, prefix={"system": 600})
-    assert driver.demand() == 800
-    driver.passes(1.0)
-    assert driver.held(driver.arrives("comes", tokens)) != fits
-    assert (driver.home("expired") is None) == fits
-    assert driver.demand() == (1000 if fits else 800)
-
-
-def test_with_the_last_of_the_expired_goes_what_they_share() -> None:
-    """Each has 100 of its own, and both together 600: enough for one that needs 500 more than is free."""
-    driver = driver_with(hold_ratio=0.0)
-    driver.arrives("works", 300)
-    driver.takes_turn("a", 500, prefix={"system": 400})
-    driver.takes_turn("b", 500, prefix={"system": 400})
-    assert driver.demand() == 900
-    driver.passes(1.0)
-    assert not driver.held(driver.arrives("comes", 600))
-    assert driver.demand() == 900
-
-
-@pytest.mark.parametrize("tokens", [300, 810, 1000])
-def test_as_many_expired_go_as_are_needed(tokens: int) -> None:
-    """Of a hundred each frees 10 until the last, with which what all share goes: however many that is."""
-    driver = driver_with(hold_ratio=0.0, replicas={"r0": 1020})
-    for number in range(100):
-        driver.takes_turn(f"expired-{number}", 30, prefix={"system": 20})
-    assert driver.demand() == 1020
-    driver.passes(1.0)
-    assert not driver.held(driver.arrives("comes", tokens))
-    assert len(of_kind(Pause, driver.decisions)) == tokens // 10
-
-
-def test_more_expired_than_are_looked_at_at_once_go_one_event_after_the_other() -> None:
-    """Of 300, of 10 each, 256 go for one that needs 2,900, and are too few; at the next event 34 do."""
-    driver = driver_with(hold_ratio=0.0, replicas={"r0": 3000})
-    for number in range(300):
-        driver.takes_turn(f"expired-{number}", 10)
-    driver.passes(1.0)
-    comes = driver.arrives("comes", 2900)
-    assert driver.held(comes)
-    assert driver.demand() == 440
-    assert len(of_kind(Pause, driver.ticks(1.0))) == 34
-    assert not driver.held(comes)
-
-
-@pytest.mark.parametrize(("tokens", "fits"), [(700, True), (950, False)])
-def test_what_the_newcomer_shares_with_the_expired_does_not_become_free(tokens: int, fits: bool) -> None:
-    """It would claim those 600 itself. Beside 200 of another one there is room for 700, and never for 950."""
-    driver = driver_with(hold_ratio=0.0)
-    driver.arrives("works", 200)
-    driver.takes_turn("expired", 800, prefix={"system": 600})
-    driver.passes(1.0)
-    assert driver.held(driver.arrives("comes", tokens, prefix={"system": 600})) != fits
-    assert (driver.home("expired") is None) == fits
-
-
 def test_a_program_is_held_until_its_tool_returns_less_than_once_in_the_threshold() -> None:
     """At a threshold of 20 s a tool of 10 s is held for 20 s; no program gets the room before its rate has fallen."""
     driver = driver_with(hold_ratio=holds_for(20.0))

@@ -45,33 +45,6 @@ def test_room_is_made_of_who_expired() -> None:
     assert driver.home("a") is None or driver.held(third)
 
 
-@pytest.mark.parametrize(("tokens", "warm_ratio"), [(30_000, 0.0), (30_000, 1e12), (20_000, 0.0), (20_000, 1e12)])
-def test_nobody_goes_where_that_frees_too_little(tokens: int, warm_ratio: float) -> None:
-    """Of 70,000 another one has 60,000, too: 10,000 become free, whether it expired or is of a lower level."""
-    settings = {"reserve_tokens": 0, "growth_quantile": 0.0, "admission": "window", "admission.n": 100}
-    driver = Driver(load_policy("mars", settings | {"warm_ratio": warm_ratio}), replicas={"r0": 100_000})
-    driver.takes_turn("a", 70_000, prefix={"system": 60_000})
-    driver.ticks(1.0)
-    driver.arrives("b", 70_000, prefix={"system": 60_000})
-    driver.ticks(1.0)
-    assert driver.demand() == 80_000
-    comes = driver.arrives("c", tokens + 10)
-    driver.ticks(1.0)
-    assert driver.held(comes) == (driver.home("a") == "r0") == (tokens == 30_000)
-
-
-def test_as_many_expired_go_as_are_needed() -> None:
-    """Of a hundred each frees 300, though it claims 8,300 with the others: however many that is."""
-    settings = {"reserve_tokens": 0, "growth_quantile": 0.0, "admission": "window", "admission.n": 200, "warm_ratio": 0}
-    driver = Driver(load_policy("mars", settings), replicas={"r0": 38_000})
-    for number in range(100):
-        driver.takes_turn(f"expired-{number}", 8300, prefix={"system": 8000})
-        driver.ticks(1.0)
-    assert driver.demand() == 38_000
-    assert not driver.held(driver.arrives("comes", 24_000))
-    assert len(of_kind(Pause, driver.decisions)) == 80
-
-
 def test_one_that_is_bound_passes_the_first_that_waits_as_others_do() -> None:
     """Behind one that fits nowhere it would keep its replica from all others, though there is room for them."""
     settings = {"reserve_tokens": 0, "growth_quantile": 0.0, "admission": "window", "admission.n": 100}

@@ -44,7 +44,6 @@ from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import (
-    first_expired_for,
     home_of,
     largest_capacity_tokens,
     without_routed_before,
@@ -59,6 +58,9 @@ if TYPE_CHECKING:
 
 PASS_COUNT = 8
 """How many programs behind the first waiting one may be restored if that does not fit: they pass it."""
+
+EXPIRED_COUNT = 64
+"""How many programs are paused at most to make room for one."""
 
 LEVEL_RANK_TOKENS = 1e9
 """Weight of a level against a footprint in the order of eviction: more than any footprint."""
@@ -184,20 +186,20 @@ class Mars:
         return Placement(None, Reason.NO_ROOM)
 
     def _fits(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
-        """Return whether a program fits once expired programs or one of a lower level are paused."""
+        """Return whether a program fits once expired programs and one of a lower level are paused."""
         account = replica.account
         missing_tokens = view.claim_tokens_on(program, replica) - _free_tokens(replica)
         if missing_tokens <= 0 or not account.active_count:
             return True
-        expired, is_enough = first_expired_for(view, program, replica, missing_tokens)
-        if is_enough:
+        expired = view.first_expired_few(replica, EXPIRED_COUNT)
+        if sum(each.claim_tokens for each in expired) >= missing_tokens:
             for each in expired:
+                if view.claim_tokens_on(program, replica) <= _free_tokens(replica):
+                    break
                 view.propose_pause(each, Reason.EXPIRED)
         else:
             victim = view.first_to_pause(replica)
-            if victim is None or victim.is_last_of_group:
-                return False
-            if next(view.freed_tokens([victim], program, replica)) < missing_tokens:
+            if victim is None or victim.claim_tokens < missing_tokens or victim.is_last_of_group:
                 return False
             if self._level(victim) <= self._level(program):
                 return False
