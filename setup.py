@@ -39,11 +39,14 @@ compilation = _load_compilation()
 TYPES = """
 [mypy]
 ignore_missing_imports = True
+disable_error_code = call-arg
 
 [mypy-aiohttp.*,httptools.*,msgspec.*,multidict.*,prometheus_client.*,pydantic.*,structlog.*,uvloop.*,yarl.*]
 follow_imports = skip
 """
-"""Nothing is known of what others' packages hold: so a build is the same whether they are there or not."""
+"""Nothing is known of what others' packages hold: so a build is the same whether they are there or not.
+
+Nor, therefore, which arguments their classes take: mypy looks for those of `Struct` in `object` if it is missing."""
 
 
 JOBS_COUNT = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from mypy import api
 from packaging.requirements import Requirement
 
 import thunderagent
@@ -58,3 +59,12 @@ def test_the_version_stands_in_one_place() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["readme", "version"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", thunderagent.__version__)
+
+
+def test_a_compiled_build_needs_none_of_them(tmp_path: Path) -> None:
+    """It is made before they are installed: a class of msgspec's is then one of anything, whatever it is given."""
+    types = re.search(r'^TYPES = """(.*?)"""', (ROOT / "setup.py").read_text(), re.MULTILINE | re.DOTALL)
+    assert types is not None
+    (tmp_path / "mypy.ini").write_text(types[1])
+    options = ["--no-site-packages", f"--config-file={tmp_path / 'mypy.ini'}", f"--cache-dir={tmp_path}"]
+    assert api.run([*options, str(ROOT / "thunderagent/log_lines.py")])[2] == 0
