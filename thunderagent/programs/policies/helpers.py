@@ -5,11 +5,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, isnan
 
 from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.view import View
 from thunderagent.programs.model.views import ProgramView, ReplicaView
+
+
+def times(ratio: float, value: float) -> float:
+    """Return their product; of 0 and infinity it is the ratio."""
+    product = ratio * value
+    return ratio if isnan(product) else product
 
 
 def home_of(program: ProgramView, candidates: Sequence[ReplicaView]) -> ReplicaView | None:

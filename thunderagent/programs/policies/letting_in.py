@@ -12,7 +12,7 @@ from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
 from thunderagent.programs.model.policy import Moment, Placement, least_loaded
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
-from thunderagent.programs.policies.helpers import largest_capacity_tokens
+from thunderagent.programs.policies.helpers import largest_capacity_tokens, times
 
 if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and boxes no number
     from thunderagent.programs.book.accounts import Account as AccountView
@@ -66,8 +66,8 @@ class LettingIn:
         return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
 
     def hold_threshold_s(self, view: View, program: ProgramView) -> float:
-        """Return the break-even time, times `hold_ratio`; the former may be 0, the latter infinite."""
-        return inf if self.hold_ratio == inf else self.hold_ratio * view.break_even_s(program.replica_id)
+        """Return the break-even time, times `hold_ratio`."""
+        return times(self.hold_ratio, view.break_even_s(program.replica_id))
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the youngest first, and the last of a group last."""
@@ -204,8 +204,7 @@ class LettingIn:
         return self._roomiest(view, head, view.replicas, None, self._foresees(view, head))
 
     def _has_waited_long(self, view: View, program: ProgramView) -> bool:
-        wait_s = self.wait_ratio * view.median_residence_s if self.wait_ratio else 0.0  # the median may be infinite
-        return view.now_s - program.waiting_since_s > wait_s
+        return view.now_s - program.waiting_since_s > times(self.wait_ratio, view.median_residence_s)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import (
     home_of,
     largest_capacity_tokens,
+    times,
     without_routed_before,
     worth_a_look,
 )
@@ -117,8 +118,8 @@ class Mars:
         return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
 
     def hold_threshold_s(self, view: View, program: ProgramView) -> float:
-        """Return the break-even time, times `warm_ratio`; the former may be 0, the latter infinite."""
-        return inf if self.warm_ratio == inf else self.warm_ratio * view.break_even_s(program.replica_id)
+        """Return the break-even time, times `warm_ratio`."""
+        return times(self.warm_ratio, view.break_even_s(program.replica_id))
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the lowest level first, within it the largest footprint; the last of a group last."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.records.learned import LengthsRecord
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd
+from thunderagent.programs.policies.helpers import times
 
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.model.program import Program as ProgramView
@@ -257,9 +258,7 @@ class Areas:
         due = self._due
         if not due:
             return
-        before_s = view.now_s
-        if self._bound_ratio:  # the median may be infinite
-            before_s -= self._bound_ratio * view.median_residence_s
+        before_s = view.now_s - times(self._bound_ratio, view.median_residence_s)
         while due and due[0][0] < before_s:
             _, program_id, since_s = heappop(due)
             wait = self._waits.get(program_id)
