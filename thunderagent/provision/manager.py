@@ -108,8 +108,6 @@ class Provisioning:
         """By handle."""
         self._ending_urls: set[str] = set()
         """Of those that drain or end: they still run."""
-        self._unended_urls: set[str] = set()
-        """Of those of them whose end failed."""
         self._elsewhere_count = 0
         """Number of replicas of a driver that does not report their URLs."""
         self._starting_count = 0
@@ -350,26 +348,23 @@ class Provisioning:
 
         Raises `ProvisionError` if it is gone, or an operator added it again: it has turns then.
         """
-        url = launched.url
-        try:
-            while True:
-                try:
-                    await driver.end(launched.handle, url)
-                except ReplicaGoneError:
-                    raise
-                except ProvisionError as error:
-                    if url not in self._unended_urls or error.message != self.failure:
-                        self._failed("replica_not_ended", error)
-                else:
-                    break
-                self._unended_urls.add(url)
-                await asyncio.sleep(self._retry_s)
-                if self._fleet.knows(url):
-                    raise ProvisionError(f"{shown_url(url)} was added again before it ended")
-            if url in self._unended_urls:
-                self.failure = ""
-        finally:
-            self._unended_urls.discard(url)
+        url, has_failed = launched.url, False
+        while True:
+            try:
+                await driver.end(launched.handle, url)
+            except ReplicaGoneError:
+                raise
+            except ProvisionError as error:
+                if not has_failed or error.message != self.failure:
+                    self._failed("replica_not_ended", error)
+            else:
+                break
+            has_failed = True
+            await asyncio.sleep(self._retry_s)
+            if self._fleet.knows(url):
+                raise ProvisionError(f"{shown_url(url)} was added again before it ended")
+        if has_failed:
+            self.failure = ""
 
     def _stays(self, launched: Launched) -> None:
         """Count a replica again that does not end."""
