@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx2
 
-from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S, json_of, of_a_proxy, trusted
+from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S, json_of, of_a_proxy
+from thunderagent.doctor.asking import trusted
 
 DESCRIPTION = (
     "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Hand over; return the exit status. Raises `ConfigurationError`."""
-    verify = trusted(args.ca_file)
+    verify = trusted(args.ca_file) or True
     headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
     try:
         with httpx2.Client(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from thunderagent.doctor.asking import trusted
 from thunderagent.errors import ConfigurationError
 
 REFRESH_S = 1.0
@@ -113,7 +113,7 @@ def watch_top(
 def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are plain text
-    verify, picture = trusted(ca_file), of_a_proxy()(picture)
+    verify, picture = trusted(ca_file) or True, of_a_proxy()(picture)
     try:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
@@ -216,14 +216,6 @@ def _place(cell: dict[str, Any] | None) -> str:
 
 def _taken(disk_bytes: int | None) -> str:
     return "" if disk_bytes is None else f", {_short(disk_bytes)}B on disk"
-
-
-def trusted(ca_file: Path | None) -> ssl.SSLContext | bool:
-    """Return what to trust: a file's certificates, or the system's. Raises `ConfigurationError`."""
-    try:
-        return True if ca_file is None else ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigurationError(f"--ca-file: cannot use {ca_file}: {error}") from error
 
 
 def json_of(response: httpx2.Response) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 
 import httpx2
+
+from thunderagent.errors import ConfigurationError
 
 LOOK_TIMEOUT_S = 10.0
 """For an engine's reports on itself. SGLang answers for its health with a token that it generates."""
@@ -100,3 +104,11 @@ def _skew_s(date: str, asked_s: float, answered_s: float) -> float | None:
     if told_s > answered_s:
         return told_s - answered_s
     return min(0.0, told_s + 1.0 - asked_s)
+
+
+def trusted(ca_file: Path | None) -> ssl.SSLContext | None:
+    """Return what trusts a file's certificates; None without one: the system's. Raises `ConfigurationError`."""
+    try:
+        return None if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigurationError(f"--ca-file: cannot use {ca_file}: {error}") from error

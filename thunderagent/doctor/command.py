@@ -20,7 +20,7 @@ from thunderagent.backends.discovery.base import replica_id_of, shown_url
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.doctor import engines, program, proxies
 from thunderagent.doctor.among import findings_among
-from thunderagent.doctor.asking import Asker
+from thunderagent.doctor.asking import Asker, trusted
 from thunderagent.doctor.findings import Finding, as_json, exit_status, show, warning
 from thunderagent.errors import ConfigurationError
 from thunderagent.serving.building import build_runtime
@@ -110,7 +110,7 @@ async def examine(args: argparse.Namespace) -> list[Finding]:
 async def _examine_through(url: str, args: argparse.Namespace, config: ServeConfig, *, is_own: bool) -> list[Finding]:
     """Examine the proxy at `url`, the engines behind it, and the way through it."""
     key = {proxies.KEY_HEADER: args.key} if args.key and not is_own else {}
-    async with _asker(url, args.timeout_s, verify=_trusted(args.ca_file)) as asker:
+    async with _asker(url, args.timeout_s, verify=trusted(args.ca_file)) as asker:
         looked = await proxies.look_at(asker, "the proxy" if is_own else urlsplit(url).netloc, key)
         if is_own:
             looked = await _settled(asker, looked)
@@ -199,12 +199,3 @@ async def _asker(
         raise ConfigurationError(f"{shown_url(url)!r} is not a URL: {error}") from error
     async with client as http:
         yield Asker(http, timeout_s=timeout_s)
-
-
-def _trusted(ca_file: Path | None) -> ssl.SSLContext | None:
-    if ca_file is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigurationError(f"--ca-file: cannot use {ca_file}: {error}") from error

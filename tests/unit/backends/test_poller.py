@@ -461,15 +461,22 @@ async def test_suspect_polls_at_once_and_a_refused_connection_is_down_at_once(
         await recorder.until_heard("down", "a", "connection refused")
 
 
-async def test_suspecting_while_a_poll_is_under_way_polls_once_more(engines: Callable[[], Engine]) -> None:
-    """A poll that began before the request failed is no answer to the suspicion."""
-    engine = engines()
+@contextlib.asynccontextmanager
+async def a_poll_under_way(engine: Engine) -> AsyncIterator[tuple[Poller, Recorder]]:
+    """Poll an engine that is up, once more: it does not answer yet."""
     await engine.start()
     async with polling(endpoint(engine), interval_s=60, deadline_s=30) as (poller, recorder):
         await recorder.until_heard("up", "a")
         engine.hangs = True
         poller.suspect("a")
         await eventually(lambda: engine.health_count == 2)
+        yield poller, recorder
+
+
+async def test_suspecting_while_a_poll_is_under_way_polls_once_more(engines: Callable[[], Engine]) -> None:
+    """A poll that began before the request failed is no answer to the suspicion."""
+    engine = engines()
+    async with a_poll_under_way(engine) as (poller, recorder):
         poller.suspect("a")
         engine.hangs = False
         await recorder.polls("a", 2)
@@ -478,12 +485,7 @@ async def test_suspecting_while_a_poll_is_under_way_polls_once_more(engines: Cal
 async def test_a_poll_from_before_a_refusal_does_not_bring_a_replica_up(engines: Callable[[], Engine]) -> None:
     """The engine answered it, and then died."""
     engine = engines()
-    await engine.start()
-    async with polling(endpoint(engine), interval_s=60, deadline_s=30) as (poller, recorder):
-        await recorder.until_heard("up", "a")
-        engine.hangs = True
-        poller.suspect("a")
-        await eventually(lambda: engine.health_count == 2)
+    async with a_poll_under_way(engine) as (poller, recorder):
         poller.refused("a")
         engine.hangs, engine.health_status = False, 503
         await eventually(lambda: engine.health_count == 3)

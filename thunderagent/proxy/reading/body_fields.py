@@ -16,6 +16,7 @@ from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, may_hold_media, media_of
+from thunderagent.proxy.reading.sse import UNREADABLE
 
 OTHERS_FIELDS: Final[tuple[tuple[str, ...], ...]] = (
     ("session_id",),
@@ -105,7 +106,7 @@ def read_fields(body: bytes) -> BodyFields | None:
     """
     try:
         return _decode_fields(body) if len(body) <= LARGE_FIELD_BYTES else _read_large(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         pass
     if len(body) > SLOWLY_READ_BYTES:
         return _read_mended(body) if body[:64].lstrip()[:1] == b"{" else None
@@ -126,7 +127,7 @@ def _read_mended(body: bytes) -> BodyFields:
         return UNREAD
     try:
         return _read_large(readable)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return UNREAD
 
 
