@@ -32,6 +32,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make each worker beside others a session of its own.
+
+    Linux shares processors among sessions first: in one with compilers and browsers, a worker would halt for seconds.
+    """
+    if hasattr(config, "workerinput") and hasattr(os, "setsid"):
+        os.setsid()
+
+
 def pytest_report_header() -> str:
     """Report the build under test and the number of processors; refuse a build that differs from its sources."""
     kind, wanted = build_kind(), os.environ.get("WANTED_BUILD")
