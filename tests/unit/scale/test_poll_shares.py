@@ -25,8 +25,9 @@ from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 from thunderagent.scale.gateway.polling import SharedPolls
-from thunderagent.scale.messages import Frame, Hello, Look, Polled, PollShare, Told, decode, encode
+from thunderagent.scale.messages import Digest, Frame, Hello, Look, Polled, PollShare, Told, decode, encode
 from thunderagent.scale.scheduler.gateways import Gateways
+from thunderagent.scale.scheduler.granting import Granting
 from thunderagent.scale.scheduler.poll_shares import PollShares
 
 INTERVAL_S = 0.02
@@ -231,6 +232,23 @@ async def test_the_core_hears_the_same_whoever_polls() -> None:
     assert heard[0] == heard[1] == heard[2]
     assert {"ReplicaUp", "ReplicaDown", "ReplicaPolled"} <= {str(each[0]) for each in heard[0]}
     assert served == [("vllm", ("m", "adapter"))] * 3
+
+
+async def test_a_connection_refused_to_one_gateway_takes_no_replica_down() -> None:
+    """It has the replica polled: others may reach it, and whoever finds it gone says so at once."""
+    core, engine = Core(), Engine()
+    async with cell_of(core) as cell:
+        cell.comes("g0")
+        cell.comes("g1")
+        granting = Granting(core.runtime, core.poller)
+        async with running(engine) as url:
+            core.add(replica(url))
+            await polled(core)
+            granting.seen(Digest("r", "refused"))
+            await polled(core, 3)
+            assert "ReplicaDown" not in [each[0] for each in core.heard]
+        granting.seen(Digest("r", "refused"))
+        await until(lambda: core.heard[-1][0] == "ReplicaDown")
 
 
 async def test_ranks_are_found_and_each_has_its_own_reading() -> None:

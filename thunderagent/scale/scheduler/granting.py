@@ -159,10 +159,8 @@ class Granting:
             runtime.dispatch(ResidencyReported(runtime.now_s(), card.replica_id, resident))
 
     def seen(self, digest: Digest) -> None:
-        """Have a replica checked."""
-        if digest.seen == "refused":
-            self._watcher.refused(digest.replica_id)
-        elif digest.seen == "failed":
+        """Have a replica polled: it may be this gateway alone that does not reach it."""
+        if digest.seen in {"refused", "failed"}:
             self._watcher.suspect(digest.replica_id)
 
     def tripped(self, replica_id: str, *, tripped: bool) -> None:
