@@ -99,6 +99,7 @@ class Engine:
         self.stages = Stages(vlm, self._cache, pool, self.stepper, group=config.encode_group_layers, ring=self.ring)
         self._workers = {stage: Worker(stage, run, self._post) for stage, run in self.stages.runs.items()}
         self._clients: dict[str, _Client] = {}
+        self._coming: dict[object, Request] = {}  # whose layout is being computed; a release may change them
         self._images: OrderedDict[str, Encoded] = OrderedDict()
         self._on_pass = on_pass
         self._passes: Counter[str] = Counter()
@@ -144,7 +145,12 @@ class Engine:
     async def submit(self, request: Request) -> AsyncIterator[Token]:
         """Yield the tokens of a request. Closing the iterator cancels it. ValueError: it can never run."""
         self.check(request)
-        layout = await asyncio.to_thread(self._vlm.layout, request.prompt)
+        key = object()
+        self._coming[key] = request
+        try:
+            layout = await asyncio.to_thread(self._vlm.layout, request.prompt)
+        finally:
+            request = self._coming.pop(key)
         if request.request_id in self._clients:
             raise ValueError(f"the request {request.request_id} is here already")
         if self._stopped:
@@ -167,6 +173,9 @@ class Engine:
         for client in self._clients.values():
             if client.turn.request.program_id == program_id:
                 client.turn.request = _without_program(client.turn.request)
+        for key, request in self._coming.items():
+            if request.program_id == program_id:
+                self._coming[key] = _without_program(request)
         return self._slots.release(program_id)
 
     def stats(self) -> Stats:

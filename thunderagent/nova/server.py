@@ -73,7 +73,8 @@ class NovaServer:
         self._codec = codec
         self._model_name = model_name
         self._max_waiting = max_waiting
-        self._reading_count = 0
+        self._reading: dict[int, ChatBody] = {}
+        """By identity, bodies whose prompts are being read."""
         self._readers = ThreadPoolExecutor(READERS_COUNT, thread_name_prefix="images")
         self._registry = CollectorRegistry()
         self._registry.register(StatsCollector(engine))
@@ -108,13 +109,13 @@ class NovaServer:
 
     async def _prompt_of(self, body: ChatBody) -> Prompt:
         """Read the prompt in a thread, unless too many wait."""
-        if self._engine.stats().waiting + self._reading_count >= self._max_waiting:
+        if self._engine.stats().waiting + len(self._reading) >= self._max_waiting:
             raise ApiError(f"{self._max_waiting} requests wait.", status=503, kind="overloaded_error")
-        self._reading_count += 1
+        self._reading[id(body)] = body
         try:
             return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, body)
         finally:
-            self._reading_count -= 1
+            del self._reading[id(body)]
 
     def _read(self, body: ChatBody) -> Prompt:
         return self._codec.prompt(template_messages(body.messages), body.tools, images_of(body.messages))
@@ -197,6 +198,9 @@ class NovaServer:
 
     async def _release(self, request: web.Request) -> web.Response:
         body: ReleaseBody = parse(await request.read(), ReleaseBody)
+        for each in self._reading.values():
+            if each.program_id == body.program_id:
+                each.program_id = None  # its turn keeps no slot
         return _json({"program_id": body.program_id, "released": self._engine.release(body.program_id)})
 
 

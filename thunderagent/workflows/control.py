@@ -36,7 +36,7 @@ class Control:
         self.node = node
         self.period_s = period_s
         self._hub = hub
-        self.level = GlobalLevel(view, policies, store, self._names, self.provision, node.clock)
+        self.level = GlobalLevel(view, policies, store, self._names, self.provision, node.clock, node.sessions)
         self._local = LocalLevel(node, store)
         self._numbers: dict[str, int] = {}
         self._asks: list[Ask] = []

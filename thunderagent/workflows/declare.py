@@ -29,7 +29,10 @@ class Directives(BaseModel):
     managed: bool = Field(False, description="a session's calls run on one instance, may move as a whole; found out")
     batchable: bool = Field(False, description="parameters and answer are lists: waiting calls run as one")
     max_batch: int = Field(MAX_BATCH_COUNT, ge=1, description="the most calls of a batch")
-    mix_sessions: bool = Field(False, description="a batch may hold calls of several sessions; its turns are anonymous")
+    mix_sessions: bool = Field(
+        False,
+        description="a batch may hold calls of several sessions: its turns are anonymous, its calls the first one's",
+    )
     preemptable: str = Field("", description="the method that stops a running call; true is `checkpoint`")
     min_instances: int = Field(1, ge=0, description="instances that are kept; with 0 the first call starts one")
     max_instances: int = Field(1, ge=1, description="instances that there may be")

@@ -8,6 +8,7 @@ and block until it is there. What looks at an object's memory does not: `json.du
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any, cast
 from lazy_object_proxy import Proxy
 
 from thunderagent.workflows.core.call import Outcome, Record
-from thunderagent.workflows.errors import DeadlockError
+from thunderagent.workflows.errors import DeadlockError, WorkflowError
 from thunderagent.workflows.scope import Scope, current
 
 _registering = threading.RLock()
@@ -49,7 +50,7 @@ class Handle(Record):
                     instance=self.executor,
                 )
             event = threading.Event()
-            with _Waiting((self,), event.set, scope):
+            with Waiting((self,), event.set, scope):
                 if not event.wait(timeout_s):
                     raise TimeoutError(f"{self.words} is not there after {timeout_s} s")
         return self.take(scope)
@@ -91,7 +92,7 @@ class Handle(Record):
         scope = current.get()
         if self.outcome is None:
             over, waiter = self._over()
-            with _Waiting((self,), waiter, scope):
+            with Waiting((self,), waiter, scope):
                 yield from over
         return self.take(scope)
 
@@ -155,41 +156,42 @@ class LoopFuture:
             self.future.set_result(None)
 
 
-class _Waiting:
+class Waiting:
     """Has a waiter notified of each handle's outcome, and records who waits, for deadlock checks and turn estimates."""
 
-    __slots__ = ("_call_id", "_handles", "_scope", "_waiter")
+    __slots__ = ("_call_id", "_scope", "_waiter", "handles")
 
     def __init__(
         self, handles: Sequence[Handle], waiter: Waiter, scope: Scope | None, *, is_for_all: bool = True
     ) -> None:
         """Wait for handles of one node. Unless `is_for_all`, it ends without some of them, too."""
-        self._handles = handles
+        self.handles = handles
         self._waiter = waiter
         self._scope = scope
         self._call_id = scope.call_id if scope is not None and is_for_all else 0
 
     def __enter__(self) -> None:
-        node, scope = self._handles[0].node, self._scope
+        node, scope = self.handles[0].node, self._scope
         if self._call_id:
             with _registering:
-                node.waiting[self._call_id] = [*node.waiting.get(self._call_id, ()), *self._handles]
-        for handle in self._handles:
+                beside = node.waiting.setdefault(self._call_id, set())
+                beside.add(self)
+                node.waiting[self._call_id] = beside  # a garbage collection may have ended the other waits just now
+        for handle in self.handles:
             handle.add_waiter(self._waiter)
         if scope is not None and node.hints is not None:
             node.hints.waits(scope)
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             if handle.outcome is None:  # the wait was given up
                 handle.remove_waiter(self._waiter)
         if self._call_id:
-            waiting = self._handles[0].node.waiting
+            waiting = self.handles[0].node.waiting
             with _registering:
-                left = waiting[self._call_id]
-                for handle in self._handles:
-                    left.remove(handle)
-                if not left:
+                beside = waiting[self._call_id]
+                beside.discard(self)
+                if not beside:
                     waiting.pop(self._call_id, None)
 
 
@@ -263,8 +265,11 @@ _NESTING = (list, tuple, dict, set)
 MAY_HOLD_FUTURES = frozenset({Future, *_NESTING})
 
 
-def holds_future(value: Any) -> bool:
-    """Return whether a value is a future, or one is among its parts, which may hold each other."""
+def holds_future(value: Any, limit_count: float = math.inf) -> bool | None:
+    """Return whether a value is a future, or one is among its parts, however deep; they may hold each other.
+
+    None if more than `limit_count` parts would have to be looked at.
+    """
     todo, seen = [value] if type(value) in MAY_HOLD_FUTURES else [], set()
     while todo:
         each = todo.pop()
@@ -272,6 +277,9 @@ def holds_future(value: Any) -> bool:
             return True
         if id(each) not in seen:
             seen.add(id(each))
+            limit_count -= len(each)
+            if limit_count < 0:
+                return None
             parts = each.values() if type(each) is dict else each
             if not MAY_HOLD_FUTURES.isdisjoint({*map(type, parts)}):
                 todo += [part for part in parts if type(part) in MAY_HOLD_FUTURES]
@@ -279,15 +287,19 @@ def holds_future(value: Any) -> bool:
 
 
 def take_futures(args: tuple[Any, ...], needs: dict[int, Handle]) -> tuple[Any, ...]:
-    """Return the arguments with a `Ref` for each future without a value, which is added to `needs`."""
-    for arg in args:
-        kind = type(arg)
-        if kind is Future or kind in _NESTING:
-            return tuple(without_futures(each, needs) for each in args)
+    """Return the arguments with a `Ref` for each future without a value, which is added to `needs`.
+
+    Raises `WorkflowError` for what nests too deeply.
+    """
+    if not MAY_HOLD_FUTURES.isdisjoint(map(type, args)):
+        try:
+            return tuple(_without_futures(each, needs) for each in args)
+        except RecursionError:
+            raise WorkflowError("arguments and values nest too deeply, or hold themselves") from None
     return args
 
 
-def without_futures(value: Any, needs: dict[int, Handle]) -> Any:
+def _without_futures(value: Any, needs: dict[int, Handle]) -> Any:
     """Return a value with a `Ref` for each future in it without a value, which is added to `needs`."""
     kind = type(value)
     if kind is Future:
@@ -297,7 +309,7 @@ def without_futures(value: Any, needs: dict[int, Handle]) -> Any:
         needs[handle.call.call_id] = handle
         return Ref(handle.call.call_id)
     if kind in _NESTING and value:
-        return _rebuilt(value, kind, lambda each: without_futures(each, needs))
+        return _rebuilt(value, kind, lambda each: _without_futures(each, needs))
     return value
 
 
@@ -352,7 +364,7 @@ def _pending(futures: Iterable[Any]) -> tuple[list[Future], list[Handle]]:
     return every, [handle_of(each) for each in every if not each.available]
 
 
-def _settling(pending: list[Handle], notify: Callable[[], None], timeout_s: float | None, *, any_one: bool) -> _Waiting:
+def _settling(pending: list[Handle], notify: Callable[[], None], timeout_s: float | None, *, any_one: bool) -> Waiting:
     """Have `notify` called when all are available, or any one. `timeout_s` is when nobody waits any more."""
     left_count = 1 if any_one else len(pending)
     is_for_all = timeout_s is None and left_count == len(pending)
@@ -366,7 +378,7 @@ def _settling(pending: list[Handle], notify: Callable[[], None], timeout_s: floa
         if is_over:
             notify()
 
-    return _Waiting(pending, one_more, current.get(), is_for_all=is_for_all)
+    return Waiting(pending, one_more, current.get(), is_for_all=is_for_all)
 
 
 __all__ = ["Future", "Handle", "Outcome", "Ref", "fill_in", "handle_of", "settle", "settle_async", "take_futures"]

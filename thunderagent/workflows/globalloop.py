@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from asyncio import Future
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -163,6 +163,8 @@ class GlobalLevel:
     nodes: Callable[[], Sequence[str]]
     provision: Callable[[str], None]
     clock: Callable[[], float]
+    sessions: Container[str] | None = None
+    """Those that have not ended; None if that is not known here."""
     times: LoopTimes = field(default_factory=LoopTimes)
     refused: list[str] = field(default_factory=list)
     """Refused requests of the last turn's policies."""
@@ -177,7 +179,7 @@ class GlobalLevel:
         began = perf_counter()
         summaries = await self.store.collect()
         collected = perf_counter()
-        self.view.merge(summaries, self.clock())
+        self.view.merge(summaries, self.clock(), self.sessions)
         merged = perf_counter()
         act = Act(self.view)
         for ask in asks:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call
@@ -56,6 +56,8 @@ class Hello:
     locations: list[str]
     """Instances that take calls."""
     sessions: list[SessionBegun]
+    ends_count: int
+    """The sessions that have ended before, of which this host hears nothing."""
 
 
 @dataclass(slots=True)
@@ -124,6 +126,7 @@ class Host:
         self._early: dict[int, list[Parcel]] = {}
         """Batches that overtook others."""
         self._next_number = 0
+        self._ends_count = hello.ends_count
         self._failure: BaseException | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -154,8 +157,8 @@ class Host:
         for origin, result in refused:
             self.node.post(origin, result)
         if parcel is not None:
-            if type(message) is m.Submit and message.call.session in self.node.sessions:
-                parcel = parcel._replace(session=message.call.session)
+            if session := _session_of(message):
+                parcel = parcel._replace(session=session, ends_count=self._ends_count)
             self._out.append(parcel)
             self._has_out.set()
         return True
@@ -220,12 +223,24 @@ class Host:
             self.node.broadcast(message, sender=parcel.sender)
             if type(message) is m.SessionEnded:
                 self.node.forget_session(message.session)
+                self._ends_count = parcel.ends_count
 
     def _begin_session(self, begun: SessionBegun) -> None:
         info = self.node.session(begun.name)
         info.parent, info.group = begun.parent, begun.group
         for agent, values in begun.states.items():
             self.node.kept_states[agent, begun.name] = values
+
+
+def _session_of(message: Any) -> str:
+    """Return the session that a message is of, if it must not cross that session's end; else ""."""
+    kind = type(message)
+    if kind is m.Submit:
+        return cast("str", message.call.session)
+    return message.session if kind in _MUST_NOT_CROSS else ""
+
+
+_MUST_NOT_CROSS = {m.Transfer, m.AskHome, Touched}
 
 
 class _Forwarded(deque[tuple[Any, ...]]):

@@ -105,6 +105,10 @@ class Hub:
         """By location and by node name: each is there twice."""
         self._begun: dict[str, SessionBegun] = {}
         """Sessions with more data than the name."""
+        self._ends_count = 0
+        """The sessions that have ended: all hosts are told of each, in this order."""
+        self._ends_before: dict[str, int] = {}
+        """By session, the ends before its begin."""
         self._reports = Reports()
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,7 +135,8 @@ class Hub:
         self._members[location] = self._members[member.name] = member
         known = [each for all_of in self.node.origin.router.instances.values() for each in all_of]
         wanted = self.on_kept is not None, self.on_said is not None
-        hello = Hello(self._agents, location, number, self._period_s, *wanted, known, [*self._begun.values()])
+        begun = [*self._begun.values()]
+        hello = Hello(self._agents, location, number, self._period_s, *wanted, known, begun, self._ends_count)
         try:
             await peer.open(hello)
         except BaseException:
@@ -158,14 +163,16 @@ class Hub:
 
     def begin_session(self, info: SessionInfo, states: dict[str, dict[str, Any]]) -> None:
         """Tell hosts a session's parent, and its stored state."""
+        self._ends_before[info.name] = self._ends_count
         if info.parent or states:
             begun = self._begun[info.name] = SessionBegun(info.name, info.parent, info.group, states)
             for member in self._all():
                 self.send(self.node.name, HOST, begun, only=member)
 
     def end_session(self, name: str) -> None:
-        """Tell it to no new host."""
+        """Tell it to no new host, and drop what hosts send that have not heard of its end."""
         self._begun.pop(name, None)
+        self._ends_before.pop(name, None)
 
     # --- messages
 
@@ -178,6 +185,9 @@ class Hub:
         for origin, result in refused:
             self.node.post(origin, result)
         if parcel is not None:
+            if type(message) is m.SessionEnded and not to:
+                self._ends_count += only is None
+                parcel = parcel._replace(ends_count=self._ends_count)
             for each in [member] if member is not None else self._all():
                 self._put(each, parcel)
         return True
@@ -203,8 +213,8 @@ class Hub:
             self._lose(member, str(error))
 
     def _take(self, member: _Member, parcel: Parcel) -> None:
-        if parcel.session and parcel.session not in self.node.sessions:
-            return  # the end is on its way to the caller
+        if parcel.session and not self._goes_on(member, parcel):
+            return
         if parcel.to in self._members:
             self._put(self._members[parcel.to], parcel)
             return
@@ -226,6 +236,14 @@ class Hub:
                     self._put(each, parcel)
             if is_end:
                 self._start(self._part(member))
+
+    def _goes_on(self, member: _Member, parcel: Parcel) -> bool:
+        """Return whether a parcel is of a session that has not ended. Otherwise the end is on its way to its sender."""
+        ends_before = self._ends_before.get(parcel.session)
+        if ends_before is None:  # a host that has begun the session anew hears of no other end
+            self.send(self.node.name, "", m.SessionEnded(parcel.session), only=member)
+            return False
+        return parcel.ends_count >= ends_before
 
     def _hear(self, member: _Member, message: Any) -> None:
         if type(message) is Report:

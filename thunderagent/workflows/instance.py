@@ -20,7 +20,7 @@ from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call, Outcome
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import CallError, DeclarationError, Preempted, WorkflowError
-from thunderagent.workflows.future import Handle, fill_in, holds_future, without_futures
+from thunderagent.workflows.future import Handle, fill_in, holds_future, take_futures
 from thunderagent.workflows.scope import Scope, current
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ Value = TypeVar("Value")
 
 CLOSE_S = 10.0
 """Time limit for a coroutine of an agent to stop, and for its `close`."""
+
+SEARCHED_COUNT = 10_000
+"""The most parts of a value that are searched for futures on the event loop: a thread searches larger ones."""
 
 
 class Instance:
@@ -141,7 +144,9 @@ class Instance:
             given = self._arguments(calls)
             if is_async:
                 value = await method(*given)
-                is_open = holds_future(value)
+                is_open = holds_future(value, SEARCHED_COUNT)
+                if is_open is None:
+                    is_open = await self.node.loop.run_in_executor(None, holds_future, value)
             else:
                 run = contextvars.copy_context().run
                 value, is_open = await self.node.loop.run_in_executor(self._thread, run, plain, _called, method, *given)
@@ -232,7 +237,7 @@ def plain(action: Callable[..., Value], *args: Any) -> Value:
         raise RuntimeError("plain code raised StopIteration") from error
 
 
-def _called(method: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
+def _called(method: Callable[..., Any], *args: Any) -> tuple[Any, bool | None]:
     """Call a plain method; return its result, and whether futures are in it: in a large one, that takes a while."""
     value = method(*args)
     return value, holds_future(value)
@@ -241,7 +246,7 @@ def _called(method: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
 async def _resolved(value: Any) -> Any:
     """Return a method's result, with the futures in it replaced by their values."""
     needs: dict[int, Handle] = {}
-    value = without_futures(value, needs)
+    (value,) = take_futures((value,), needs)
     return fill_in(value, {call_id: await handle for call_id, handle in needs.items()})
 
 

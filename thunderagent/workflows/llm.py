@@ -91,14 +91,17 @@ def async_http_client(proxy: str = "", **options: Any) -> httpx2.AsyncClient:
 def base_url(proxy: str = "") -> str:
     """Return a base URL that names the program, for what takes no client: a command line, another language.
 
+    In a batch of several sessions it names none.
     Raises `WorkflowError` outside of a session, `SessionEndedError` after its end.
     """
     scope = current.get()
     if scope is None:
         raise WorkflowError("a base URL contains the session: call this from a driver or an agent")
+    root = (proxy or os.environ.get(PROXY_VARIABLE) or DEFAULT_PROXY).rstrip("/")
+    if scope.is_mixed:
+        return f"{root}/v1"
     scope.node.uses_proxy(scope)
-    root = proxy or os.environ.get(PROXY_VARIABLE) or DEFAULT_PROXY
-    return f"{root.rstrip('/')}/p/{quote(scope.session.name, safe='')}/v1"
+    return f"{root}/p/{quote(scope.session.name, safe='')}/v1"
 
 
 def check_session_name(name: str) -> None:

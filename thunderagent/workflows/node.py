@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
+from thunderagent.workflows.circles import find_circle
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Call, Outcome, Record
 from thunderagent.workflows.core.controller import Controller
@@ -24,7 +25,7 @@ from thunderagent.workflows.core.origin import DIRECTORY, Origin
 from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import CallError, DeadlockError, EndedError, StateError, WorkflowError
-from thunderagent.workflows.future import Future, Handle, take_futures
+from thunderagent.workflows.future import Future, Handle, Waiting, take_futures
 from thunderagent.workflows.hints import Hints
 from thunderagent.workflows.instance import Instance
 from thunderagent.workflows.scope import NODE_BITS, Scope, SessionInfo
@@ -61,8 +62,8 @@ class Node:
         self.controllers: dict[str, Controller] = {}
         self.instances: dict[str, Instance] = {}
         self.sessions: dict[str, SessionInfo] = {}
-        self.waiting: dict[int, list[Handle]] = {}
-        """By running call, all that it waits for: its tasks and threads wait beside each other."""
+        self.waiting: dict[int, set[Waiting]] = {}
+        """By running call, its waits: its tasks and threads wait beside each other."""
         self.kept_states: dict[tuple[str, str], dict[str, Any]] = {}
         """By agent and session, state from an earlier deployment, until it is used."""
         self.suspect: Handle | None = None
@@ -127,7 +128,7 @@ class Node:
         return Future(handle)
 
     def _create(self, handle: Handle, scope: Scope) -> None:
-        if scope.has_ended:
+        if scope.session.has_ended:
             handle.outcome = Outcome(error=scope.ended_error(handle.words))
             handle.notify()
             return
@@ -139,7 +140,7 @@ class Node:
 
     def uses_proxy(self, scope: Scope) -> None:
         """Note that code makes a turn at the proxy; from any thread. Raises `SessionEndedError`."""
-        if scope.has_ended:
+        if scope.session.has_ended:
             raise scope.ended_error("a turn")
         session = scope.session
         if not session.uses_proxy:
@@ -163,7 +164,7 @@ class Node:
         """Return the managed state that a running call may use. Raises `StateError`, `SessionEndedError`."""
         call, controller = scope.call, self.controllers[scope.location]
         assert call is not None
-        if scope.has_ended:  # what is there now is of another session, with the same name
+        if scope.session.has_ended:  # what is there now is of another session, with the same name
             raise scope.ended_error(f"managed state {name!r}")
         if not controller.rules.is_managed:
             raise StateError(f"{call.agent} uses managed state {name!r}: declare it `managed: true`")
@@ -346,27 +347,9 @@ class Node:
             info.has_ended = True
         return info
 
-    def find_circle(self) -> Handle | None:
-        """Return a call that can never run, because its instance's running call waits for it; None if there is none."""
-        for start in list(self.waiting):
-            seen, todo = {start}, [start]
-            while todo:
-                for handle in tuple(self.waiting.get(todo.pop(), ())):
-                    controller = self.controllers.get(handle.executor)
-                    if handle.outcome is not None or controller is None:
-                        continue
-                    running, call_id = controller.running, handle.call.call_id
-                    if call_id not in running and start in running:
-                        return handle
-                    for each in (call_id,) if call_id in running else running:
-                        if each not in seen:
-                            seen.add(each)
-                            todo.append(each)
-        return None
-
     def break_circle(self) -> None:
         """Fail a call that waits for itself, if it already did so at the last check."""
-        handle = self.find_circle() if self.waiting else None
+        handle = find_circle(self.waiting, self.controllers) if self.waiting else None
         self.suspect, before = handle, self.suspect
         if handle is not None and handle is before:
             text = (

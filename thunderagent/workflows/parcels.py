@@ -22,7 +22,8 @@ Dumps = Callable[[Any], bytes]
 class Parcel(NamedTuple):
     """One message. `call_id` and `for_id` are a call's or a result's, whose content is a stranger's; else 0.
 
-    `session` is that of a call which must not begin it anew, if it has ended in the meantime.
+    `session` is set where the message must not reach the next session of that name, nor begin it anew, if this one ends
+    on the way. `ends_count` says how many ends of sessions its sender had heard of.
     """
 
     sender: str
@@ -32,6 +33,7 @@ class Parcel(NamedTuple):
     for_id: int = 0
     is_result: bool = False
     session: str = ""
+    ends_count: int = 0
 
 
 def pack(sender: str, to: str, message: Any, dumps: Dumps) -> tuple[Parcel | None, list[tuple[str, m.Result]]]:

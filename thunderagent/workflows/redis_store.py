@@ -1,8 +1,9 @@
 """The node store on Redis: others can read the summaries, and sessions' state outlives the deployment.
 
-One blob per node and period, one hash per session, all in msgpack. So state is limited to its types: tuples come back
-as lists, and objects of classes are not kept. Anybody who can write to the server decides what agents remember.
-Deployments on one server share the sessions' state, and nothing else.
+One blob per node and period, one hash per session, all in msgpack. So state comes back in its types: tuples and sets as
+lists, dataclasses as dictionaries, enums as their values, decimals and dates as strings. What it cannot encode is not
+kept. Anybody who can write to the server decides what agents remember. Deployments on one server share the sessions'
+state, and nothing else.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RedisStore:
         return [msgspec.msgpack.decode(blob, type=Decisions) for blob in blobs or ()]
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
-        """Store parts of a session's managed state. What msgpack cannot hold is logged; nothing of it stays stored."""
+        """Store parts of a session's managed state. What msgpack cannot encode is logged, and not stored."""
         key = f"{self._prefix}:state:{session}"
         blobs = {f"{agent}/{name}": blob for name, blob in kept_values(values, msgspec.msgpack.encode, session).items()}
         kept = {field: blob for field, blob in blobs.items() if blob is not None}

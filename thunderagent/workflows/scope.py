@@ -85,11 +85,6 @@ class Scope:
         """The running call; 0 in a driver."""
         return self.maker.call_id
 
-    @property
-    def has_ended(self) -> bool:
-        """Its session has ended, and this code goes on. What runs for several sessions at once belongs to none."""
-        return self.session.has_ended and not self.is_mixed
-
     def ended_error(self, what: str) -> SessionEndedError:
         """Return the error of `what` this code wants after the end of its session."""
         return SessionEndedError(f"{what} comes after the end of session {self.session.name!r}", path=self.chain)

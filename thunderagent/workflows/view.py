@@ -7,7 +7,7 @@ are checked, and refused with a reason if impossible.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -151,8 +151,8 @@ class View:
                     left[name] -= amount
         return left
 
-    def merge(self, summaries: Iterable[Summary], now_s: float) -> None:
-        """Add the controllers' summaries. Costs O(sessions that have changed)."""
+    def merge(self, summaries: Iterable[Summary], now_s: float, live: Container[str] | None = None) -> None:
+        """Add the controllers' summaries; if given, of `live` sessions only. Costs O(sessions that have changed)."""
         self.now_s = now_s
         self.has_new = False
         changed: dict[str, SessionView] = {}
@@ -171,7 +171,7 @@ class View:
             waiting = instance.waiting
             for session, line in summary.lines.items():
                 view = self.sessions.get(session)
-                if line is None:
+                if line is None or (live is not None and session not in live):  # it ended on the way
                     waiting.pop(session, None)
                     if view is not None:
                         view.at.pop(location, None)
@@ -196,7 +196,10 @@ class View:
                     del self.sessions[session]
 
     def end_session(self, session: str) -> None:
-        """Forget the orders about a session."""
+        """Forget a session, and the orders about it."""
+        known = self.sessions.pop(session, None)
+        for location in known.at if known is not None else ():
+            self.instances[location].waiting.pop(session, None)
         for priorities in (self.priorities, *self.agent_priorities.values()):
             priorities.pop(session, None)
         for key in [key for key in self.session_routes if key[1] == session]:
@@ -253,7 +256,8 @@ class Act:
                 by_agent.setdefault(agent, {})[session] = priority
             return
         known = self.view.sessions.get(session)
-        if (known.priority if known is not None else self.view.priorities.get(session, 0.0)) != priority:
+        before = known.priority if known is not None else self.view.priorities.get(session, 0.0)
+        if before != priority or any(session in of for of in self.view.agent_priorities.values()):
             self.priorities[session] = priority
             self.view.priorities[session] = priority
             for by_agent in (self.agent_priorities, self.view.agent_priorities):

@@ -193,9 +193,9 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def running_nova(engine: FakeEngine, **settings: Any) -> AsyncIterator[str]:
+async def running_nova(engine: FakeEngine, codec: CharacterCodec | None = None, **settings: Any) -> AsyncIterator[str]:
     """Serve on a loopback port, as `thunderagent nova serve` does."""
-    server = NovaServer(engine, CharacterCodec(), "tiny", **settings)
+    server = NovaServer(engine, codec or CharacterCodec(), "tiny", **settings)
     runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -173,6 +174,35 @@ async def test_a_turn_keeps_no_slot_for_a_program_that_is_released_meanwhile():
             while engine._clients:
                 await asyncio.sleep(0.001)
         assert engine.stats().slots_kept == 0
+    finally:
+        await engine.stop()
+
+
+async def test_nor_does_a_turn_whose_layout_is_still_being_computed():
+    """The engine computes it in a thread before the turn is under way."""
+    vlm = Vlm(tiny.model("qwen2_5_vl"))
+    compute, is_begun, gate = vlm.layout, threading.Event(), threading.Event()
+
+    def held(prompt: Prompt):
+        is_begun.set()
+        gate.wait(10)
+        return compute(prompt)
+
+    vlm.layout = held
+    config = EngineConfig(slots=2, keep_slots=1, slot_tokens=128, batch_buckets=(1,))
+    engine = engine_of(vlm, config)
+    await engine.start()
+    try:
+        turn = asyncio.create_task(ask(engine, tiny.prompt("qwen2_5_vl", 1), "turn 1", program_id="agent"))
+        await asyncio.to_thread(is_begun.wait, 10)
+        assert not engine.release("agent")
+        gate.set()
+        assert len(await turn) == 10
+        async with asyncio.timeout(10):
+            while engine._clients:
+                await asyncio.sleep(0.001)
+        assert engine.stats().slots_kept == 0
+        assert not engine._coming
     finally:
         await engine.stop()
 

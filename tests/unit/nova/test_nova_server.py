@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.unit.nova.fake_nova import PNG, TOKENS_OF_AN_IMAGE, FakeEngine, running_nova, until_idle
+from tests.unit.nova.fake_nova import PNG, TOKENS_OF_AN_IMAGE, CharacterCodec, FakeEngine, running_nova, until_idle
 from thunderagent.backends.nova import NovaBackend
+from thunderagent.nova.messages import Prompt
 
 CHAT = "/v1/chat/completions"
 
@@ -225,6 +227,29 @@ async def test_a_programs_slot_is_kept_until_it_is_released() -> None:
         assert engine.stats().slots_kept == 1
         answers = [(await client.post("/release", json={"program_id": "p"})).json()["released"] for _ in range(2)]
     assert answers == [True, False]
+    assert engine.stats().slots_kept == 0
+
+
+class HeldCodec(CharacterCodec):
+    """Reads a prompt when a test lets it."""
+
+    def __init__(self) -> None:
+        self.is_read, self.gate = threading.Event(), threading.Event()
+
+    def prompt(self, *args: Any) -> Prompt:
+        self.is_read.set()
+        self.gate.wait(10)
+        return super().prompt(*args)
+
+
+async def test_a_turn_that_is_being_read_keeps_no_slot_for_a_program_released_meanwhile() -> None:
+    engine, codec = FakeEngine(), HeldCodec()
+    async with served(engine, codec=codec) as client:
+        turn = asyncio.create_task(client.post(CHAT, json=chat("a", program_id="p")))
+        await asyncio.to_thread(codec.is_read.wait, 10)
+        assert not (await client.post("/release", json={"program_id": "p"})).json()["released"]
+        codec.gate.set()
+        assert (await turn).status_code == 200
     assert engine.stats().slots_kept == 0
 
 

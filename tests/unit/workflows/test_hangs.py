@@ -26,7 +26,8 @@ from thunderagent.workflows import (
     settle_async,
     stubs,
 )
-from thunderagent.workflows.future import Handle, handle_of
+from thunderagent.workflows.circles import find_circle
+from thunderagent.workflows.future import Handle, Waiting, handle_of
 from thunderagent.workflows.node import Node
 
 CALM: dict[str, Any] = {"policies": (), "period_s": 0.01}
@@ -148,6 +149,13 @@ class Knot:
         await settle_async(made, any=True)
         return [each.available for each in made]
 
+    async def needing(self) -> Any:
+        """Wait for another agent's call that takes the value of such a call."""
+        return await (await self.returning())
+
+    async def returning(self) -> Any:
+        return stubs.call("echo", "say", (stubs.call("knot", "say", (1,)),))
+
     async def say(self, value: int) -> int:
         return value
 
@@ -164,6 +172,8 @@ KNOT: dict[str, Any] = {
             "timed": {},
             "timed_plain": {},
             "any": {},
+            "needing": {},
+            "returning": {},
             "say": {"value": "int"},
         },
     }
@@ -288,7 +298,7 @@ def test_a_garbage_collection_may_give_up_a_wait() -> None:
 
     thread = threading.Thread(target=register, daemon=True)
     thread.start()
-    thread.join(1.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -332,7 +342,7 @@ async def test_who_settles_for_a_while_does_not_wait_for_itself(method: str) -> 
     async def main(app: Deployment) -> Any:
         made = stubs.call("knot", method, ())
         async with asyncio.timeout(PATIENCE_S):
-            while not app.node.controllers["knot/0"].queue.calls_count:
+            while not any(each.call.method == "say" and each.waiters for each in app.node.origin.records.values()):
                 await asyncio.sleep(0.001)
         for _ in range(3):
             app.node.break_circle()
@@ -345,30 +355,68 @@ async def test_who_settles_for_a_while_does_not_wait_for_itself(method: str) -> 
         assert await app.run_async(main, app, session="s") == 0
 
 
-class Looks(dict[int, Any]):
-    """What calls wait for; notes each look."""
+class Looks(dict[Any, Any]):
+    """Notes each look."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.looked: list[int] = []
+        self.looked: list[Any] = []
 
-    def get(self, call_id: int, default: Any = None) -> Any:
-        self.looked.append(call_id)
-        return super().get(call_id, default)
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.looked.append(key)
+        return super().get(key, default)
 
 
 async def test_a_look_for_calls_that_wait_for_themselves_goes_on_from_each_once() -> None:
-    """However many wait in the queue of one instance."""
+    """However many wait in the queue of one instance, or need the same ones."""
 
-    def waited_for(call_id: int, executor: str) -> Any:
-        return SimpleNamespace(outcome=None, executor=executor, call=SimpleNamespace(call_id=call_id))
+    def waited_for(call_id: int, executor: str, *needs: Handle) -> Handle:
+        made = Handle(cast("Any", SimpleNamespace(call_id=call_id)), needs)
+        made.executor = executor
+        return made
 
-    node = Node({}, {})
-    node.controllers["a/0"] = cast("Any", SimpleNamespace(running={3: None, 4: None}))
-    queued = [waited_for(call_id, "a/0") for call_id in range(3, 100)]
-    looks = node.waiting = Looks({1: queued, 2: queued, 3: [waited_for(100, "elsewhere")]})
-    assert node.find_circle() is None
+    controllers = Looks({"a/0": SimpleNamespace(running={3: None, 4: None})})
+    queued = [Waiting([waited_for(call_id, "a/0") for call_id in range(3, 100)], lambda: None, None)]
+    deep = waited_for(100, "elsewhere")
+    for call_id in range(101, 110):
+        deep = waited_for(call_id, "elsewhere", deep, deep)
+    looks = Looks({1: queued, 2: queued, 3: [Waiting([deep], lambda: None, None)]})
+    assert find_circle(looks, controllers) is None
     assert sorted(looks.looked) == [1, 2, 3, 3, 3, 4, 4]
+    assert controllers.looked.count("elsewhere") == 3 * 10
+
+
+@pytest.mark.parametrize("method", ["needing", "returning"])
+async def test_a_call_that_needs_one_which_waits_for_its_caller_fails(method: str) -> None:
+    """What it needs runs afterwards."""
+
+    async def main(app: Deployment) -> None:
+        with pytest.raises(CallError) as caught:
+            await stubs.call("knot", method, ())
+        assert isinstance(caught.value.__cause__, DeadlockError)
+        assert "echo.say #3 waits at echo/0 for a call that waits for it" in str(caught.value.__cause__)
+        async with asyncio.timeout(PATIENCE_S):
+            while app.node.instances["knot/0"].done_count < 2:
+                await asyncio.sleep(0.001)
+
+    async with deploy(KNOT | only("echo"), **CALM) as app, asyncio.timeout(PATIENCE_S):
+        await app.run_async(main, app, session="s")
+
+
+class Uncopied(set[Any]):
+    """Waits that may be added and taken off, but not all be read."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("each wait costs as many steps as there are others")
+
+
+async def test_a_wait_costs_the_same_however_many_others_a_call_has() -> None:
+    made, node = Handle(cast("Any", SimpleNamespace(call_id=2))), Node({}, {})
+    made.node = node
+    node.waiting[1] = Uncopied({Waiting((made,), lambda: None, None)})
+    with Waiting((made,), lambda: None, cast("Any", SimpleNamespace(call_id=1))):
+        assert len(node.waiting[1]) == 2
+    assert len(node.waiting[1]) == 1
 
 
 async def test_who_waits_for_any_of_several_calls_does_not_wait_for_itself() -> None:

@@ -48,7 +48,7 @@ class Mixer:
     def ask(self, text: list[str]) -> list[dict[str, str]]:
         if text == ["wait"]:
             self.gate.wait(10)
-        return [headers_of(f"{PROXY}/v1")] * len(text)
+        return [headers_of(f"{PROXY}/v1") | {"url": base_url(PROXY)}] * len(text)
 
 
 APP: list[Any] = []
@@ -113,8 +113,8 @@ def test_a_batch_of_several_sessions_is_anonymous() -> None:
 
     with deploy(AGENTS_HERE, policies=()) as app:
         alone, mine, other = app.run(first, session="s")
-    assert alone["x-program-id"] == "s"
-    assert mine == other == {}
+    assert (alone["x-program-id"], alone["url"]) == ("s", f"{PROXY}/p/s/v1")
+    assert mine == other == {"url": f"{PROXY}/v1"}
 
 
 def test_a_session_has_a_name_that_a_header_can_bear() -> None:

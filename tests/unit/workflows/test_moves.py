@@ -8,6 +8,8 @@ import pytest
 
 from tests.unit.workflows.model import Model
 from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.call import Call, Maker, Outcome, Rules
+from thunderagent.workflows.core.controller import Controller
 from thunderagent.workflows.errors import LostError, SessionEndedError
 
 if TYPE_CHECKING:
@@ -194,6 +196,19 @@ def test_an_end_that_overtakes_a_call_leaves_nothing_of_it(again: bool) -> None:
     model.check_settled()
     assert isinstance(late.outcome.error, SessionEndedError) != again
     assert model.ran[late.call.call_id] == again
+
+
+def test_what_was_sent_does_not_come_back_after_its_session_s_end() -> None:
+    """Its new place retired meanwhile. Its calls have failed, and would run nevertheless."""
+    controller = Controller("plain/0", Rules())
+    for call_id in (1, 2):
+        controller.handle(m.Submit(Call(call_id, Maker("s0", "n0"), "plain", "run")))
+    controller.handle(m.Migrate("s0", "plain/1"))
+    assert len(controller.moves.sent) == 1
+    controller.handle(m.SessionEnded("s0"))
+    controller.handle(m.Gone("plain/1", is_clean=True))
+    assert controller.handle(m.Finished(1, Outcome())) == []
+    assert controller.here == {}
 
 
 def test_a_call_that_moved_with_a_home_that_is_over_runs_at_the_new_home() -> None:

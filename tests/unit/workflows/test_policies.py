@@ -147,6 +147,30 @@ def test_a_policy_of_one_s_own_is_named_by_its_module() -> None:
             load_policy(name)
 
 
+def test_the_next_session_of_a_name_has_no_priority_of_the_one_before() -> None:
+    """So it can be given the same one."""
+    view = view_of({"a": {}}, summary("a/0", {"s": line()}))
+    Act(view).set_priority("s", 5.0)
+    view.end_session("s")
+    assert (view.sessions, view.instances["a/0"].waiting) == ({}, {})
+    view.merge([summary("a/0", {"s": line()})], 101.0)
+    act = Act(view)
+    act.set_priority("s", 5.0)
+    assert act.priorities == {"s": 5.0}
+
+
+def test_a_priority_everywhere_takes_back_an_agent_s_own() -> None:
+    """Also if it is the one that was there before."""
+    view = view_of({"a": {}, "b": {}})
+    Act(view).set_priority("s", 2.0)
+    Act(view).set_priority("s", 1.0, agent="a")
+    for expected in ({"s": 2.0}, {}):
+        act = Act(view)
+        act.set_priority("s", 2.0)
+        assert act.priorities == expected
+    assert view.agent_priorities == {"a": {}}
+
+
 def test_what_is_gone_is_forgotten() -> None:
     view = view_of({"a": {}}, summary("a/0", {"s": line(), "t": line()}), summary("a/1", {"s": line()}))
     view.forget("a/0")

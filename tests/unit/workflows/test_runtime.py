@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from thunderagent.workflows import (
 )
 from thunderagent.workflows.future import holds_future
 from thunderagent.workflows.store import Decisions, MemoryStore
-from thunderagent.workflows.view import Act, Summary, View
+from thunderagent.workflows.view import Act, Line, Summary, View
 
 CALM = {"policies": (), "period_s": 0.01}
 
@@ -85,6 +86,8 @@ def test_a_future_knows_where_it_stands() -> None:
         last = call("echo", "say", [behind, {"k": held}])
         with pytest.raises(TimeoutError, match=r"blocking.gate #1 is not there after 0.05 s"):
             held.value(timeout=0.05)
+        while "g" not in Blocking.gates:
+            time.sleep(0.001)
         assert held.metadata["state"] == "running"
         assert behind.metadata["dependencies"] == [(held.metadata["call_id"], "blocking/0")]
         assert (behind.metadata["creator"], behind.metadata["stage"]) == ("driver", 2)
@@ -145,10 +148,13 @@ class Nester:
         itself.append(itself)
         return itself
 
+    async def open_cycle(self) -> list[Any]:
+        return [call("echo", "say", "x"), await self.cycle()]
+
 
 def test_a_returned_value_has_no_futures_in_it() -> None:
     """However deep; a value that holds itself is left as it is."""
-    nester = {"class": f"{__name__}:Nester", "methods": {"nest": {}, "fail": {}, "cycle": {}}}
+    nester = {"class": f"{__name__}:Nester", "methods": {key: {} for key in ("nest", "fail", "cycle", "open_cycle")}}
     with deploy({"nester": nester} | only("echo"), **CALM) as app:
         found = app.run(lambda: call("nester", "nest").value(10))
         assert found == {"parts": [{"a": "x"}, ("x", ["x"])], "rest": 1}
@@ -157,13 +163,16 @@ def test_a_returned_value_has_no_futures_in_it() -> None:
             app.run(lambda: call("nester", "fail").value(10))
         itself = app.run(lambda: call("nester", "cycle").value(10))
         assert itself[0] is itself
+        for make in (lambda: call("nester", "open_cycle").value(10), lambda: call("echo", "say", itself)):
+            with pytest.raises(WorkflowError, match="nest too deeply, or hold themselves"):
+                app.run(make)
 
 
 def test_a_plain_method_s_value_is_searched_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one would stop the loop."""
     threads: list[str] = []
 
-    def note(value: Any) -> bool:
+    def note(value: Any) -> bool | None:
         threads.append(threading.current_thread().name)
         return holds_future(value)
 
@@ -171,6 +180,28 @@ def test_a_plain_method_s_value_is_searched_in_its_thread(monkeypatch: pytest.Mo
     with deploy(only("blocking"), **CALM) as app:
         app.run(lambda: call("blocking", "say", 1).value(10))
     assert threads == ["workflow-blocking/0_0"]
+
+
+def test_a_coroutine_s_large_value_is_searched_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop looks at the first parts only."""
+    found: list[tuple[int, bool | None]] = []
+
+    def note(value: Any, *limit: float) -> bool | None:
+        is_open = holds_future(value, *limit)
+        found.append((threading.get_ident(), is_open))
+        return is_open
+
+    monkeypatch.setattr(instance, "holds_future", note)
+    with deploy(only("echo"), **CALM) as app:
+        half = [0.0] * (instance.SEARCHED_COUNT // 2)
+        assert app.run(lambda: call("echo", "say", [half]).value(10)) == [half]
+        on_loop = app.node.thread_id
+        assert found == [(on_loop, False)]
+        large = {"a": half, "b": [[*half], [*half]]}
+        app.run(lambda: call("echo", "say", large).value(10))
+        assert found[1] == (on_loop, None)
+        assert found[2][0] != on_loop
+        assert found[2][1] is False
 
 
 def test_settle_sleeps_until_one_more_is_there() -> None:
@@ -248,7 +279,7 @@ def test_what_is_on_a_lost_instance_fails_and_another_takes_its_place() -> None:
         again = call("patient", "wait", "c")
         await until(lambda: again.metadata["state"] == "running")
         assert again.metadata["executor"] == "patient/1"
-        Patient.gates["c"].set()
+        Patient.gates.setdefault("c", asyncio.Event()).set()
         assert await again == "c"
 
     with deploy(only("patient", "echo"), **CALM) as app:
@@ -467,6 +498,17 @@ async def test_a_new_instance_knows_the_priorities_in_force() -> None:
         await until(lambda: app.node.controllers["patient/1"].queue.priorities == {"low": 2.0, "vip": 6.0})
 
 
+async def test_a_report_that_comes_after_its_session_s_end_brings_no_order() -> None:
+    """Its priority would stay for good, and be told each new instance."""
+    store = MemoryStore()
+    late = Summary("echo/0", "node-0", 1, (), 0.0, 0, 0.0, is_retiring=False, lines={"over": Line(1, 3, 0, 1.0)})
+    async with deploy(only("echo"), policies=["srtf"], period_s=60.0, store=store) as app:
+        await store.publish("node-0", [late])
+        assert await app.act_async(lambda _: None) == []
+        view = app.control.level.view
+        assert (view.priorities, view.sessions, view.instances["echo/0"].waiting) == ({}, {}, {})
+
+
 async def test_repeated_orders_interrupt_nothing() -> None:
     """An agent's own priority holds from the first moment, where it is lower, too."""
 
@@ -640,7 +682,7 @@ def test_a_call_of_higher_priority_interrupts(agent: str) -> None:
     async def both(app: Deployment) -> None:
         app.node.post(f"{agent}/0", _priorities({"vip": 5.0}))
         slow = asyncio.create_task(app.run_async(low, session="normal"))
-        await until(lambda: app.node.controllers[f"{agent}/0"].running)
+        await until(lambda: app.node.instances[f"{agent}/0"]._has_begun)
         assert await app.run_async(high, session="vip") == ("short", None)
         assert await slow == ("long", "half" if agent == "patient" else 7)
 

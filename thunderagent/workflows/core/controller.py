@@ -334,6 +334,7 @@ class Controller:
             self._complete(call, Outcome(error=error))
         for table in (self.homes, self.states, self.moves.left_for):
             table.pop(session, None)
+        self.moves.sent = {key: each for key, each in self.moves.sent.items() if each.session != session}
         self.queue.priorities.pop(session, None)
         self.dispatch()
 
