@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/e2e/" in item.path.as_posix():
             item.add_marker(pytest.mark.real)
-            item.add_marker(pytest.mark.timeout(60, func_only=True))  # the set-up may install the browser
+            item.add_marker(pytest.mark.timeout(180, func_only=True))  # the set-up may install the browser
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -61,7 +61,7 @@ def open_page(browser: Browser) -> OpenPage:
         window = await browser.new_context(viewport={"width": width, "height": 900}, **context)
         try:
             page = await window.new_page()
-            page.set_default_timeout(10_000)
+            page.set_default_timeout(30_000)
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
             page.on("request", lambda request: strangers.append(request.url))

@@ -64,9 +64,9 @@ async def serving(log_path: Path, *options: str, port: int = 0, ready: bool = Tr
     polling = ("--poll-interval-s", "0.25", "--poll-deadline-s", "10", "--grace-s", "0")
     async with (
         thunderagent("serve", "--port", str(port), *polling, *options, log_path=log_path) as server,
-        httpx2.AsyncClient(base_url=server.url, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while ready and (await client.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.05)
         yield server

@@ -21,6 +21,8 @@ try:
     from playwright.async_api import expect
 except ImportError:  # then there is no browser either, and its fixture reports that
     expect: Any = None  # type: ignore[no-redef]
+else:
+    expect.set_options(timeout=30_000)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -63,7 +65,7 @@ async def world_at(log_path: Path) -> AsyncIterator[World]:
         async with asyncio.TaskGroup() as group:
             for number in range(HELD_COUNT):  # one after another: the first of them continues first
                 group.create_task(turn(client, f"held/{number}", "and where am I"))
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while (await world.get("/queue"))["waiting_count"] <= number:
                         await asyncio.sleep(0.02)
             try:
@@ -271,7 +273,7 @@ async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: Open
         await expect(page.locator("#tile-held")).to_have_text("\u2013")
         await expect(page.locator("#connection")).to_have_text("No replica is up")
         await expect(page.locator(".replica .pill")).to_have_text("down")
-        (replica,) = httpx2.get(f"{server.url}/replicas", trust_env=False).json()["replicas"]
+        (replica,) = httpx2.get(f"{server.url}/replicas", timeout=60, trust_env=False).json()["replicas"]
         await expect(page.locator(".replica .bad")).to_have_text(replica["why_down"])
 
 
@@ -279,7 +281,7 @@ async def test_turns_that_are_nobodys_are_told_of(tmp_path: Path, open_page: Ope
     """The notice, with a remedy, shows while most turns of the last minute name no program."""
     async with (
         serving(tmp_path / "proxy.log") as server,
-        httpx2.AsyncClient(base_url=server.url, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
         open_page(server.url) as page,
     ):
         body = {"model": "simulated", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
@@ -298,7 +300,7 @@ async def test_a_proxy_that_goes_and_comes_back(tmp_path: Path, open_page: OpenP
     (port,) = free_ports(1)  # so that nobody else gets it meanwhile
     async with (
         serving(tmp_path / "first.log", *NO_REPLICA, port=port, ready=False) as server,
-        httpx2.AsyncClient(trust_env=False) as client,
+        httpx2.AsyncClient(timeout=60, trust_env=False) as client,
     ):
         await client.post(f"{server.url}/programs", json={"program_id": "before"})
         async with open_page(server.url, allowed=FAILED_REQUEST) as page:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from time import monotonic
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -335,6 +336,7 @@ async def test_metrics_have_their_names_and_labels_and_no_program() -> None:
 
 async def test_metrics_count_what_happens() -> None:
     """A held turn, a lease, a finished turn, their programs and claims are each counted in the right place."""
+    began_s = monotonic()
     async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
         await ask(proxy.url, "first")
         held = asyncio.create_task(ask(proxy.url, "second"))
@@ -367,7 +369,10 @@ async def test_metrics_count_what_happens() -> None:
         assert samples["thunderagent_hold_seconds_count"][()] == 2
         assert samples["thunderagent_hold_seconds_sum"][()] > 0
         assert samples["thunderagent_added_latency_seconds_count"][()] == 2
-        assert samples["thunderagent_added_latency_seconds_sum"][()] < 1
+        assert (
+            samples["thunderagent_added_latency_seconds_sum"][()] + samples["thunderagent_hold_seconds_sum"][()]
+            < monotonic() - began_s
+        )
 
 
 @pytest.mark.parametrize("target", ["/health", "/ready", "/metrics", "/v1/models"])

@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     JSON_TYPE,
     SERVER_HEADERS,
     Answer,
@@ -83,7 +84,7 @@ async def test_a_lease_whose_answer_cannot_be_written_ends(replica: FakeReplica)
                 wire.send("POST", "/leases", body=json.dumps({"program_id": f"p{number}"}).encode())
                 await asyncio.sleep(0)
                 wire.reset()
-        await until(lambda: sum(proxy.runtime.outcome_counts.values()) == 20, within_s=5.0)
+        await until(lambda: sum(proxy.runtime.outcome_counts.values()) == 20)
         assert proxy.runtime.leases_count == 0
 
 
@@ -222,24 +223,28 @@ async def floods(call: Call) -> None:
         await asyncio.sleep(0.01 if call.transport.get_write_buffer_size() > 1_000_000 else 0)
 
 
-@pytest.mark.parametrize("target", [CHAT, "/v1/embeddings"])
-async def test_a_client_that_stops_reading_loses_its_lease_and_the_engines_connection(target: str) -> None:
+async def test_a_client_that_stops_reading_loses_its_lease_and_the_engines_connection() -> None:
     """This holds for turns and side calls; a client that reads slowly is left alone."""
-    async with fake_replica(floods) as replica, running_proxy(replica.url, client_stall_limit_s=1.0) as proxy:
+
+    async def reads_slowly_and_stops(target: str) -> None:
         address = urlsplit(proxy.url)
         with socket.create_connection((address.hostname, address.port)) as client:
             client.setblocking(False)
             body = json.dumps(turn("p", stream=True)).encode()
             head = f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             await asyncio.get_running_loop().sock_sendall(client, head + body)
-            asked = await replica.call()
-            for _ in range(30):  # three times the limit
+            await until(lambda: target in {call.target for call in replica.calls})
+            (asked,) = [call for call in replica.calls if call.target == target]
+            for _ in range(50):  # for longer than the limit
                 await asyncio.sleep(0.1)
                 assert not asked.left.is_set()
                 await asyncio.get_running_loop().sock_recv(client, 2_000_000)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 await asked.left.wait()
-            await proxy.nothing_left()
+
+    async with fake_replica(floods) as replica, running_proxy(replica.url, client_stall_limit_s=4.0) as proxy:
+        await asyncio.gather(*map(reads_slowly_and_stops, (CHAT, "/v1/embeddings")))
+        await proxy.nothing_left()
 
 
 async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
@@ -257,7 +262,7 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
             await asyncio.sleep(1.5)
             read_bytes = 0
             with suppress(ConnectionResetError):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(DEADLINE_S):
                     while data := await asyncio.get_running_loop().sock_recv(client, 4_000_000):
                         read_bytes += len(data)
             assert read_bytes < 40_000_000

@@ -12,6 +12,7 @@ import pytest
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     Gate,
     Wire,
     answers,
@@ -81,12 +82,12 @@ async def test_a_replica_that_hangs_is_passed_over() -> None:
     async with (
         fake_replica(Gate()) as hangs,
         fake_replica() as healthy,
-        running_proxy(hangs.url, healthy.url, first_byte_timeout_s=0.4, silence_timeout_s=60.0) as proxy,
+        running_proxy(hangs.url, healthy.url, first_byte_timeout_s=1.5, silence_timeout_s=60.0) as proxy,
     ):
         served = await asyncio.gather(*(ask(proxy.url, name) for name in "abcdef"))
         assert {(answer.status, answer.header("X-Replica-ID")) for answer in served} == {(200, healthy.replica_id)}
         assert hangs.calls
-        await until(lambda: all(call.left.is_set() for call in hangs.calls), within_s=5.0)
+        await until(lambda: all(call.left.is_set() for call in hangs.calls))
 
 
 async def test_where_all_hang_it_is_a_504_after_so_many_tries() -> None:
@@ -107,12 +108,12 @@ async def test_after_the_first_byte_the_limit_between_two_bytes_counts() -> None
         goes_on = b"go on" in call.body
         call.write(stream_head())
         for _ in range(3 if goes_on else 1):
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.5)
             call.write(chunk(word("x")))
         if goes_on:
             call.write(b"0\r\n\r\n")
 
-    limits = {"first_byte_timeout_s": 0.3, "silence_timeout_s": 1.0}
+    limits = {"first_byte_timeout_s": 1.0, "silence_timeout_s": 2.0}
     async with fake_replica(slow) as replica, running_proxy(replica.url, **limits) as proxy:
         assert (await ask(proxy.url, "a", stream=True, content="go on")).whole
         answer = await ask(proxy.url, "a", stream=True)
@@ -132,14 +133,14 @@ async def test_an_answer_that_takes_too_long_in_all_is_cut(before: list[bytes]) 
             await asyncio.sleep(0.02)
         await call.left.wait()
 
-    async with fake_replica(drip) as replica, running_proxy(replica.url, total_timeout_s=0.6) as proxy:
+    async with fake_replica(drip) as replica, running_proxy(replica.url, total_timeout_s=1.5) as proxy:
         answer = await ask(proxy.url, "a", stream=True)
         if before:
             assert not answer.whole
             assert events_of(answer.body)[-1]["error"]["code"] == "total_timeout"
         else:
             assert (answer.status, answer.error["code"]) == (504, "total_timeout")
-        await asyncio.wait_for((await replica.call()).left.wait(), 5.0)
+        await asyncio.wait_for((await replica.call()).left.wait(), DEADLINE_S)
         assert len(replica.calls) == 1
 
 
@@ -153,13 +154,13 @@ async def test_a_connection_that_is_not_made_in_time_is_a_504_or_a_failover() ->
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
         url = "http://{}:{}".format(*full.getsockname())
-        async with running_proxy(url, up=0, connect_timeout_s=0.1, retries_count=0) as proxy:
+        async with running_proxy(url, up=0, connect_timeout_s=0.1, retries_count=0, model_pools=False) as proxy:
             proxy.runtime.replica_up(url.removeprefix("http://"))
             answer = await ask(proxy.url, "a")
             assert (answer.status, answer.error["code"]) == (504, "connect_timeout")
         async with (
             fake_replica() as healthy,
-            running_proxy(url, healthy.url, up=1, connect_timeout_s=0.4) as proxy,
+            running_proxy(url, healthy.url, up=1, connect_timeout_s=1.5, model_pools=False) as proxy,
         ):
             proxy.runtime.replica_up(url.removeprefix("http://"))
             served = await asyncio.gather(*(ask(proxy.url, name) for name in "abcd"))
@@ -210,7 +211,7 @@ async def test_a_replica_whose_while_is_over_gets_one_turn() -> None:
         broken.behaviour = answers()
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
         assert (await breaker_of(proxy, broken))["breaker"] == "half_open"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             number = 0
             while (await ask(proxy.url, f"after-{number}")).header("X-Replica-ID") != broken.replica_id:
                 number += 1
@@ -227,7 +228,7 @@ async def test_turns_that_chose_their_replica_count_too() -> None:
             told = [answer.header(name) for name in ("X-Replica-ID", "X-Hold-Ms", "X-Program-ID")]
             assert (answer.status, told) == (502, [broken.replica_id, "0", None])
             assert len(broken.calls) == number + 1
-        assert (await breaker_of(proxy, broken))["breaker"] == "open"
+        assert (await breaker_of(proxy, broken))["breaker"] != "closed"
         assert not healthy.calls
         broken.behaviour = answers()
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
@@ -238,7 +239,7 @@ async def test_turns_that_chose_their_replica_count_too() -> None:
 async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
     """The others that were granted there wait for its outcome, and go elsewhere when it fails: they were never sent."""
     gate = Gate(after=())
-    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 1.0}) as (broken, healthy, proxy):
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 2.0}) as (broken, healthy, proxy):
         await trip(proxy, broken)
         failures_count = len(broken.calls)
         broken.behaviour = gate
@@ -253,7 +254,7 @@ async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
         assert len(broken.calls) == failures_count + 1
         report = await breaker_of(proxy, broken)
         assert report["breaker"] == "open"
-        assert report["breaker_retry_in_s"] > 1.0, "the backoff did not grow"
+        assert report["breaker_retry_in_s"] > 2.0, "the backoff did not grow"
 
 
 async def test_when_the_probe_is_answered_those_that_waited_go_on() -> None:
@@ -284,10 +285,10 @@ async def test_a_probe_whose_client_leaves_makes_way_for_another() -> None:
             await until(lambda: len(broken.calls) == failures_count + 1)
             for wire in wires:
                 await wire.leave()
-        await until(broken.calls[-1].left.is_set, within_s=5.0)
+        await until(broken.calls[-1].left.is_set)
         await until(lambda: proxy.runtime.leases_count == 0)
         gate.open()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             while (await breaker_of(proxy, broken))["breaker"] != "closed":
                 assert (await ask(proxy.url, f"again-{len(broken.calls) + len(healthy.calls)}")).status == 200
 

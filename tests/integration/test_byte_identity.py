@@ -156,7 +156,11 @@ def _cut(data: bytes, random: Random) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(
-    "cases_count", [1000, pytest.param(10_000, marks=[pytest.mark.real, pytest.mark.timeout(600)])]
+    "cases_count",
+    [
+        pytest.param(1000, marks=pytest.mark.timeout(180)),
+        pytest.param(10_000, marks=[pytest.mark.real, pytest.mark.timeout(600)]),
+    ],
 )
 async def test_random_bodies_and_answers_pass_as_they_are(cases_count: int) -> None:
     """Requests, answers and streams: the same bytes, directly and through the proxy."""

@@ -71,6 +71,7 @@ def test_a_calibrated_profile_predicts_the_engine_that_was_measured() -> None:
     assert "2048 tokens in an iteration at most (as given)" in found.source
 
 
+@pytest.mark.timeout(180)
 async def test_the_command_writes_a_profile_once(tmp_path: Path) -> None:
     """It prints its findings; an existing file stays."""
     out = tmp_path / "found.toml"

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.doubles.token_in import token_in_server
-from tests.integration.support import running_proxy
+from tests.integration.support import DEADLINE_S, running_proxy
 from thunderagent.simulator.embedded.options import ServerConfig
 from thunderagent.simulator.embedded.server import running
 from thunderagent.simulator.engine.records import EngineConfig
@@ -128,7 +128,7 @@ async def test_a_response_in_the_background_is_asked_for_and_cancelled() -> None
                 for _ in range(3)
             ]
             assert {response.status for response in [quick, *slow]} == {"queued"}
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 while (await client.responses.retrieve(quick.id)).status in {"queued", "in_progress"}:
                     await asyncio.sleep(0.02)
             for response in slow:
@@ -139,7 +139,7 @@ async def test_a_response_in_the_background_is_asked_for_and_cancelled() -> None
                 await client.responses.cancel(quick.id)
             with pytest.raises(openai.NotFoundError, match="resp_nobody"):
                 await client.responses.retrieve("resp_nobody")
-        async with httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient(timeout=20) as http:
             for url in (one, other):
                 text = (await http.get(f"{url}/metrics")).text
                 assert 'vllm:num_requests_running{engine="0",model_name="simulated"} 0.0' in text

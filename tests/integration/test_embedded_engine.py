@@ -79,7 +79,7 @@ async def metrics(client: httpx2.AsyncClient) -> dict[str, float]:
 
 
 async def until(client: httpx2.AsyncClient, name: str, value: float) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await metrics(client))[name] != value:
             await asyncio.sleep(0.01)
 
@@ -349,7 +349,7 @@ async def test_a_client_that_leaves_a_stream_frees_its_blocks(client: httpx2.Asy
 
 async def test_a_client_that_gives_up_waiting_for_the_whole_answer_frees_its_blocks(client: httpx2.AsyncClient) -> None:
     with pytest.raises(httpx2.ReadTimeout):
-        await client.post("/v1/chat/completions", json=LONG, timeout=0.2)
+        await client.post("/v1/chat/completions", json=LONG, timeout=httpx2.Timeout(20, read=0.2))
     await until_idle(client)
 
 
@@ -371,7 +371,7 @@ async def test_leaving_the_server_leaves_no_task_behind() -> None:
     before = asyncio.all_tasks()
     async with served() as client:
         await ask(client, messages=HELLO)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while asyncio.all_tasks() != before:
             await asyncio.sleep(0.01)
 
@@ -380,17 +380,17 @@ async def test_a_cancelled_server_stops() -> None:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config = ServerConfig(EngineConfig(kv_tokens=16_000), port=0)
     task = asyncio.create_task(serve(config, ready=ready.set_result))
-    url = await asyncio.wait_for(ready, 5)
+    url = await asyncio.wait_for(ready, 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=20) as client:
         with pytest.raises(httpx2.ConnectError):
             await client.get(f"{url}/health")
 
 
 def test_sigterm_lets_a_short_request_finish_and_ends_a_long_one() -> None:
-    with engine_process("--grace-s", "4") as (process, url), httpx2.Client(base_url=url) as client:
+    with engine_process("--grace-s", "4") as (process, url), httpx2.Client(base_url=url, timeout=20) as client:
         short = {**LONG, "max_tokens": 50, "stream": True}
         with (
             client.stream("POST", "/v1/chat/completions", json=short) as finishing,
@@ -401,8 +401,8 @@ def test_sigterm_lets_a_short_request_finish_and_ends_a_long_one() -> None:
             assert finishing.read().endswith(b"data: [DONE]\n\n")
             with pytest.raises(httpx2.RemoteProtocolError):
                 dropped.read()
-        assert process.wait(15) == 0
-        assert time.monotonic() - begin_s < 15
+        assert process.wait(30) == 0
+        assert time.monotonic() - begin_s < 30
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
@@ -416,14 +416,14 @@ def test_the_engine_ends_with_its_standard_input(stdin: int) -> None:
         if process.stdin is not None:
             assert process.poll() is None
             process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
 
 
 def test_speed_divides_the_durations() -> None:
-    with engine_process("--speed", "100") as (_process, url), httpx2.Client(base_url=url) as client:
+    with engine_process("--speed", "100") as (_process, url), httpx2.Client(base_url=url, timeout=30) as client:
         begin_s = time.monotonic()
-        client.post("/v1/chat/completions", json={**LONG, "max_tokens": 2000}).raise_for_status()
-        assert 0.13 < time.monotonic() - begin_s < 10  # 15 s at speed 1
+        client.post("/v1/chat/completions", json=LONG).raise_for_status()
+        assert 0.3 < time.monotonic() - begin_s < 30  # 40 s at speed 1
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,26 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from tests.integration.support import Wire, ask, engine, events_of, get, post, running_proxy, turn, until
+from tests.integration.support import (
+    DEADLINE_S,
+    Wire,
+    ask,
+    engine,
+    events_of,
+    get,
+    metrics_of,
+    post,
+    running_proxy,
+    turn,
+    until,
+)
 
 if TYPE_CHECKING:
     from tests.integration.support import RunningProxy
 
 LONG = {"max_tokens": 200, "min_tokens": 200, "ignore_eos": True}
+LONGER = {**LONG, "max_tokens": 2000, "min_tokens": 2000}
+"""It takes 15 s, unless it is ended."""
 
 
 async def began(wire: Wire, url: str, program_id: str) -> bytes:
@@ -44,12 +58,18 @@ def text_of(stream: bytes) -> str:
     return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
 
 
-async def finish_reason_of(proxy: RunningProxy, pause: str, *, body: dict[str, Any] | None = None) -> str:
+async def until_running(engine_url: str, count: int) -> None:
+    """Wait until this number of turns runs in an engine."""
+    async with asyncio.timeout(DEADLINE_S):
+        while sum((await metrics_of(engine_url))["vllm:num_requests_running"].values()) != count:
+            await asyncio.sleep(0.01)
+
+
+async def finish_reason_of(proxy: RunningProxy, engine_url: str, pause: str, limits: dict[str, Any] = LONGER) -> str:
     """Pause while a turn runs, and return how that turn ended."""
-    runs = asyncio.create_task(post(proxy.url, "/v1/chat/completions", turn("a", **LONG)))
-    await until(lambda: proxy.runtime.leases_count == 1)
-    await asyncio.sleep(0.1)
-    assert (await post(proxy.url, pause, body or {})).status == 200
+    runs = asyncio.create_task(post(proxy.url, "/v1/chat/completions", turn("a", **limits)))
+    await until_running(engine_url, 1)
+    assert (await post(proxy.url, pause, {})).status == 200
     reason: str = (await runs).json()["choices"][0]["finish_reason"]
     return reason
 
@@ -77,11 +97,11 @@ async def test_a_keep_mode_pause_gives_the_same_text_as_no_pause() -> None:
 async def test_each_mode_of_a_pause_ends_a_turn_in_its_way() -> None:
     """A turn is aborted with its output so far, or finishes; a sleeping engine has an empty cache and wakes up."""
     async with engine(profile="demo") as process, running_proxy(process.url) as proxy:
-        assert await finish_reason_of(proxy, "/pause") == "abort"
+        assert await finish_reason_of(proxy, process.url, "/pause") == "abort"
         await post(proxy.url, "/resume")
-        assert await finish_reason_of(proxy, "/pause?mode=wait") == "length"
+        assert await finish_reason_of(proxy, process.url, "/pause?mode=wait", LONG) == "length"
         await post(proxy.url, "/resume")
-        assert await finish_reason_of(proxy, "/abort_requests") == "abort"
+        assert await finish_reason_of(proxy, process.url, "/abort_requests") == "abort"
         await ask(proxy.url, "a", max_tokens=3)
         assert (await post(proxy.url, "/sleep?level=1")).json() == {"status": "sleeping", "level": 1}
         waits = asyncio.create_task(ask(proxy.url, "a", max_tokens=3))
@@ -108,9 +128,8 @@ async def test_all_ranks_of_an_engine_are_controlled_at_once() -> None:
         engine("--data-parallel-size", "2", profile="demo") as process,
         running_proxy(process.url, data_parallel_ranks=2, up=2) as proxy,
     ):
-        turns = [asyncio.create_task(ask(proxy.url, name, **LONG)) for name in ("a", "b")]
-        await until(lambda: proxy.runtime.leases_count == 2)
-        await asyncio.sleep(0.1)
+        turns = [asyncio.create_task(ask(proxy.url, name, **LONGER)) for name in ("a", "b")]
+        await until_running(process.url, 2)
         assert (await post(process.url, "/pause?mode=abort", {})).status == 200
         answers = [await each for each in turns]
         assert {answer.header("X-Replica-ID") for answer in answers} == set(proxy.runtime.scheduler.replicas)

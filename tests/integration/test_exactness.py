@@ -17,6 +17,7 @@ import pytest
 from tests.integration.support import (
     ANSWER,
     CHAT,
+    DEADLINE_S,
     DONE,
     HOP_BY_HOP,
     JSON_TYPE,
@@ -454,7 +455,7 @@ async def test_a_stream_is_relayed_event_by_event(replica: FakeReplica, proxy: R
             body = json.dumps(turn("a", stream=stream)).encode()
             wire.send("POST", CHAT, (), body)
             answer = await wire.head()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 assert await wire.chunk() == word("one")
             go_on.set()
             assert (await wire.body(answer)).body == word("two")

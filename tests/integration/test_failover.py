@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from tests.integration.support import Call
 
-SLOW_POLLS = {"poll_interval_s": 30.0}
-"""At this interval a turn, not a poll, finds out that a replica is gone."""
+SLOW_POLLS = {"poll_interval_s": 30.0, "model_pools": False}
+"""At this interval a turn, not a poll, finds out that a replica is gone. No turn waits to hear of models."""
 
 
 async def test_a_replica_that_refuses_connections_is_passed_over() -> None:
@@ -98,10 +98,12 @@ async def test_a_failed_attempt_is_no_latency_that_the_proxy_adds() -> None:
         fake_replica() as healthy,
         running_proxy(broken.url, healthy.url) as proxy,
     ):
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
         while not broken.calls:
             assert (await ask(proxy.url, f"a-{len(healthy.calls)}")).status == 200
         added_s = (await metrics_of(proxy.url))["thunderagent_added_latency_seconds_sum"][()]
-        assert 0 < added_s < lost_s
+        assert 0 < added_s < loop.time() - begin_s - lost_s
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ async def test_every_program_finishes_though_a_replica_is_killed_and_restarted()
             await until(lambda: proxy.runtime.outcome_counts["finished"] > 15)
             await kill(other)
             await proxy.up(1)
-            await until(lambda: proxy.runtime.outcome_counts["finished"] > 30, within_s=20)
+            await until(lambda: proxy.runtime.outcome_counts["finished"] > 30)
             async with engine(kv_tokens=4000, profile="demo", port=port):
                 await proxy.up(2)
                 result = await load

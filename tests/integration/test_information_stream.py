@@ -20,7 +20,7 @@ async def test_signals_are_streamed_to_who_asks_for_them() -> None:
 
     async def listen(url: str, kinds: str, into: list[dict[str, Any]]) -> None:
         async with (
-            httpx2.AsyncClient(timeout=10) as client,
+            httpx2.AsyncClient(timeout=60) as client,
             client.stream("GET", f"{url}/events?kinds={kinds}") as stream,
         ):
             data = (line.removeprefix("data: ") async for line in stream.aiter_lines() if line.startswith("data: "))

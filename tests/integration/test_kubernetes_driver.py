@@ -687,7 +687,7 @@ async def test_a_cancelled_preparation_leaves_nothing(api: KubernetesApi, driver
     api.behave("tool", has_room=False)
     preparing = asyncio.create_task(driver.prepare(order(kubernetes_kind=kind, network="own")))
     await until(lambda: api.watchers and api.all_of("pods"))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
     preparing.cancel()
     with pytest.raises(asyncio.CancelledError) as caught:
         await preparing
@@ -1096,7 +1096,7 @@ async def test_bookmarks_save_a_list(api: KubernetesApi, driver: KubernetesDrive
         for number in range(5):
             api.create("networkpolicies", {"metadata": {"name": f"n{number}"}, "spec": {"podSelector": {}}})
         api.send_bookmarks()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
         api.compact()
         await lost(api, api.end_watches)
         api.create("pods", given("one"))
@@ -1131,7 +1131,7 @@ async def test_a_preparation_bears_with_an_api_that_is_away_for_a_moment(api: Ku
         assert not preparing.done()
         await api.start()
         assert (await preparing).address
-    async with driver_of(api, request_timeout_s=0.6) as driver:
+    async with driver_of(api, request_timeout_s=2.0) as driver:
         api.behave("tool", is_ready=False)
         preparing = asyncio.create_task(driver.prepare(order("b", ready_command="true")))
         await until(lambda: api.watchers)
@@ -1191,8 +1191,8 @@ async def test_leaving_a_watch_ends_its_threads(api: KubernetesApi, driver: Kube
     """A moment later no thread and no connection of a watch is left."""
     async with watching(api, driver):
         await until(lambda: threads_count() == 2)
-    await until(lambda: threads_count() == 0, within_s=5.0)
-    await until(lambda: not api.watchers, within_s=5.0)
+    await until(lambda: threads_count() == 0)
+    await until(lambda: not api.watchers)
 
 
 async def test_a_new_namespace_is_watched_too(api: KubernetesApi, driver: KubernetesDriver) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RBAC = Path(__file__).parents[2] / "deploy/kubernetes/leases-rbac.yaml"
 NAME = "thunderagent-default"
-LOCK_S, LASTS_S = 3.0, 4.0
+LOCK_S, LASTS_S = 24.0, 25.0
 JUST_BEFORE_S = 0.01
 
 
@@ -35,7 +35,7 @@ class Candidate:
         self.name = name
         self.now_s = now_s
         self.shared = shared
-        access = ClusterAccess(None, api.url, 5.0)
+        access = ClusterAccess(None, api.url, 20.0)
         self.store = KubernetesStore(shared, access, "default", NAME, lock_s, lambda: self.now_s)
 
     async def owner(self, after_s: float = LOOK_S) -> str | None:
@@ -83,7 +83,7 @@ async def test_a_lease_says_who_leads_in_which_epoch(api: KubernetesApi, first: 
     assert await first.owner() is None
     assert await first.take() == 1
     spec = spec_of(api)
-    assert (spec["holderIdentity"], spec["leaseTransitions"], spec["leaseDurationSeconds"]) == (first.name, 1, 4)
+    assert (spec["holderIdentity"], spec["leaseTransitions"], spec["leaseDurationSeconds"]) == (first.name, 1, LASTS_S)
 
 
 async def test_who_renews_is_never_taken_for_gone(first: Candidate, other: Candidate) -> None:
@@ -292,8 +292,8 @@ async def test_a_lock_that_the_store_did_not_give_is_taken_again(
 
 
 async def test_one_hands_over_to_the_other(api: KubernetesApi, shared: MemoryStore) -> None:
-    access = ClusterAccess(None, api.url, 5.0)
-    stores = [KubernetesStore(shared, access, "default", NAME, 1.5) for _ in range(2)]
+    access = ClusterAccess(None, api.url, 20.0)
+    stores = [KubernetesStore(shared, access, "default", NAME, LOCK_S) for _ in range(2)]
     async with running(shared, stores[0]) as one:
         await until_leading(one)
         async with running(shared, stores[1]) as two:

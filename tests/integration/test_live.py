@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from tests.integration.support import (
+    DEADLINE_S,
     Gate,
     Wire,
     ask,
@@ -48,7 +49,7 @@ class Reader:
                 fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
                 if "data" in fields:
                     yield {**json.loads(fields["data"]), "sse": fields["event"], "id": fields.get("id")}
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 chunk = await self._wire.chunk()
             if not chunk:
                 return
@@ -98,7 +99,7 @@ async def test_the_history_goes_on_where_the_reader_was() -> None:
         assert history["interval_s"] == 1.0
         assert len(history["samples"]) >= 1
         last_s = history["samples"][-1]["at_s"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not (fresh := (await get(proxy.url, f"/history?since={last_s}")).json()["samples"]):
                 await asyncio.sleep(0.05)
         assert all(sample["at_s"] > last_s for sample in fresh)
@@ -180,7 +181,7 @@ async def test_a_shutdown_ends_the_stream_at_once() -> None:
             following = asyncio.create_task(follow(proxy.url))
             await listening.wait()
             began_s = loop.time()
-        assert loop.time() - began_s < 10
+        assert loop.time() - began_s < DEADLINE_S
         assert await following
 
 

@@ -27,7 +27,7 @@ async def test_a_program_is_served_and_its_slot_given_back() -> None:
         assert (replica["kind"], replica["capacity_tokens"]) == ("nova", 400)
         assert engine.kept == {"eyes"}
         await post(proxy.url, "/programs/release", {"program_id": "eyes"})
-        await until(lambda: not engine.kept, within_s=10)
+        await until(lambda: not engine.kept)
 
 
 async def test_a_program_goes_where_fewer_images_wait() -> None:
@@ -38,7 +38,7 @@ async def test_a_program_goes_where_fewer_images_wait() -> None:
         running_nova(free) as free_url,
         running_proxy(busy_url, free_url) as proxy,
     ):
-        others = [asyncio.create_task(post(busy_url, CHAT, screenshot_turn("x"))) for _ in range(6)]
+        others = [asyncio.create_task(post(busy_url, CHAT, screenshot_turn("x"))) for _ in range(20)]
         accounts = proxy.runtime.scheduler.ledger.accounts
         busy_account = accounts[busy_url.removeprefix("http://")]
         await until(lambda: (busy_account.pending_encode_count or 0) >= 3)

@@ -54,7 +54,7 @@ def running(name: str, *options: str) -> Iterator[str]:
         yield re.findall(r"http://[\w.:]+\d", process.stdout.readline())[0]
     finally:
         process.terminate()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     sandboxes = ("--config", str(file), "--sandboxes", "callback", "--sandbox-specs", "false")
     policy = ("--policy", "passthrough", "--grace-s", "0")  # under this policy no lease has to be waited for
     with running("engine") as engine, running("serve", "--backends", engine, *keys, *sandboxes, *policy) as proxy:
-        with httpx2.Client(base_url=proxy, headers=HEADERS) as client:
+        with httpx2.Client(base_url=proxy, headers=HEADERS, timeout=30) as client:
             while client.get("/ready").status_code != 200:
                 pass
             turn = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -78,7 +78,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def api(url: str) -> Any:
     """Read the document strictly: no answer has a field that the document lacks."""
-    document = httpx2.get(f"{url}/openapi.json").json()
+    document = httpx2.get(f"{url}/openapi.json", timeout=30).json()
     schemas = document["components"]["schemas"]
     asked = [each["requestBody"] for each in _operations(document) if "requestBody" in each]
     of_bodies = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(asked)))
@@ -97,7 +97,7 @@ def _operations(document: Any) -> Iterator[Any]:
 
 def test_the_document_can_be_read_without_a_key(url: str) -> None:
     """It also says how to send one, and what each operation does."""
-    document = httpx2.get(f"{url}/openapi.json").json()
+    document = httpx2.get(f"{url}/openapi.json", timeout=30).json()
     assert document["openapi"] == "3.1.0"
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     for operation in _operations(document):
@@ -112,7 +112,7 @@ def test_the_document_can_be_read_without_a_key(url: str) -> None:
 def test_what_there_is_has_the_form_that_is_described(api: Any, url: str, path: str, where: str) -> None:
     """The reports are of real programs, which no random id finds, and which "all" releases below."""
     operation = api[re.sub("/acting$", "/{program_id}", path.partition("?")[0])]["GET"]
-    answer = httpx2.get(url + path, headers=HEADERS)
+    answer = httpx2.get(url + path, headers=HEADERS, timeout=30)
     assert answer.status_code == 200, where
     operation.validate_response(answer)
 
@@ -140,7 +140,7 @@ def test_what_is_done_has_the_form_that_is_described(
     api: Any, url: str, method: str, path: str, body: Any, template: str
 ) -> None:
     """The same holds for what exists afterwards: a token, a sandbox, a lease."""
-    answer = httpx2.request(method, url + path, json=body, headers=HEADERS)
+    answer = httpx2.request(method, url + path, json=body, headers=HEADERS, timeout=30)
     assert answer.status_code == 200, answer.text
     api[template or path.partition("?")[0]][method].validate_response(answer)
     if path == "/programs":
@@ -168,7 +168,7 @@ def test_each_operation_answers_as_described(operation: Operation, mode: Generat
     @settings(max_examples=EXAMPLES_COUNT, database=None, deadline=None, suppress_health_check=HealthCheck)
     @given(case=cases)
     def ask(case: Any) -> None:
-        case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=10)
+        case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=30)
 
     ask()
 
@@ -237,7 +237,7 @@ def test_a_gateway_answers_as_its_leader_does(cell_urls: tuple[str, str], operat
 def test_processes_say_their_part(cell_urls: tuple[str, str]) -> None:
     """They say it in `/health`, in the metrics, and in the dashboard."""
     leader, front = cell_urls
-    with httpx2.Client(headers=HEADERS) as client:
+    with httpx2.Client(headers=HEADERS, timeout=30) as client:
         healths = [client.get(f"{url}/health").json() for url in cell_urls]
         assert [(each["role"], each["epoch"]) for each in healths] == [("leader", 1), ("gateway", 1)]
         of_leader, of_gateway = (client.get(f"{url}/metrics").text for url in cell_urls)

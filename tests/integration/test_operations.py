@@ -19,6 +19,8 @@ from aiohttp import web
 
 from tests.integration.kubernetes_api import ApiError, Behaviour, KubernetesApi
 from tests.integration.support import (
+    DEADLINE_S,
+    START_S,
     Gate,
     RunningProxy,
     answers,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
     from tests.integration.support import Answer
     from thunderagent.provision.base import Launched
+
+pytestmark = pytest.mark.timeout(180)
 
 ENGINE = f"{sys.executable} -m thunderagent engine --port {{port}} --kv-tokens 16000 --profile instant --grace-s 0"
 
@@ -318,10 +322,10 @@ def process_ids(replica_id: str) -> list[int]:
 async def test_replicas_are_started_and_ended_by_command() -> None:
     """The configured number at first, one more on request, never too many; an ending one drains first."""
     async with running_proxy(up=1, **by_command(provision_min=1, provision_max=2)) as proxy:
-        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=START_S)
         answer = await say(proxy, "provision")
         assert (answer.status, answer.json()["by"], answer.json()["started_count"]) == (202, "command", 1)
-        await until(lambda: len(engines_of(proxy)) == 2, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 2, within_s=START_S)
         refused = await say(proxy, "provision")
         assert (refused.status, refused.error["code"]) == (409, "provision_limit")
         assert [(await ask(proxy.url, f"p{number}")).status for number in range(4)] == [200] * 4
@@ -329,8 +333,8 @@ async def test_replicas_are_started_and_ended_by_command() -> None:
         (pid,) = process_ids(first)
         answer = await say(proxy, "kill", replica_id=first)
         assert (answer.status, answer.json()["engine_ends"]) == (202, True)
-        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=20)
-        await until(lambda: not Path(f"/proc/{pid}").exists(), within_s=20)
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1)
+        await until(lambda: not Path(f"/proc/{pid}").exists())
         last = engines_of(proxy)[0]
         refused = await say(proxy, "kill", replica_id=last)
         assert (refused.status, refused.error["code"]) == (409, "provision_limit")
@@ -344,14 +348,14 @@ async def test_a_started_replica_is_known_by_its_url_however_that_is_written() -
     """Otherwise it would never count as up, and would be ended in the middle of its turns."""
     config = by_command(provision_min=1, provision_max=2, provision_url="http://127.0.0.1:{port}/")
     async with running_proxy(up=1, **config) as proxy:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             while (await get(proxy.url, "/operations")).json()["provision"]["starting_count"]:
                 await asyncio.sleep(0.02)
         (replica_id,) = engines_of(proxy)
         await say(proxy, "provision")
         await proxy.up(2)
         assert (await say(proxy, "kill", replica_id=replica_id)).json()["engine_ends"] is True
-        await until(lambda: not process_ids(replica_id), within_s=20)
+        await until(lambda: not process_ids(replica_id))
 
 
 @pytest.mark.parametrize("query", ["", "?force=1"])
@@ -359,37 +363,37 @@ async def test_a_started_replica_that_is_removed_ends(query: str) -> None:
     """Nobody else could end it, and it would take the place of another."""
     async with running_proxy(up=0, **by_command(provision_max=1)) as proxy:
         await say(proxy, "provision")
-        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=START_S)
         (replica_id,) = engines_of(proxy)
         assert (await exchange(proxy.url, "DELETE", f"/replicas/{replica_id}{query}")).status in (200, 202)
-        await until(lambda: not process_ids(replica_id), within_s=10)
-        async with asyncio.timeout(5):
+        await until(lambda: not process_ids(replica_id))
+        async with asyncio.timeout(DEADLINE_S):
             while (await say(proxy, "provision")).status != 202:  # its place is free a moment later
                 await asyncio.sleep(0.02)
-        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=START_S)
 
 
 async def test_a_turn_in_flight_ends_before_its_replica_does() -> None:
     """Kill drains first."""
     async with running_proxy(up=1, **by_command(provision_min=1, provision_max=2)) as proxy:
-        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=START_S)
         await say(proxy, "provision")
-        await until(lambda: len(engines_of(proxy)) == 2, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 2, within_s=START_S)
         turns = [asyncio.create_task(ask(proxy.url, f"p{number}", max_tokens=200)) for number in range(8)]
         await until(lambda: proxy.runtime.leases_count > 0 or all(turn.done() for turn in turns))
         await say(proxy, "kill", replica_id=engines_of(proxy)[0])
         assert [(await turn).status for turn in turns] == [200] * 8
-        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=20)
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1)
 
 
 async def test_a_replica_that_crashes_is_noticed_and_started_again() -> None:
     """At least the configured number runs; the reason of its end is reported."""
     async with running_proxy(up=1, **by_command(provision_min=1, provision_max=1)) as proxy:
-        await until(lambda: len(engines_of(proxy)) == 1, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 1, within_s=START_S)
         first = engines_of(proxy)[0]
         (pid,) = process_ids(first)
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: engines_of(proxy) not in ([], [first]), within_s=20)
+        await until(lambda: engines_of(proxy) not in ([], [first]), within_s=START_S)
         assert (await ask(proxy.url, "a")).status == 200
         assert process_ids(first) == []
 
@@ -399,7 +403,7 @@ async def test_a_command_that_cannot_be_started_is_told() -> None:
     config = by_command(provision_command="/nowhere/engine {port}", provision_max=1, provision_cooldown_s=60.0)
     async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
         assert (await say(proxy, "provision")).status == 202
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while "nowhere" not in (await get(proxy.url, "/operations")).json()["provision"]["failure"]:
                 await asyncio.sleep(0.02)
         assert (await get(proxy.url, "/operations")).json()["provision"]["started_count"] == 0
@@ -412,10 +416,10 @@ async def test_a_replica_that_never_answers_is_ended() -> None:
     config = by_command(provision_command=command, provision_ready_limit_s=0.5, provision_cooldown_s=60.0)
     async with fake_replica(answers()) as replica, running_proxy(replica.url, **config) as proxy:
         await say(proxy, "provision")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while "did not answer" not in (await get(proxy.url, "/operations")).json()["provision"]["failure"]:
                 await asyncio.sleep(0.02)
-        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=10)
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1)
 
 
 async def test_a_policy_starts_a_replica_when_turns_wait_and_ends_it_when_they_are_through() -> None:
@@ -437,10 +441,10 @@ async def test_a_policy_starts_a_replica_when_turns_wait_and_ends_it_when_they_a
             return status
 
         programs = [asyncio.create_task(whole(f"p{number}")) for number in range(4)]
-        await until(lambda: len(engines_of(proxy)) == 2, within_s=20)
+        await until(lambda: len(engines_of(proxy)) == 2, within_s=START_S)
         gate.open()
         assert await asyncio.gather(*programs) == [200] * 4
-        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1, within_s=20)
+        await until(lambda: len(proxy.runtime.scheduler.replicas) == 1)
         assert engines_of(proxy) == [id_of(replica.url)]
 
 
@@ -455,7 +459,7 @@ async def test_a_server_that_is_told_to_end_leaves_no_process() -> None:
             (pid,) = process_ids(replicas[0]["replica_id"])
             process.process.send_signal(number)
             await process.exit_status()
-            await until(lambda pid=pid: not is_running(Path(f"/proc/{pid}")), within_s=10)
+            await until(lambda pid=pid: not is_running(Path(f"/proc/{pid}")))
 
 
 @pytest.mark.parametrize(
@@ -540,7 +544,7 @@ async def test_what_an_engine_started_ends_with_it(tmp_path: Path) -> None:
 
 async def test_a_shutdown_ends_a_process_that_takes_its_time_to_end(tmp_path: Path) -> None:
     """The task that waited for that is cancelled: the process must not outlive the proxy."""
-    driver, launched, process = await stubborn(STUBBORN, tmp_path, end_limit_s=2.0)
+    driver, launched, process = await stubborn(STUBBORN, tmp_path, end_limit_s=5.0)
     ending = asyncio.create_task(driver.end(launched.handle, launched.url))
     await asyncio.sleep(0.1)
     assert is_running(process)
@@ -935,7 +939,7 @@ async def test_a_replica_that_cannot_be_ended_stays() -> None:
             async with running_proxy(up=2, **by_kubernetes(api, "statefulset")) as proxy:
                 await until(lambda: api.requests["apps", "statefulsets/scale", "get"] > 0)
                 await say(proxy, "kill", replica_id=id_of(one.url))
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(DEADLINE_S):
                     while "only the last" not in (await get(proxy.url, "/operations")).json()["provision"]["failure"]:
                         await asyncio.sleep(0.02)
                 assert len(engines_of(proxy)) == 2

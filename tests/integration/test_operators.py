@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     Answer,
     FakeReplica,
     Gate,
@@ -120,7 +121,7 @@ async def test_a_key_that_is_put_into_the_file_lets_in(replica: FakeReplica, key
     async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
         late = add_key(keys_file, "late", admin=False, expires=datetime.now(UTC) - timedelta(seconds=1), limits=NONE)
         key = add_key(keys_file, "ci", admin=False, expires=None, limits=NONE)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while (await turn_with(proxy.url, key)).status != 200:
                 await asyncio.sleep(0.05)
         refused = await turn_with(proxy.url, late)
@@ -167,7 +168,7 @@ async def test_tokens_count_whose_turns_took_them(replica: FakeReplica, keys_fil
             assert (await turn_with(proxy.url, key)).status == 200
         waiting = asyncio.create_task(turn_with(proxy.url, key))
         await until(lambda: proxy.runtime.scheduler.programs.get("p") is not None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             while (await metrics_of(proxy.url))["thunderagent_key_limited_total"]["tokens",] != 1.0:
                 await asyncio.sleep(0.01)
         assert not waiting.done()
@@ -225,7 +226,7 @@ async def test_what_a_signal_changes_and_what_needs_a_restart(replica: FakeRepli
         assert (await turn_with(process.url, first_key)).status == 200
         file.write_text(f'{head}api_keys = ["{second}"]\npolicy = "passthrough"\nmax_held_turns_count = 7\n')
         process.process.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while (await turn_with(process.url, second_key, "q")).status != 200:
                 await asyncio.sleep(0.02)
         assert (await turn_with(process.url, first_key)).status == 401

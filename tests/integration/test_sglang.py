@@ -13,6 +13,7 @@ import pytest
 from tests.doubles.sglang.server import SglangServer
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     Gate,
     Wire,
     answers,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from tests.integration.support import Call, FakeReplica
 
-WITHIN_S = 5.0
 SGLANG = "sglang:max_total_num_tokens 1000000.0\n"
 LONG = {"max_tokens": 5000, "ignore_eos": True}  # about 40 s on the demo engine
 
@@ -86,7 +86,7 @@ async def requests_count(url: str) -> int:
 
 
 async def until_requests(url: str, count: int) -> None:
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(DEADLINE_S):
         while await requests_count(url) != count:
             await asyncio.sleep(0.01)
 
@@ -118,7 +118,7 @@ async def test_turns_are_scheduled_on_two_engines_and_hits_are_read() -> None:
             program = (await get(proxy.url, f"/programs/{program_id}")).json()
             assert program["replica_id"] == replica_id
             assert program["cached_tokens_total"] == 400
-        async with asyncio.timeout(WITHIN_S):  # until the next poll
+        async with asyncio.timeout(DEADLINE_S):  # until the next poll
             while (
                 sum(
                     report["engine"]["cache_hit_tokens_total"]
@@ -222,7 +222,7 @@ async def test_whatever_the_moment_the_engine_is_told_which_request_to_end(momen
             call = await replica.call()
             if moment == "in a stream":
                 await wire.head()
-        await until(lambda: heard, within_s=WITHIN_S)
+        await until(lambda: heard)
         sent = call.json()
         assert heard == [("/abort_request", {"rid": sent.pop("rid")}, "Bearer key")]
         assert sent == turn()
@@ -234,7 +234,7 @@ async def test_a_turn_by_the_facade_is_ended_by_its_id_too() -> None:
         async with Wire.open(proxy.url) as wire:
             wire.send("POST", f"/workers/{replica.replica_id}{CHAT}", [], json.dumps(turn("p")).encode())
             call = await replica.call()
-        await until(lambda: heard, within_s=WITHIN_S)
+        await until(lambda: heard)
         sent = call.json()
         assert heard == [("/abort_request", {"rid": sent.pop("rid")}, None)]
         assert sent == turn()
@@ -308,7 +308,7 @@ async def test_a_release_gives_tagged_memory_back_wherever_it_lies() -> None:
         assert sum([await engine_metric(url, "simulator:tagged_tokens") for url in (first, second)]) == 192
         released = await post(proxy.url, "/programs/release", {"program_id": "p"})
         assert released.json()["released"] is True
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(DEADLINE_S):
             while sum([await engine_metric(url, "simulator:tagged_tokens") for url in (first, second)]) != 96:
                 await asyncio.sleep(0.01)
 
@@ -341,7 +341,7 @@ async def test_an_engine_without_close_session_is_asked_once_and_a_dead_one_dela
         assert len(heard) == 1
         await ask(proxy.url, "last")
         await replica.stop()
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(DEADLINE_S):
             assert (await post(proxy.url, "/programs/release", {"program_id": "last"})).status == 200
 
 
@@ -357,7 +357,7 @@ async def test_a_pause_and_new_weights_that_somebody_else_gave_are_observed() ->
         async def report() -> Any:
             return (await get(proxy.url, "/replicas")).json()["replicas"][0]
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             while (await report())["weight_version"] != "default":
                 await asyncio.sleep(0.01)
         assert (await post(url, "/pause_generation", {"mode": "in_place"})).status == 200
@@ -406,7 +406,7 @@ async def test_loads_of_an_engine_count_the_turns_held_for_it() -> None:
         others = [asyncio.create_task(ask(proxy.url, name, **LONG)) for name in ("b", "c")]
         await until(lambda: proxy.runtime.held_count == 2)
         (replica_id,) = proxy.runtime.scheduler.replicas
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             while (await get(url, "/v1/loads")).json()["loads"][0]["num_running_reqs"] != 1:
                 await asyncio.sleep(0.01)
         (own,) = (await get(url, "/v1/loads")).json()["loads"]

@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     DONE,
     LAST_CHUNK,
     Gate,
@@ -55,7 +56,7 @@ async def rest_of_stream(wire: Wire) -> bytes:
 
 
 async def until_draining(process: CommandProcess) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         while (await get(process.url, "/ready")).status != 503:
             await asyncio.sleep(0.01)
 
@@ -97,7 +98,7 @@ async def test_before_it_refuses_it_serves_and_its_clients_turn_elsewhere() -> N
         await (gate if call.json().get("stream") else plain)(call)
 
     async with fake_replica(behave) as replica:
-        options = ("--backends", replica.url, "--shutdown-delay-s", "3", "--grace-s", "20")
+        options = ("--backends", replica.url, "--shutdown-delay-s", "5", "--grace-s", "20")
         async with serve(*options) as process:
             await process.ready()
             async with Wire.open(process.url) as long, Wire.open(process.url) as kept, Wire.open(process.url) as idle:
@@ -123,7 +124,7 @@ async def test_before_it_refuses_it_serves_and_its_clients_turn_elsewhere() -> N
 
 
 async def until_held(process: CommandProcess, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         while (await get(process.url, "/queue")).json()["turns_held_count"] != count:
             await asyncio.sleep(0.01)
 
@@ -137,7 +138,7 @@ async def test_the_end_of_the_grace_period_cuts() -> None:
             process.process.terminate()
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
                 await rest_of_stream(wire)
-            await asyncio.wait_for(replica.calls[0].left.wait(), 5)
+            await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
         assert await process.exit_status() == 0
         assert "grace_period_over" in process.log
         assert "Traceback" not in process.log
@@ -192,7 +193,7 @@ async def test_embedded_engines_end_with_the_proxy(number: signal.Signals) -> No
         assert "warning" in process.log
         process.process.send_signal(number)
         assert await process.exit_status() == (0 if number == signal.SIGTERM else -9)
-        await until(lambda: not any(map(is_running, engines)), within_s=5)
+        await until(lambda: not any(map(is_running, engines)))
 
 
 @needs_proc

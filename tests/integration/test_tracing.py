@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from tests.integration.support import (
     ANSWER,
     CHAT,
+    DEADLINE_S,
     DONE,
     USAGE_EVENT,
     Call,
@@ -249,7 +250,7 @@ async def test_without_the_option_headers_pass_unchanged() -> None:
 async def test_a_collector_that_is_gone_disturbs_nobody() -> None:
     """It disturbs neither turns nor the shutdown."""
     async with (
-        asyncio.timeout(10),
+        asyncio.timeout(DEADLINE_S),
         fake_replica() as replica,
         running_proxy(replica.url, otlp_endpoint="http://127.0.0.1:9") as proxy,
     ):

@@ -97,7 +97,7 @@ async def abort_servers_until_idle(proxy: RunningProxy) -> None:
                 return
         raise AssertionError(load)
 
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=DEADLINE_S) as client:
         await asyncio.gather(*(until_idle(client, url) for url in await worker_urls(proxy)))
 
 
@@ -137,7 +137,7 @@ async def test_slime_waits_out_what_an_engine_does_wrong() -> None:
     """It asks for a worker's health through us, and retries a turn after every failure."""
     async with trained_engines(1) as (proxy, (engine,), (replica,)):
         (url,) = await worker_urls(proxy)
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=DEADLINE_S) as client:
             assert (await client.get(f"{url}/health_generate")).status_code == 200
             assert engine.told == [("/health_generate", None)]
         sample = Sample("1", [5])
@@ -590,7 +590,7 @@ async def test_instances_of_swe_agent_are_programs_by_their_base_url() -> None:
             report = await program(proxy, "django__django-11099")
             assert report["turn_count"] == 2
             generations.append(report["generation"])
-            async with httpx2.AsyncClient(base_url=proxy.url) as client:
+            async with httpx2.AsyncClient(base_url=proxy.url, timeout=DEADLINE_S) as client:
                 assert (await client.delete("/programs/django__django-11099")).json()["released"] is True
         assert generations[1] > generations[0]
         assert {call.target for call in replica.calls} == {CHAT}

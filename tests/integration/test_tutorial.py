@@ -59,7 +59,7 @@ async def test_every_command_of_the_tutorial_shows_what_it_says(tmp_path: Path) 
         assert len(answers) == 12
         assert all('"choices"' in answer for answer in answers)
         assert (await typed(release, tmp_path, proxy)).replace(" ", "").count('"released":true') == 13
-        async with httpx2.AsyncClient(base_url=proxy.url) as client:
+        async with httpx2.AsyncClient(base_url=proxy.url, timeout=DEADLINE_S) as client:
             assert (await client.get("/programs")).json()["total"] == 0
             assert (await client.get("/dashboard")).status_code == 200
 

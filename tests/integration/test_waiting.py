@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     Gate,
     Wire,
     answers,
@@ -62,17 +63,17 @@ async def in_flight(proxy: RunningProxy, replica_calls: list[Call], count: int) 
 # --- patience
 
 
-async def test_an_openai_client_with_3_s_of_patience_gets_its_answer_before_it_gives_up() -> None:
+async def test_an_openai_client_with_6_s_of_patience_gets_its_answer_before_it_gives_up() -> None:
     """Its program is held for lack of memory; the turn runs once, before the client would retry."""
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1)) as proxy,
-        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/second/v1", api_key="-", timeout=3.0, max_retries=2) as client,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/second/v1", api_key="-", timeout=6.0, max_retries=2) as client,
     ):
         await ask(proxy.url, "first")
         await client.chat.completions.create(model="m", messages=MESSAGES)
         assert len(replica.calls) == 2
-        assert replica.calls[1].header("x-stainless-read-timeout") == "3.0"
+        assert replica.calls[1].header("x-stainless-read-timeout") == "6.0"
         assert replica.calls[1].header("x-stainless-retry-count") == "0"
         second = (await get(proxy.url, "/programs/second")).json()
         assert (second["turn_count"], proxy.runtime.outcome_counts) == (1, {"finished": 2})
@@ -91,7 +92,7 @@ async def test_an_openai_client_that_gives_up_and_tries_again_leaves_one_generat
     async with (
         fake_replica(behave) as replica,
         running_proxy(replica.url) as proxy,
-        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/a/v1", api_key="-", timeout=1.0, max_retries=2) as client,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/a/v1", api_key="-", timeout=2.5, max_retries=2) as client,
     ):
         await client.chat.completions.create(model="m", messages=MESSAGES)
         assert [call.header("x-stainless-retry-count") for call in replica.calls] == ["0", "1", "2"]
@@ -105,7 +106,7 @@ async def test_an_openai_client_that_tries_again_while_it_is_held_makes_one_turn
     async with (
         fake_replica() as replica,
         running_proxy(replica.url, **cap(1), client_patience=False) as proxy,
-        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/second/v1", api_key="-", timeout=1.5, max_retries=2) as client,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/p/second/v1", api_key="-", timeout=2.5, max_retries=2) as client,
     ):
         await ask(proxy.url, "first")
         asked = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
@@ -134,7 +135,9 @@ async def test_patience_is_read_from_any_of_its_sources(header: Header | None, s
         await post(proxy.url, CHAT, turn("first"))
         answer = await post(proxy.url, CHAT, turn("second"), *([header] if header else []))
         assert answer.status == 200
-        assert 800 <= int(answer.header("X-Hold-Ms") or 0) < 1600
+        assert int(answer.header("X-Hold-Ms") or 0) > 700
+        story = (await get(proxy.url, "/programs/second")).json()["story"]
+        assert {entry["why"] for entry in story if entry["what"] == "restore"} == {"patience"}
 
 
 async def test_an_operator_may_want_no_patience() -> None:
@@ -161,24 +164,24 @@ async def test_a_patience_that_is_none_is_refused_in_clear_words(value: str) -> 
 
 
 async def test_a_client_like_codex_is_held_as_long_as_it_takes() -> None:
-    """No limit of ours ends the wait, and no status comes, least of all 429: limits of 0.4 s pass several times."""
-    limits = {"idle_limit_s": 30.0, "no_replica_limit_s": 0.4, "silence_timeout_s": 0.4, "first_byte_timeout_s": 0.4}
+    """No limit of ours ends the wait, and no status comes, least of all 429: limits of 1 s pass twice."""
+    limits = {"idle_limit_s": 30.0, "no_replica_limit_s": 1.0, "silence_timeout_s": 1.0, "first_byte_timeout_s": 1.0}
     async with (
         fake_replica(streams(word("hello"), event("[DONE]"))) as replica,
-        running_proxy(replica.url, **cap(1), **limits, total_timeout_s=0.4, poll_interval_s=0.05) as proxy,
+        running_proxy(replica.url, **cap(1), **limits, total_timeout_s=1.0, poll_interval_s=0.05) as proxy,
         Wire.open(proxy.url) as wire,
     ):
         await ask(proxy.url, "first", stream=True)
         body = json.dumps(turn(None, stream=True)).encode()
         send(wire, ("session-id", "codex"), ("thread-id", "main"), body=body)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.6):
+            async with asyncio.timeout(2.1):
                 await wire.head()
         assert proxy.runtime.held_count == 1
         await post(proxy.url, "/programs/release", {"program_id": "first"})
         answer = await wire.answer()
         assert (answer.status, answer.header("X-Program-ID")) == (200, "codex")
-        assert int(answer.header("X-Hold-Ms") or 0) >= 1500
+        assert int(answer.header("X-Hold-Ms") or 0) >= 2000
 
 
 # --- a second attempt
@@ -227,7 +230,7 @@ async def test_an_attempt_in_flight_is_superseded_by_the_next(streamed: bool) ->
         replica.behaviour = answers()
         send(other, retry(1), body=body)
         assert (await other.answer()).status == 200
-        await asyncio.wait_for(replica.calls[0].left.wait(), 5.0)
+        await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
         if streamed:
             assert (await one.chunk()) == word("one")
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
@@ -359,7 +362,7 @@ async def test_many_attempts_of_many_programs_leave_nothing() -> None:
 async def test_a_parent_that_waits_for_five_sub_agents_under_its_own_id_is_no_deadlock(engine_url: str) -> None:
     """With capacity for one program the sub-agents' turns run concurrently, and the parent continues after them."""
     async with running_proxy(engine_url, **cap(1)) as proxy:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             assert (await ask(proxy.url, "parent", max_tokens=4)).status == 200
             other = asyncio.create_task(ask(proxy.url, "other", max_tokens=4))
             for _ in range(3):
@@ -377,7 +380,7 @@ async def test_a_parent_that_waits_for_five_sub_agents_under_its_own_id_is_no_de
 async def test_a_parent_that_waits_for_five_programs_of_its_own_is_no_deadlock(engine_url: str) -> None:
     """The programs have their own ids, and a header that names their parent."""
     async with running_proxy(engine_url, **cap(1)) as proxy:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             assert (await ask(proxy.url, "parent", max_tokens=4)).status == 200
             parent = ("X-Program-Parent", "parent")
             for _ in range(3):
@@ -506,6 +509,6 @@ async def test_a_client_that_leaves_between_heartbeats_leaves_nothing() -> None:
                 await wire.chunk()
                 if how == "reset":
                     wire.reset()
-            await until(lambda: proxy.runtime.held_count == 0, within_s=5.0)
+            await until(lambda: proxy.runtime.held_count == 0)
         assert proxy.runtime.outcome_counts["abandoned"] == 4
         assert len(replica.calls) == 1

@@ -204,7 +204,7 @@ async def test_a_drain_ends_websockets_when_its_patience_is_over() -> None:
 
 
 async def test_a_shutdown_ends_websockets_after_its_patience() -> None:
-    async with engine() as behind, serve("--backends", behind.url, "--grace-s", "1.5") as process:
+    async with engine() as behind, serve("--backends", behind.url, "--grace-s", "3") as process:
         await process.ready()
         async with talking(process.url) as socket:
             process.process.terminate()
@@ -223,7 +223,7 @@ async def test_a_websocket_is_open_for_so_long_and_no_longer() -> None:
 
 
 async def test_a_websocket_that_is_too_old_in_the_midst_of_a_frame_is_no_failure_of_its_replica() -> None:
-    async with engine() as behind, running_proxy(behind.url, websocket_limit_s=1.0) as proxy:
+    async with engine() as behind, running_proxy(behind.url, websocket_limit_s=2.0) as proxy:
         async with talking(proxy.url) as socket:
             await socket.send_str("half")
             assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSED
