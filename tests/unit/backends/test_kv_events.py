@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import deque
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -153,11 +153,13 @@ async def engine() -> AsyncIterator[Engine]:
 
 
 @asynccontextmanager
-async def following(engine: Engine, *, replays: bool = True, connected: bool = True) -> AsyncIterator[Recorder]:
+async def following(
+    engine: Engine, *, replays: bool = True, connected: bool = True, settings: KvEventsSettings = SETTINGS
+) -> AsyncIterator[Recorder]:
     """Run a subscriber during the block, which begins when it receives published messages."""
     recorder = Recorder()
     endpoint = KvEventsEndpoint("r", engine.address, engine.replay_address if replays else None)
-    task = asyncio.create_task(KvEvents(recorder, [endpoint], SETTINGS).run())
+    task = asyncio.create_task(KvEvents(recorder, [endpoint], settings).run())
     try:
         if connected:
             await connect(engine, recorder)
@@ -386,7 +388,7 @@ async def test_a_flood_stops_nobody_and_is_reported_seldom(engine: Engine, monke
         return read(payload)
 
     monkeypatch.setattr(kv_events, "read_events", counted)
-    async with following(engine) as recorder:
+    async with following(engine, settings=replace(SETTINGS, replay_silence_limit_s=25)) as recorder:
         for n in range(1, 4000):
             await engine.publish(stored(n, parent=n - 1 or None), lost=n == 1)
         async with asyncio.timeout(30):

@@ -296,6 +296,36 @@ def test_a_gateway_that_does_not_end_an_attempt_is_not_waited_for_long() -> None
     assert cell.heard.asked_ids == [1, 2]
 
 
+@pytest.mark.parametrize("is_told_before", [True, False])
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_lost_link_loses_no_word_of_the_next_attempt(is_told_before: bool, runs: bool) -> None:
+    """The next link brings it. Without a link, nobody waits for the end of the earlier attempt."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.links("b", 1)
+    cell.says("a", attempt(10), attempt(11, "other"))
+    for own_id in (1, 2) if runs else ():
+        cell.gateways.granted(own_id, LEASE)
+    if is_told_before:
+        cell.says("b", attempt(20))
+        cell.unlinks("a")
+    else:
+        cell.unlinks("a")
+        cell.says("b", attempt(20))
+    assert cell.heard.asked_ids == ([1, 2] if is_told_before else [1, 2, 3])
+    cell.gateways.linked(Hello("a", 1, 2))
+    revokes = [each for each in cell.gateways.all["a"].outbox if isinstance(each, Revoke)]
+    assert not revokes
+    turns = (attempt(10), attempt(11, "other"))
+    cell.says(
+        "a", Turns(running=tuple(Running(each, LEASE) for each in turns)) if runs else Turns(held=turns), Told(())
+    )
+    assert [each for each in cell.gateways.all["a"].outbox if isinstance(each, Revoke)] == [Revoke(10, "p")]
+    cell.says("a", Left(10))
+    assert cell.heard.asked_ids == [1, 2, 3]
+    assert not cell.gateways._tried_again.revoked_ids
+
+
 class NoLook(dict[int, None]):
     """Entries that nobody may go through."""
 

@@ -267,15 +267,24 @@ class Gateways:
             self.say(gateway, known.lease)
 
     def _revokes(self, earlier_id: int, ask: TurnAsk, gateway: Gateway) -> bool:
-        """Tell another gateway to end an earlier attempt, and let `ask` wait for that; return False if none has it."""
+        """Tell another gateway to end an earlier attempt, and let `ask` wait for that; return False if none can."""
         of = self._by_own_id.get(earlier_id)
-        if of is None or of[0] is gateway or not of[0].is_linked:
+        if of is None or of[0] is gateway:
+            return False
+        self._tried_again.revoked_ids.add(earlier_id)
+        self._revoke_if_tried_again(of[0], replace(ask, turn_id=of[1]))
+        if not of[0].is_linked:
             return False
         self._tried_again.waits(ask, earlier_id)
-        self._grants.tried_again(earlier_id)
-        self.say(of[0], Revoke(of[1], ask.program_id or ""))
         self.held(ask.turn_id)
         return True
+
+    def _revoke_if_tried_again(self, gateway: Gateway, ask: TurnAsk) -> None:
+        """Tell a gateway to end a turn, if another attempt replaces it; a lost link may have lost that."""
+        turn = gateway.turns.get(ask.turn_id)
+        if turn is not None and turn.own_id in self._tried_again.revoked_ids:
+            self._grants.tried_again(turn.own_id)
+            self.say(gateway, Revoke(ask.turn_id, ask.program_id or ""))
 
     def _left(self, own_id: int) -> None:
         if not self._tried_again.left(own_id):
@@ -348,9 +357,11 @@ class Gateways:
                 self._ended(gateway, running.end, running)
             else:
                 self._runs(gateway, running)
+                self._revoke_if_tried_again(gateway, running.ask)
         for ask in turns.held:
             gateway.told_ids.add(ask.turn_id)
             self._asked(gateway, ask)
+            self._revoke_if_tried_again(gateway, ask)
         for card in turns.cards:
             if gateway.cards_are_known and card.program_id not in self._served:
                 self.say(gateway, Gone(card.program_id))  # it ended while there was no link to say so

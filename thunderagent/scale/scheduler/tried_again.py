@@ -5,7 +5,7 @@ Theory of operation
 Pure. Attempts at one turn have the same key (`TurnAsk.attempt_key`). If an earlier one is with another gateway, that
 gateway is told to end it, and the new one waits until its end was reported, so that no turn is generated twice at a
 time. A gateway that does not end it, for example because its version has no `Revoke`, is waited for a few seconds; then
-both run, as if they were two turns.
+both run, as if they were two turns. One without a link is not waited for, and told at its next link.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class TriedAgain:
         self._keys: dict[int, str] = {}
         self._behind: dict[int, list[TurnAsk]] = {}
         self._looks: dict[int, int] = {}
+        self.revoked_ids: set[int] = set()
+        """Attempts that are not over yet, though their gateway was to end them."""
 
     def __len__(self) -> int:
         return len(self._behind)
@@ -63,6 +65,7 @@ class TriedAgain:
         if self._last.get(key) == turn_id:
             del self._last[key]
         self._looks.pop(turn_id, None)
+        self.revoked_ids.discard(turn_id)
         return self._behind.pop(turn_id, [])
 
     def late(self) -> Iterator[TurnAsk]:
