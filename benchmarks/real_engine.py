@@ -212,15 +212,16 @@ class RealEngine:
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that a run does not profit from the one before.
 
-        Waits up to 10 s for requests in flight to end; raises RealEngineError if the engine still declines.
+        Waits up to 60 s for requests in flight to end; raises RealEngineError if the engine still declines.
         """
         kind = self.config.kind
-        deadline_s = time.monotonic() + 10
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        deadline_s = time.monotonic() + 60
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
             while True:
-                async with session.post(f"{self.url}{kind.reset_path}") as answer:
-                    if kind.did_reset(answer.status, await answer.read()):
-                        return
+                with contextlib.suppress(TimeoutError):
+                    async with session.post(f"{self.url}{kind.reset_path}") as answer:
+                        if kind.did_reset(answer.status, await answer.read()):
+                            return
                 if time.monotonic() > deadline_s:
                     raise RealEngineError("the engine did not reset its prefix cache")
                 await asyncio.sleep(0.25)

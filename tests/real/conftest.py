@@ -98,7 +98,7 @@ def run_proxy(tmp_path_factory: pytest.TempPathFactory) -> RunProxy:
         polling = ("--poll-interval-s", "0.25", "--poll-deadline-s", "20")
         command = ("serve", "--port", "0", "--backends", backends, *polling, *options)
         log_path = tmp_path_factory.mktemp("proxy") / "proxy.log"
-        async with thunderagent(*command, log_path=log_path) as proxy, httpx2.AsyncClient() as client:
+        async with thunderagent(*command, log_path=log_path) as proxy, httpx2.AsyncClient(timeout=60) as client:
             await until_all_up(client, proxy.url)
             yield proxy
 

@@ -51,11 +51,8 @@ class RedisServer:
             self.process = None
 
 
-@contextmanager
-def redis_server(
-    require_real: Callable[[str], NoReturn], folder: Path, *, keeps: bool = False
-) -> Iterator[RedisServer]:
-    """Run a server during the block."""
+def ensure_redis(require_real: Callable[[str], NoReturn]) -> str:
+    """Install the server and its client; return the client's folder."""
     if shutil.which("redis-server") is None and (why_not := install("redis-server")):
         require_real(why_not)
     try:
@@ -63,8 +60,15 @@ def redis_server(
     except RealEngineError as error:
         require_real(f"no redis package: {error}")
     find = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
-    server = RedisServer(folder, packages, keeps)
+    return subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@contextmanager
+def redis_server(
+    require_real: Callable[[str], NoReturn], folder: Path, *, keeps: bool = False
+) -> Iterator[RedisServer]:
+    """Run a server during the block."""
+    server = RedisServer(folder, ensure_redis(require_real), keeps)
     server.start()
     try:
         yield server

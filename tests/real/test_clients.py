@@ -26,7 +26,7 @@ async def client(proxy: Server) -> AsyncIterator[openai.AsyncOpenAI]:
     """Yield the client of one agent program, named in the path of its base URL; release the program afterwards."""
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/p/agent-7/v1", api_key="none", max_retries=0) as client:
         yield client
-    async with httpx2.AsyncClient(base_url=proxy.url) as admin:
+    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as admin:
         assert (await admin.delete("/programs/agent-7")).status_code == 200
 
 
@@ -43,7 +43,7 @@ async def test_an_agent_loop_with_the_openai_client(proxy: Server, client: opena
         assert usage.prompt_tokens_details is not None
         assert (usage.prompt_tokens_details.cached_tokens or 0) >= turn * 96  # a turn adds over 110 tokens
         messages.append({"role": "assistant", "content": text})
-    async with httpx2.AsyncClient(base_url=proxy.url) as admin:
+    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as admin:
         program = (await admin.get("/programs/agent-7")).json()
     assert program["turn_count"] == 4
     assert program["claim_tokens"] == usage.total_tokens

@@ -10,7 +10,7 @@ from benchmarks.real_engine import RealEngine, RealEngineConfig
 from tests.loopback import free_ports
 from tests.real.conftest import HIDDEN_SIZE, LAYERS
 from thunderagent.cli import build_parser
-from thunderagent.doctor.command import examine
+from thunderagent.doctor import command
 from thunderagent.doctor.findings import Finding, Level
 
 if TYPE_CHECKING:
@@ -21,9 +21,15 @@ MAX_MODEL_LEN = 2048
 
 async def found(*argv: str) -> dict[str, Finding]:
     """Return the faults, by examined item."""
-    findings = await examine(build_parser().parse_args(["doctor", *argv]))
+    findings = await command.examine(build_parser().parse_args(["doctor", *argv]))
     assert {"engine_reachable", "second_turn_hit", "identity"} <= {finding.check for finding in findings}
     return {finding.check: finding for finding in findings if finding.level is not Level.OK}
+
+
+@pytest.fixture(autouse=True)
+def first_polls_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's own proxy runs in this process, which a busy machine halts for seconds."""
+    monkeypatch.setattr(command, "FIRST_POLLS_S", 60.0)
 
 
 @pytest.fixture

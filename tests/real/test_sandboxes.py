@@ -33,6 +33,7 @@ PLAIN: dict[str, Any] = {"image": IMAGE}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
     pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600, func_only=True),
 ]
 
 
@@ -75,6 +76,15 @@ class Rollout:
                 assert report["stage"] != "failed", report["why"]
                 await asyncio.sleep(0.05)
         return report
+
+    async def preparing_s(self) -> float:
+        """Return how long the machine, as busy as it is, needs to prepare and to reclaim a sandbox."""
+        began_s = time.monotonic()
+        await self.asks("first")
+        await self.is_usable("first")
+        await self.releases("first")
+        await self.gone()
+        return time.monotonic() - began_s
 
     async def takes_turn(self, program_id: str) -> httpx2.Response:
         """Make one turn."""
@@ -121,9 +131,19 @@ class Rollout:
             await self.releases(program_id)
 
     async def programs(
-        self, count: int, *, at_once: int = 5, release: bool = True, name: str = "p", after: Callable[[int], None]
+        self,
+        count: int,
+        *,
+        at_once: int = 5,
+        release: bool = True,
+        in_turn: bool = False,
+        name: str = "p",
+        after: Callable[[int], None],
     ) -> None:
-        """Run programs, some at a time; call `after` with the number of ended ones each time one ends."""
+        """Run programs, some at a time; call `after` with the number of ended ones each time one ends.
+
+        `in_turn`: the next one begins when the container of one that ended is gone.
+        """
         hands, ended_count = asyncio.Semaphore(at_once), 0
 
         async def one(number: int) -> None:
@@ -132,14 +152,17 @@ class Rollout:
                 await self.program(f"{name}{number}", release=release)
                 ended_count += 1
                 after(ended_count)
+                if in_turn:
+                    of_it = f"thunderagent.program-id={name}{number}"
+                    await until(_async(lambda: not self.containers(of_it)), within_s=90)
 
         async with asyncio.TaskGroup() as group:
             for number in range(count):
                 group.create_task(one(number))
 
-    async def gone(self, within_s: float = 20.0) -> None:
+    async def gone(self) -> None:
         """Wait until none of the proxy's containers is left."""
-        await until(_async(lambda: not self.ours()), within_s=within_s)
+        await until(_async(lambda: not self.ours()), within_s=90)
 
 
 def _async(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
@@ -201,8 +224,9 @@ async def test_reclaiming_saves_disk(rollout: Rollout) -> None:
         seen_bytes = [0]
         await rollout.programs(
             40,
-            at_once=3,  # one that is removed slowly still takes its disk
+            at_once=3,
             release=release,
+            in_turn=release,  # one that is removed slowly still takes its disk
             name=name,
             after=lambda _, seen_bytes=seen_bytes: seen_bytes.append(rollout.disk_bytes() - before_bytes),
         )
@@ -216,29 +240,23 @@ async def test_reclaiming_saves_disk(rollout: Rollout) -> None:
 
 
 async def test_preparation_hides_behind_the_wait(engine: DockerEngine, tmp_path: Path) -> None:
-    """Two seconds of setup, at least six in the queue: after the grant the sandbox is usable almost at once."""
+    """Two seconds of setup, and longer in the queue: at the grant the sandbox is usable."""
     async with serving(engine, tmp_path / "log", "--policy", "cap", "--policy-arg", "n=1") as rollout:
         await rollout.takes_turn("first")
         turns = {}
         for number in range(4):
             await rollout.asks(f"p{number}", setup=["sleep 2"])
             turns[asyncio.create_task(rollout.takes_turn(f"p{number}"))] = f"p{number}"
-        waited_s, prepare_s = [], []
+        for name in turns.values():
+            assert (await rollout.is_usable(name))["prepare_s"] >= 2.0
+        assert not any(turn.done() for turn in turns)
         previous = "first"
         while turns:
-            await asyncio.sleep(6)
             await rollout.releases(previous)
             (granted,), _ = await asyncio.wait(turns, return_when=asyncio.FIRST_COMPLETED)
-            granted_s = time.monotonic()
             assert granted.result().status_code == 200
             previous = turns.pop(granted)
-            report = await rollout.is_usable(previous)
-            waited_s.append(time.monotonic() - granted_s)
-            prepare_s.append(report["prepare_s"])
-        ratio = sum(waited_s) / sum(prepare_s)
-        print(f"\nfrom grant to usable / preparation: {ratio:.3f} (preparation {max(prepare_s):.2f} s)")
-        assert min(prepare_s) >= 2.0
-        assert ratio <= 0.1
+            assert (await rollout.sandbox(previous))["stage"] in ("ready", "in_use")
         await rollout.releases(previous)
         await rollout.gone()
 
@@ -254,18 +272,19 @@ async def _twenty(rollout: Rollout, ttl_s: float) -> None:
 async def test_nothing_outlives_a_killed_proxy_by_more_than_its_time(engine: DockerEngine, tmp_path: Path) -> None:
     """After `kill -9` with 20 live sandboxes none is left past its time to live, and no network."""
     async with serving(engine, tmp_path / "log") as rollout:
-        await _twenty(rollout, ttl_s=30.0)
+        ttl_s = max(20.0, 40 * await rollout.preparing_s())
+        await _twenty(rollout, ttl_s=ttl_s)
         rollout.proxy.process.kill()
         await rollout.proxy.process.wait()
         began_s = time.monotonic()
-        await until(_async(lambda: not rollout.ours()), within_s=60)
+        await until(_async(lambda: not rollout.ours()), within_s=ttl_s + 50)  # by themselves they last a minute longer
         print(f"\nthe last was gone {time.monotonic() - began_s:.1f} s after the kill")
 
         def no_network() -> bool:
             with contextlib.closing(engine.client()) as docker:
                 return not docker.networks(filters={"label": f"thunderagent.owner={OWNER}"})
 
-        await until(_async(no_network), within_s=20)
+        await until(_async(no_network), within_s=60)
 
 
 async def test_the_next_start_sweeps_what_a_killed_proxy_left(engine: DockerEngine, tmp_path: Path) -> None:
@@ -282,7 +301,7 @@ async def test_the_next_start_sweeps_what_a_killed_proxy_left(engine: DockerEngi
             await rollout.proxy.process.wait()
             assert len(rollout.ours()) == 20
         async with serving(engine, tmp_path / "log-2") as rollout:
-            await rollout.gone(within_s=30)
+            await rollout.gone()
 
             async def counted() -> bool:
                 return "thunderagent_sandbox_orphans_total 20.0" in (await rollout.client.get("/metrics")).text
@@ -321,7 +340,7 @@ async def test_an_engine_that_stops_and_starts_stops_no_turn(engine: DockerEngin
     await rollout.asks("after")
     await rollout.is_usable("after")
     await rollout.releases("used", "later", "after")
-    await rollout.gone(within_s=30)
+    await rollout.gone()
 
 
 async def test_a_missing_image_says_so(rollout: Rollout) -> None:
@@ -358,7 +377,7 @@ async def test_one_that_ignores_the_request_to_stop_is_killed(rollout: Rollout) 
     await rollout.asks("p", command=stubborn, stop_grace_s=1.0)
     await rollout.is_usable("p")
     await rollout.releases("p")
-    await rollout.gone(within_s=15)
+    await rollout.gone()
 
 
 async def test_one_that_dies_is_in_the_story(rollout: Rollout) -> None:
@@ -385,5 +404,5 @@ async def test_fifty_releases_at_once(rollout: Rollout) -> None:
     began_s = time.monotonic()
     await asyncio.gather(*(rollout.releases(name) for name in names))
     assert (await rollout.takes_turn("other")).status_code == 200
-    await rollout.gone(within_s=60)
+    await rollout.gone()
     print(f"\n50 sandboxes were gone {time.monotonic() - began_s:.1f} s after their releases")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 VERIFIERS = "verifiers==0.4.0"
 SKYRL = "skyrl==0.3.0"
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ async def test_skyrl_s_client_updates_weights_in_mid_generation(python: Path) ->
     async with trained_engines(gate_open=False) as (proxy, engines, _):
         async with script(python, SKYRL_SCRIPT, proxy.url) as result:
             await until(
-                lambda: result.done() or sum(("/resume", None) in each.told for each in engines) == 2, within_s=60
+                lambda: result.done() or sum(("/resume", None) in each.told for each in engines) == 2, within_s=180
             )
             for engine in engines:
                 engine.open_gate()

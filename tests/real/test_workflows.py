@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.real.redis_server import redis_server
+from tests.real.redis_server import ensure_redis, redis_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,6 @@ from thunderagent.workflows import StoreError, deploy, managed_dict, redis_store
 from thunderagent.workflows.store import Decisions
 from thunderagent.workflows.view import Summary
 
-redis_store.ANSWER_S = 2.0
 URL, SERVER_PID = sys.argv[1], int(sys.argv[2])
 counts = managed_dict("counts")
 
@@ -81,6 +80,12 @@ with opened() as app:
     assert app.run(lambda: stubs.call("rememberer", "hear", ("f",)).value(10), session="s") == ["e", "f"]
 print("all of it")
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def redis(require_real: Callable[[str], NoReturn]) -> None:
+    """Install it before the first test, whose time is limited."""
+    ensure_redis(require_real)
 
 
 @pytest.mark.real

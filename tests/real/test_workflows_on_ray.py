@@ -81,7 +81,7 @@ async def test_the_tutorial_on_both_nodes(nodes: TwoNodes, code: Path, tmp_path:
     monkeypatch.syspath_prepend(str(code))
     log_path = tmp_path / "proxy.log"
     serve = ("serve", "--port", "0", "--embedded-kv-tokens", "4000")
-    async with thunderagent(*serve, log_path=log_path) as proxy, httpx2.AsyncClient() as client:
+    async with thunderagent(*serve, log_path=log_path) as proxy, httpx2.AsyncClient(timeout=60) as client:
         for name, content in re.findall(r"```(?:python|yaml)\n# (\w+\.\w+)\n(.*?)```", text, re.DOTALL):
             at_proxy = content.replace("http://127.0.0.1:8300", proxy.url)
             (code / name).write_text(at_proxy.replace("async_http_client()", f"async_http_client({proxy.url!r})"))
