@@ -17,7 +17,7 @@ def find_circle(waiting: Mapping[int, Collection[Waiting]], controllers: Mapping
     for start in list(waiting):
         seen, todo, looked_at = {start}, [start], set[Record]()
         while todo:
-            waits = tuple(waiting.get(todo.pop(), ()))
+            waits = set(waiting.get(todo.pop(), ()))  # copied at once: a garbage collection may end some
             for waited in [handle for wait in waits for handle in wait.handles]:
                 for record in _unresolved(waited, looked_at):
                     controller = controllers.get(record.executor)
@@ -26,7 +26,7 @@ def find_circle(waiting: Mapping[int, Collection[Waiting]], controllers: Mapping
                     running, call_id = controller.running, record.call.call_id
                     if call_id not in running and start in running:
                         return waited
-                    for each in (call_id,) if call_id in running else running:
+                    for each in running:  # one, or a batch: the first one's code waits for all
                         if each not in seen:
                             seen.add(each)
                             todo.append(each)

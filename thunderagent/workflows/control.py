@@ -108,9 +108,9 @@ class Control:
         await self.level.step(asks)
         for reason in self.level.refused:
             log.debug("refused: %s", reason)
-        await self._local.apply()
+        await self._local.apply(self.level.view.ended)
         if self._hub is not None:
-            await self._hub.apply(self.level.store)
+            await self._hub.apply(self.level.store, self.level.view.ended)
         for location in self.level.view.instances.keys() - self._locations():
             self.level.view.forget(location)
         for ask in asks:

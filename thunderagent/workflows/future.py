@@ -280,7 +280,7 @@ def holds_future(value: Any, limit_count: float = math.inf) -> bool | None:
             limit_count -= len(each)
             if limit_count < 0:
                 return None
-            parts = each.values() if type(each) is dict else each
+            parts = [*(each.values() if type(each) is dict else each)]  # at once: its owner may change it meanwhile
             if not MAY_HOLD_FUTURES.isdisjoint({*map(type, parts)}):
                 todo += [part for part in parts if type(part) in MAY_HOLD_FUTURES]
     return False

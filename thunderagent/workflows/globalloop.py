@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from asyncio import Future
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from thunderagent.workflows.core import messages as m
@@ -75,10 +75,10 @@ class LocalLevel:
             del self._said[location]
         return summaries
 
-    async def apply(self) -> None:
-        """Carry out new decisions."""
+    async def apply(self, ended: Container[str]) -> None:
+        """Carry out new decisions, except about sessions that have `ended` meanwhile."""
         for decisions in await self.store.take(self.node.name):
-            apply(self.node, decisions)
+            apply(self.node, without(decisions, ended))
 
 
 def apply(node: Node, decisions: Decisions) -> None:
@@ -95,6 +95,19 @@ def apply(node: Node, decisions: Decisions) -> None:
     for location in decisions.kills:
         if location in node.controllers:
             node.retire(location, tuple(each for each in _others(node, location)))
+
+
+def without(decisions: Decisions, ended: Container[str]) -> Decisions:
+    """Return decisions without orders about sessions that have `ended` on the way."""
+    return replace(
+        decisions,
+        routes=[each for each in decisions.routes if each.session not in ended],
+        priorities={key: each for key, each in decisions.priorities.items() if key not in ended},
+        agent_priorities={
+            agent: {key: each for key, each in of.items() if key not in ended}
+            for agent, of in decisions.agent_priorities.items()
+        },
+    )
 
 
 def add_orders_in_force(decisions: Decisions, view: View) -> None:

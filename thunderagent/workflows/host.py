@@ -159,6 +159,8 @@ class Host:
         if parcel is not None:
             if session := _session_of(message):
                 parcel = parcel._replace(session=session, ends_count=self._ends_count)
+            elif type(message) is Logged:  # too late, it is dropped unanswered
+                parcel = parcel._replace(ends_count=self._ends_count)
             self._out.append(parcel)
             self._has_out.set()
         return True
@@ -240,7 +242,7 @@ def _session_of(message: Any) -> str:
     return message.session if kind in _MUST_NOT_CROSS else ""
 
 
-_MUST_NOT_CROSS = {m.Transfer, m.AskHome, Touched}
+_MUST_NOT_CROSS = {m.Transfer, m.AskHome, m.Home, Touched}
 
 
 class _Forwarded(deque[tuple[Any, ...]]):

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Container, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.router import agent_of
 from thunderagent.workflows.declare import Agent
 from thunderagent.workflows.errors import WorkflowError
-from thunderagent.workflows.globalloop import Reports
+from thunderagent.workflows.globalloop import Reports, without
 from thunderagent.workflows.hints import Say
 from thunderagent.workflows.host import HOST, HUB, Hello, Logged, Report, Said, SessionBegun, Touched, Used
 from thunderagent.workflows.node import Node
@@ -79,6 +79,8 @@ class _Member:
     """Of its node."""
     peer: Peer
     out: list[Parcel] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
+    """Sessions whose end it alone is told in `out`: once for all that came too late."""
     is_open: bool = False
     is_flushing: bool = False
     waits_for: frozenset[str] = frozenset()
@@ -152,12 +154,12 @@ class Hub:
         """Leave hosts' reports in the store."""
         await self._reports.publish(self.node.name, store)
 
-    async def apply(self, store: Store) -> None:
-        """Send hosts their decisions."""
+    async def apply(self, store: Store, ended: Container[str]) -> None:
+        """Send hosts their decisions, except about sessions that have `ended` meanwhile."""
         for name in self.names():
             for decisions in await store.take(name):
                 if name in self._members:
-                    self.send(self.node.name, HOST, decisions, only=self._members[name])
+                    self.send(self.node.name, HOST, without(decisions, ended), only=self._members[name])
 
     # --- sessions
 
@@ -202,6 +204,7 @@ class Hub:
         member.is_flushing = False
         if member.out:
             out, member.out = member.out, []
+            member.ended.clear()
             member.peer.deliver(out)
 
     async def _listen(self, member: _Member) -> None:
@@ -222,7 +225,7 @@ class Hub:
         if answer is not None:
             self.send(parcel.to, parcel.sender, answer)
         elif parcel.to == HUB:
-            self._hear(member, message)
+            self._hear(member, message, parcel.ends_count)
         elif parcel.to:
             self.node.post(parcel.to, message, sender=parcel.sender)
         else:
@@ -241,11 +244,13 @@ class Hub:
         """Return whether a parcel is of a session that has not ended. Otherwise the end is on its way to its sender."""
         ends_before = self._ends_before.get(parcel.session)
         if ends_before is None:  # a host that has begun the session anew hears of no other end
-            self.send(self.node.name, "", m.SessionEnded(parcel.session), only=member)
+            if parcel.session not in member.ended:
+                member.ended.add(parcel.session)
+                self.send(self.node.name, "", m.SessionEnded(parcel.session), only=member)
             return False
         return parcel.ends_count >= ends_before
 
-    def _hear(self, member: _Member, message: Any) -> None:
+    def _hear(self, member: _Member, message: Any, ends_count: int) -> None:
         if type(message) is Report:
             self._reports.add(message.summaries)
             member.waits_for = message.waits_for
@@ -256,7 +261,7 @@ class Hub:
             return
         info = self.node.sessions.get(message.session)
         if type(message) is Logged:
-            if info is not None:
+            if info is not None and ends_count >= self._ends_before.get(message.session, 0):
                 info.log.append(message.entry)
             return
         if type(message) is Used:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from thunderagent.workflows.core import messages as m
@@ -56,6 +57,8 @@ class Instance:
         self._is_closing = False
         self._has_begun = False
         """Whether the first step of the current run is done."""
+        self._is_through = False
+        """Whether its method is, and only its value is looked at: it ends by itself."""
         self.done_count = 0
         self.busy_s = 0.0
         self.running_since_s = 0.0
@@ -77,7 +80,7 @@ class Instance:
 
     def run(self, calls: list[Call]) -> None:
         """Run calls; each is answered with `Finished`, or `Interrupted`."""
-        self._is_interrupted = self._has_begun = False
+        self._is_interrupted = self._has_begun = self._is_through = False
         self.running_since_s = self.node.clock()
         self._task = self.node.loop.create_task(self._run(calls, self._scope(calls)))
 
@@ -87,6 +90,8 @@ class Instance:
             self._task.cancel()
             for call in calls:
                 self.node.post(self.location, m.Interrupted(call.call_id, call.checkpoint))
+            return
+        if self._is_through:
             return
         hook = getattr(self._object, self.agent.directives.preemptable)
         self._is_interrupted = True
@@ -123,14 +128,14 @@ class Instance:
             log.warning("%s: its close() failed", self.location, exc_info=True)
         self._thread.shutdown(wait=not is_late)
 
-    async def _in_thread(self, action: Callable[[], Any]) -> None:
-        """Run something in the instance's thread, after everything queued there."""
+    async def _in_thread(self, action: Callable[[], Value]) -> Value:
+        """Run something in the instance's thread, after everything queued there; return what it returns."""
         try:
             doing = self._thread.submit(plain, action)
         except RuntimeError:  # it has ended, because no method needs it
             self._thread = ThreadPoolExecutor(1, f"workflow-{self.location}")
             doing = self._thread.submit(plain, action)
-        await asyncio.wrap_future(doing)
+        return await asyncio.wrap_future(doing)
 
     # --- one run
 
@@ -146,10 +151,12 @@ class Instance:
                 value = await method(*given)
                 is_open = holds_future(value, SEARCHED_COUNT)
                 if is_open is None:
-                    is_open = await self.node.loop.run_in_executor(None, holds_future, value)
+                    self._is_through = True
+                    is_open = await self._in_thread(partial(holds_future, value))  # others may hold all of the loop's
             else:
                 run = contextvars.copy_context().run
                 value, is_open = await self.node.loop.run_in_executor(self._thread, run, plain, _called, method, *given)
+            self._is_through = False
             if is_open:
                 value = await _resolved(value)
             values = self._by_call(value, calls) if self.agent.directives.batchable else [value]

@@ -123,6 +123,8 @@ class View:
         """By agent, the current weights."""
         self.session_routes: dict[tuple[str, str], m.SetRoute] = {}
         """By agent and session."""
+        self.ended: set[str] = set()
+        """Sessions that have ended since the last step began: orders about them may be under way."""
         self.has_new = False
         """An instance has reported that had not when the last step was made: it does not know the orders in force."""
         self.expected: set[str] = set()
@@ -155,6 +157,7 @@ class View:
         """Add the controllers' summaries; if given, of `live` sessions only. Costs O(sessions that have changed)."""
         self.now_s = now_s
         self.has_new = False
+        self.ended.clear()
         changed: dict[str, SessionView] = {}
         for summary in summaries:
             location = summary.location
@@ -197,6 +200,7 @@ class View:
 
     def end_session(self, session: str) -> None:
         """Forget a session, and the orders about it."""
+        self.ended.add(session)
         known = self.sessions.pop(session, None)
         for location in known.at if known is not None else ():
             self.instances[location].waiting.pop(session, None)

@@ -240,7 +240,8 @@ class Model:
         if not self.choose(4):
             self.crashed = True  # the checks of a session's whole life no longer apply
             ended = SESSIONS[self.choose(3)]
-            for to in sorted(self.machines, key=lambda name: name != DIRECTORY):
+            self.handle(DIRECTORY, m.SessionEnded(ended))  # at once: it is where sessions end
+            for to in [each for each in self.machines if each != DIRECTORY]:
                 self.send("n0", to, m.SessionEnded(ended))
             return
         if kind == 98 or "n1" not in self.machines:

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -124,6 +125,11 @@ class Knot:
     async def settle_async(self) -> Any:
         return (await settle_async([stubs.call("knot", "say", (1,))]))[0].value()
 
+    async def settle_needing(self) -> Any:
+        """Settle also a call that takes the value."""
+        made = stubs.call("knot", "say", (1,))
+        return (await settle_async([made, stubs.call("echo", "say", (made,))]))[1].value()
+
     async def beside_another(self) -> None:
         """Begin the other wait last."""
         made = [stubs.call("knot", "say", (1,)), stubs.call("blocking", "gate", ("g",))]
@@ -168,6 +174,7 @@ KNOT: dict[str, Any] = {
         "methods": {
             "settle": {},
             "settle_async": {},
+            "settle_needing": {},
             "beside_another": {},
             "timed": {},
             "timed_plain": {},
@@ -321,11 +328,11 @@ def test_a_wait_that_is_given_up_leaves_no_waiter() -> None:
         assert app.run(main) == [[], []]
 
 
-@pytest.mark.parametrize("method", ["settle", "settle_async", "beside_another"])
+@pytest.mark.parametrize("method", ["settle", "settle_async", "settle_needing", "beside_another"])
 def test_a_call_that_waits_for_itself_fails_however_it_waits(method: str) -> None:
-    """It may settle it, or wait for another one beside."""
+    """It may settle it, also with one that needs it, or wait for another one beside."""
     Blocking.gates.clear()
-    with deploy(KNOT | only("blocking"), **CALM) as app:
+    with deploy(KNOT | only("blocking", "echo"), **CALM) as app:
         try:
             with pytest.raises(CallError) as caught:
                 app.run(lambda: stubs.call("knot", method, ()).value(PATIENCE_S))
@@ -367,23 +374,44 @@ class Looks(dict[Any, Any]):
         return super().get(key, default)
 
 
+def waited_for(call_id: int, executor: str, *needs: Handle) -> Handle:
+    made = Handle(cast("Any", SimpleNamespace(call_id=call_id)), needs)
+    made.executor = executor
+    return made
+
+
+def waits(*handles: Handle) -> Waiting:
+    return Waiting(handles, lambda: None, None)
+
+
+def runs(*call_ids: int) -> Any:
+    return SimpleNamespace(running=dict.fromkeys(call_ids))
+
+
 async def test_a_look_for_calls_that_wait_for_themselves_goes_on_from_each_once() -> None:
     """However many wait in the queue of one instance, or need the same ones."""
-
-    def waited_for(call_id: int, executor: str, *needs: Handle) -> Handle:
-        made = Handle(cast("Any", SimpleNamespace(call_id=call_id)), needs)
-        made.executor = executor
-        return made
-
-    controllers = Looks({"a/0": SimpleNamespace(running={3: None, 4: None})})
-    queued = [Waiting([waited_for(call_id, "a/0") for call_id in range(3, 100)], lambda: None, None)]
+    controllers = Looks({"a/0": runs(3, 4)})
+    queued = [waits(*(waited_for(call_id, "a/0") for call_id in range(3, 100)))]
     deep = waited_for(100, "elsewhere")
     for call_id in range(101, 110):
         deep = waited_for(call_id, "elsewhere", deep, deep)
-    looks = Looks({1: queued, 2: queued, 3: [Waiting([deep], lambda: None, None)]})
+    looks = Looks({1: queued, 2: queued, 3: [waits(deep)]})
     assert find_circle(looks, controllers) is None
     assert sorted(looks.looked) == [1, 2, 3, 3, 3, 4, 4]
     assert controllers.looked.count("elsewhere") == 3 * 10
+
+
+def test_calls_that_wait_for_themselves_are_found_through_any_call_of_a_batch() -> None:
+    """What waits is the code of all, in the name of the first."""
+    queued = waited_for(4, "b/0")
+    waiting = {1: [waits(queued)], 3: [waits(waited_for(2, "a/0"))]}
+    assert find_circle(waiting, {"a/0": runs(1, 2), "b/0": runs(3)}) is queued
+
+
+def test_a_garbage_collection_may_give_up_a_wait_that_is_looked_at() -> None:
+    """So the waits are not read one by one."""
+    queued = waited_for(2, "a/0")
+    assert find_circle({1: Unread({waits(queued)})}, {"a/0": runs(1)}) is queued
 
 
 @pytest.mark.parametrize("method", ["needing", "returning"])
@@ -403,20 +431,36 @@ async def test_a_call_that_needs_one_which_waits_for_its_caller_fails(method: st
         await app.run_async(main, app, session="s")
 
 
-class Uncopied(set[Any]):
-    """Waits that may be added and taken off, but not all be read."""
+class Unread(set[Any]):
+    """Waits that may be added, taken off and copied in one step, but not be read one by one."""
 
     def __iter__(self) -> Any:
-        raise AssertionError("each wait costs as many steps as there are others")
+        raise AssertionError("the waits are read one by one")
 
 
 async def test_a_wait_costs_the_same_however_many_others_a_call_has() -> None:
     made, node = Handle(cast("Any", SimpleNamespace(call_id=2))), Node({}, {})
     made.node = node
-    node.waiting[1] = Uncopied({Waiting((made,), lambda: None, None)})
+    node.waiting[1] = Unread({waits(made)})
     with Waiting((made,), lambda: None, cast("Any", SimpleNamespace(call_id=1))):
         assert len(node.waiting[1]) == 2
     assert len(node.waiting[1]) == 1
+
+
+class Collecting(dict[int, Any]):
+    """Has a garbage collection end a call's other waits when one more begins."""
+
+    def setdefault(self, key: int, default: Any = None) -> Any:
+        super().setdefault(key, default)
+        return self.pop(key)
+
+
+async def test_a_wait_is_known_though_a_garbage_collection_ends_the_others() -> None:
+    made, node = waited_for(2, "a/0"), Node({}, {})
+    made.node, node.waiting = node, Collecting()
+    with Waiting((made,), lambda: None, cast("Any", SimpleNamespace(call_id=1))):
+        assert len(node.waiting[1]) == 1
+    assert node.waiting == {}
 
 
 async def test_who_waits_for_any_of_several_calls_does_not_wait_for_itself() -> None:
@@ -434,6 +478,18 @@ async def test_who_waits_for_any_of_several_calls_does_not_wait_for_itself() -> 
     async with deploy(KNOT | only("blocking"), policies=(), period_s=60.0) as app:
         assert await app.run_async(main, app, session="s") == [False, True]
         assert app.node.waiting == {}
+
+
+async def test_drivers_in_all_threads_of_the_loop_get_large_values() -> None:
+    """None is left there to search the value for futures."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    large = [0.0] * (instance.SEARCHED_COUNT + 1)
+
+    def main() -> Any:
+        return stubs.call("echo", "say", (large,)).value(PATIENCE_S)
+
+    async with deploy(only("echo"), **CALM) as app:
+        assert await asyncio.to_thread(app.run, main) == large
 
 
 async def test_an_agent_s_end_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from thunderagent.workflows import DeclarationError, policies
+from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.declare import Directives
+from thunderagent.workflows.globalloop import without
+from thunderagent.workflows.store import Decisions
 from thunderagent.workflows.view import Act, Line, Summary, View, load_policy
 
 
@@ -157,6 +160,13 @@ def test_the_next_session_of_a_name_has_no_priority_of_the_one_before() -> None:
     act = Act(view)
     act.set_priority("s", 5.0)
     assert act.priorities == {"s": 5.0}
+
+
+def test_decisions_are_not_about_sessions_that_have_ended_on_the_way() -> None:
+    """All else is left as it was."""
+    routes = [m.SetRoute("a", session, (("a/0", 1.0),)) for session in ("s", "t", "")]
+    decisions = Decisions(routes, {"s": 1.0, "t": 2.0}, {"a": {"s": 3.0}}, kills=["a/1"])
+    assert without(decisions, {"s"}) == Decisions(routes[1:], {"t": 2.0}, {"a": {}}, kills=["a/1"])
 
 
 def test_a_priority_everywhere_takes_back_an_agent_s_own() -> None:

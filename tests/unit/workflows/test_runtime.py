@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.workflows.agents import AGENTS, HERE, Blocking, Holder, Patient, only
+from tests.unit.workflows.elsewhere import LocalLauncher
 from thunderagent.workflows import (
     CallError,
     DeadlockError,
@@ -30,7 +31,7 @@ from thunderagent.workflows import (
     settle_async,
     stubs,
 )
-from thunderagent.workflows.future import holds_future
+from thunderagent.workflows.future import MAY_HOLD_FUTURES, holds_future
 from thunderagent.workflows.store import Decisions, MemoryStore
 from thunderagent.workflows.view import Act, Line, Summary, View
 
@@ -202,6 +203,20 @@ def test_a_coroutine_s_large_value_is_searched_in_a_thread(monkeypatch: pytest.M
         assert found[1] == (on_loop, None)
         assert found[2][0] != on_loop
         assert found[2][1] is False
+
+
+def test_a_value_may_change_while_it_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread searches it, and its owner goes on."""
+    rows: dict[int, Any] = {0: [], 1: []}
+
+    class Changing(frozenset[type]):
+        def __contains__(self, kind: object) -> bool:
+            rows[len(rows)] = "more"
+            return super().__contains__(kind)
+
+    monkeypatch.setattr("thunderagent.workflows.future.MAY_HOLD_FUTURES", Changing(MAY_HOLD_FUTURES))
+    assert holds_future(rows) is False
+    assert len(rows) > 2
 
 
 def test_settle_sleeps_until_one_more_is_there() -> None:
@@ -509,6 +524,44 @@ async def test_a_report_that_comes_after_its_session_s_end_brings_no_order() -> 
         assert (view.priorities, view.sessions, view.instances["echo/0"].waiting) == ({}, {}, {})
 
 
+class HeldStore(MemoryStore):
+    """Takes decisions, and answers when a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pushed, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def push(self, node: str, decisions: Decisions) -> None:
+        await super().push(node, decisions)
+        self.pushed.set()
+        await self.gate.wait()
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_an_order_that_comes_after_its_session_s_end_is_dropped(is_elsewhere: bool) -> None:
+    """The next session of that name would have it. It can get the same one."""
+
+    def ask(act: Act) -> None:
+        for session in "st":
+            act.set_priority(session, 5.0)
+            act.route(agent="echo", session=session, to="echo/0")
+
+    launcher, store = LocalLauncher(), HeldStore()
+    agents = only("echo", min_instances=2)
+    async with deploy(agents, policies=(), period_s=60.0, store=store, ray=launcher if is_elsewhere else "") as app:
+        asked = asyncio.create_task(app.act_async(ask))
+        await store.pushed.wait()
+        await app.end_session_async("s")
+        store.gate.set()
+        assert await asked == []
+        node = launcher.peers["echo/1"].host.node if is_elsewhere else app.node
+        await until(lambda: node.controllers["echo/1"].queue.priorities)
+        assert node.controllers["echo/1"].queue.priorities == {"t": 5.0}
+        assert node.origin.router._session_routes == {("t", "echo"): "echo/0"}
+        assert await app.act_async(ask) == []
+        await until(lambda: node.controllers["echo/1"].queue.priorities == {"s": 5.0, "t": 5.0})
+
+
 async def test_repeated_orders_interrupt_nothing() -> None:
     """An agent's own priority holds from the first moment, where it is lower, too."""
 
@@ -700,6 +753,32 @@ def test_a_call_that_is_interrupted_before_its_first_step_runs_all_the_same() ->
 
     with deploy(only("patient", min_instances=2), **CALM) as app:
         app.run(main, app)
+
+
+async def test_a_call_that_is_through_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run again only because a thread still searches its value."""
+    is_searched, gate = threading.Event(), threading.Event()
+
+    def search(value: Any, *limit: float) -> bool | None:
+        if not limit:
+            is_searched.set()
+            gate.wait(10)
+        return holds_future(value, *limit)
+
+    async def count(name: str) -> Any:
+        Patient.gates.setdefault(name, asyncio.Event()).set()
+        return await call("patient", "count", name)
+
+    monkeypatch.setattr(instance, "SEARCHED_COUNT", 1)
+    monkeypatch.setattr(instance, "holds_future", search)
+    async with deploy(only("patient"), **CALM) as app:
+        app.node.post("patient/0", _priorities({"vip": 5.0}))
+        low = asyncio.create_task(app.run_async(count, "low", session="normal"))
+        await until(is_searched.is_set)
+        high = asyncio.create_task(app.run_async(count, "high", session="vip"))
+        await until(lambda: app.node.controllers["patient/0"].queue.calls_count)
+        gate.set()
+        assert [await low, await high] == [("low", None), ("high", None)]
 
 
 def _priorities(changes: dict[str, float]) -> Any:

@@ -14,7 +14,10 @@ from tests.unit.workflows.agents import Patient, only
 from tests.unit.workflows.elsewhere import LocalLauncher
 from tests.unit.workflows.shelf import Shelf
 from thunderagent.workflows import CallError, Deployment, SessionEndedError, deploy, managed_list, stubs
+from thunderagent.workflows.core import messages as m
+from thunderagent.workflows.core.directory import Directory
 from thunderagent.workflows.llm import turn_headers
+from thunderagent.workflows.node import Node
 from thunderagent.workflows.scope import Scope
 
 
@@ -245,6 +248,25 @@ async def test_a_pinned_call_that_crosses_the_end_leaves_no_home() -> None:
         assert origin()._homes == {}
 
 
+def test_a_home_that_waits_for_an_instance_ends_with_its_session() -> None:
+    """The next one of that name would begin with it, and could miss a state that it never had."""
+    directory = Directory()
+    for session in ("s", "t"):
+        directory.handle(m.AskHome(session, "a", "node-1", ""))
+    directory.handle(m.SessionEnded("s"))
+    assert [each.message.session for each in directory.handle(m.Joined("a/0"))] == ["t"]
+    assert directory.homes.keys() == {("t", "a")}
+
+
+async def test_a_home_that_crosses_the_end_is_not_kept() -> None:
+    """An instance tells the callers of calls that it no longer takes."""
+    launcher = LocalLauncher()
+    async with deploy(OUTLIVER, policies=(), period_s=60.0, ray=launcher) as app:
+        launcher.peers["outliver/0"].host.node.post(app.node.name, m.Home("s", "outliver", "outliver/0", 1, 1))
+        await app.run_async(make_turn, session="t")
+        assert app.node.origin._homes.keys() == {("t", "outliver")}
+
+
 @pytest.mark.parametrize("next_name", ["s", "t"])
 async def test_a_move_that_crosses_the_end_is_over(next_name: str) -> None:
     """Its calls do not run at the new place: one that waits for another there would never be answered."""
@@ -292,6 +314,30 @@ async def test_state_that_crosses_the_end_is_not_the_next_session_s() -> None:
     assert shelf.states == {}
 
 
+async def test_the_next_session_s_log_has_no_call_of_the_one_before() -> None:
+    """It fails with the end, which its host hears of later. Those that follow are there."""
+
+    def logged() -> list[str]:
+        return sorted(entry[3] for entry in app.session_log("s").log)
+
+    async def main() -> None:
+        await begin_late("call")
+        Patient.gates["late"].set()
+        await until(lambda: launcher.peers["outliver/0"].host.node.origin.waits_for_instance("rememberer"))
+
+    async def after() -> None:
+        await stubs.call("outliver", "cross", ("second",))
+        await until(lambda: "say" in logged())
+
+    launcher = LocalLauncher()
+    agents = OUTLIVER | only("rememberer", min_instances=0) | only("echo")
+    async with deploy(agents, policies=(), period_s=60.0, ray=launcher) as app:
+        await app.run_async(main, session="s")
+        await app.end_session_async("s")
+        await app.run_async(after, session="s")
+    assert logged() == ["cross", "say"]
+
+
 @pytest.mark.parametrize("what", ["call", "turn"])
 async def test_a_host_that_begins_an_ended_session_anew_hears_of_its_end(what: str) -> None:
     """Whatever made it do that: its call would never be answered, its turns never be released."""
@@ -310,6 +356,41 @@ async def test_a_host_that_begins_an_ended_session_anew_hears_of_its_end(what: s
                 await until(lambda: scope.session.has_ended)
                 await until(lambda: proxy.released() == ["s"])
             assert node.sessions == app.node.sessions == {}
+
+
+async def test_a_host_hears_once_of_the_end_of_all_that_comes_too_late() -> None:
+    """Each time it looks through its calls. Other hosts hear nothing, and their calls go on."""
+    heard: list[Any] = []
+
+    def hear_all(message: Any, **kept: Any) -> None:
+        heard.append(message)
+        broadcast(message, **kept)
+
+    async def main() -> None:
+        await make_turn()
+        with pytest.raises(CallError, match="KeyError"):
+            await stubs.call("echo", "through", ("x",))
+
+    launcher = LocalLauncher()
+    agents = OUTLIVER | only("echo", "blocking")
+    async with deploy(agents, policies=(), period_s=60.0, ray=launcher) as app, asyncio.timeout(10):
+        node = launcher.peers["outliver/0"].host.node
+        broadcast, node.broadcast = node.broadcast, hear_all
+        for name in "sst":
+            scope = Scope(node, node.session(name))
+            for made in [node.call(scope, "echo", "say", (n,)) for n in range(3)]:
+                with pytest.raises(SessionEndedError):
+                    await made
+        await app.run_async(main, session="u")
+    assert [each for each in heard if type(each) is m.SessionEnded] == [m.SessionEnded(name) for name in "sst"]
+
+
+async def test_a_batch_whose_first_session_has_ended_makes_no_turn_there() -> None:
+    node = Node({}, {})
+    scope = Scope(node, node.session("s"), batch_count=2, is_mixed=True)
+    node.end_session("s")
+    with pytest.raises(SessionEndedError, match="a turn comes after the end"):
+        node.uses_proxy(scope)
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

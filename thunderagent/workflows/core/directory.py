@@ -164,5 +164,6 @@ class Directory:
             del self.homes[key]
             self._arriving.pop(key, None)
             self._tell_over(key)
-        for key in [key for key in self._lost if key[0] == message.session]:
-            del self._lost[key]
+        for table in (self._lost, self._askers):
+            for key in [key for key in table if key[0] == message.session]:
+                del table[key]

@@ -8,7 +8,7 @@ from typing import Any
 from thunderagent.workflows.core import messages as m
 from thunderagent.workflows.core.call import Outcome, Record, Rules
 from thunderagent.workflows.core.router import Router, agent_of
-from thunderagent.workflows.errors import CallError, LostError, SessionEndedError
+from thunderagent.workflows.errors import CallError, DeadlockError, LostError, SessionEndedError
 
 DIRECTORY = "directory"
 """The directory's address."""
@@ -120,6 +120,8 @@ class Origin:
             if isinstance(error, CallError) and error.instance and not error.path:  # of the way there, or back
                 error.path = (*record.call.chain, error.instance)
             self._resolve(record, message.outcome)
+            if isinstance(error, DeadlockError):  # its executor still has it, and may never tell
+                self._tell_dependents(record)
 
     def _resolve(self, record: Record, outcome: Outcome) -> None:
         """Resolve a record, once, and pass the outcome to those that asked the origin for it."""
