@@ -316,7 +316,7 @@ class RemoteRuntime:
         self._seen(replica_id, "failed")
 
     def refused(self, replica_id: str) -> None:
-        """Tell the scheduler to treat a replica as down, because it refused a connection."""
+        """Ask the scheduler to check a replica, because it refused a connection; others may reach it."""
         self._seen(replica_id, "refused")
 
     def _seen(self, replica_id: str, what: str) -> None:

@@ -272,19 +272,19 @@ class Gateways:
         if of is None or of[0] is gateway:
             return False
         self._tried_again.revoked_ids.add(earlier_id)
-        self._revoke_if_tried_again(of[0], replace(ask, turn_id=of[1]))
+        self._revoke_if_tried_again(*of, ask.program_id)
         if not of[0].is_linked:
             return False
         self._tried_again.waits(ask, earlier_id)
         self.held(ask.turn_id)
         return True
 
-    def _revoke_if_tried_again(self, gateway: Gateway, ask: TurnAsk) -> None:
+    def _revoke_if_tried_again(self, gateway: Gateway, turn_id: int, program_id: str | None) -> None:
         """Tell a gateway to end a turn, if another attempt replaces it; a lost link may have lost that."""
-        turn = gateway.turns.get(ask.turn_id)
+        turn = gateway.turns.get(turn_id)
         if turn is not None and turn.own_id in self._tried_again.revoked_ids:
             self._grants.tried_again(turn.own_id)
-            self.say(gateway, Revoke(ask.turn_id, ask.program_id or ""))
+            self.say(gateway, Revoke(turn_id, program_id or ""))
 
     def _left(self, own_id: int) -> None:
         if not self._tried_again.left(own_id):
@@ -357,11 +357,11 @@ class Gateways:
                 self._ended(gateway, running.end, running)
             else:
                 self._runs(gateway, running)
-                self._revoke_if_tried_again(gateway, running.ask)
+                self._revoke_if_tried_again(gateway, running.ask.turn_id, running.ask.program_id)
         for ask in turns.held:
             gateway.told_ids.add(ask.turn_id)
             self._asked(gateway, ask)
-            self._revoke_if_tried_again(gateway, ask)
+            self._revoke_if_tried_again(gateway, ask.turn_id, ask.program_id)
         for card in turns.cards:
             if gateway.cards_are_known and card.program_id not in self._served:
                 self.say(gateway, Gone(card.program_id))  # it ended while there was no link to say so
