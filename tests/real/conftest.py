@@ -16,6 +16,7 @@ from benchmarks.processes import Server, thunderagent
 from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
 from tests.loopback import free_ports
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
+from tests.real.redis_server import ensure_redis
 from tests.real.support import until_all_up
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ def vllm(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -
 def sglang(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
     """Make SGLang's environment and the model; the first time takes some minutes and is announced."""
     _install("sglang", require_real, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def redis_installed(require_real: Callable[[str], NoReturn]) -> None:
+    """Install Redis before a test whose time is limited."""
+    ensure_redis(require_real)
 
 
 def _install(name: str, require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:

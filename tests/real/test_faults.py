@@ -23,7 +23,7 @@ from tests.real.counting_engine import prompt_of
 from tests.real.fault_cases import NAMED, SHORT, Case, Moment
 from tests.real.fault_load import WHOLE, Load
 from tests.real.fault_rig import Rig
-from tests.real.redis_server import ensure_redis, redis_server
+from tests.real.redis_server import redis_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,13 +39,7 @@ SHORT_TURNS_PER_S = 30.0
 CLIENTS_COUNT = 6
 WORDS_COUNT = 15
 
-pytestmark = pytest.mark.timeout(SECONDS + 300, func_only=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def redis(require_real: Callable[[str], NoReturn]) -> None:
-    """Install it before the first test, whose time is limited."""
-    ensure_redis(require_real)
+pytestmark = [pytest.mark.timeout(SECONDS + 300, func_only=True), pytest.mark.usefixtures("redis_installed")]
 
 
 async def run(case: Case, rig: Rig, load: Load, seconds: float) -> str:

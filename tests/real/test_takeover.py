@@ -21,7 +21,7 @@ import uvloop
 
 from tests.integration.support import ask, command, engine, events_of, get, metric, metrics_of
 from tests.loopback import free_ports
-from tests.real.redis_server import ensure_redis, redis_server
+from tests.real.redis_server import redis_server
 from thunderagent.errors import FencedError, StoreError
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from tests.integration.support import Answer, CommandProcess
     from tests.real.redis_server import RedisServer
+
+pytestmark = pytest.mark.usefixtures("redis_installed")
 
 CLIENTS_COUNT = 12
 LOCK_S = 8.0
@@ -196,12 +198,6 @@ async def cell(
                     finally:
                         running.stop.set()
                 await running.check()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def redis(require_real: Callable[[str], NoReturn]) -> None:
-    """Install it before the first test, whose time is limited."""
-    ensure_redis(require_real)
 
 
 @pytest.fixture

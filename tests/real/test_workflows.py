@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.real.redis_server import ensure_redis, redis_server
+from tests.real.redis_server import redis_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,13 +82,8 @@ print("all of it")
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def redis(require_real: Callable[[str], NoReturn]) -> None:
-    """Install it before the first test, whose time is limited."""
-    ensure_redis(require_real)
-
-
 @pytest.mark.real
+@pytest.mark.usefixtures("redis_installed")
 def test_state_on_a_real_redis(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """A session continues in another deployment; calls continue without the server."""
     with redis_server(require_real, tmp_path) as server:
