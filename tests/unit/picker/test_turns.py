@@ -127,7 +127,15 @@ async def leases_and_answers(*sent: Any) -> tuple[int, list[Any]]:
 
 
 METHODS = ("GET", "HEAD", "OPTIONS", "DELETE", "POST", "PUT", "PATCH", "QUERY", "TRACE", "CONNECT", "")
-WAYS = (*TURN_DIALECTS, "/V1/chat//completions", "/v1/models", "/tokenize", "/inference/v1/unknown", "/pause", "/version")
+WAYS = (
+    *TURN_DIALECTS,
+    "/V1/chat//completions",
+    "/v1/models",
+    "/tokenize",
+    "/inference/v1/unknown",
+    "/pause",
+    "/version",
+)
 
 
 @pytest.mark.parametrize("path", WAYS)

@@ -61,6 +61,12 @@ METRICS = frozenset({"/metrics", SCHEDULER_METRICS_PATH})
 OF_OWN_TENANT = frozenset({"/programs", "/programs/{program_id:.+}"})
 """GET routes on which a data key with a tenant sees its own programs, and an admin key all."""
 
+SHOWN = METRICS | {
+    *("/summary", "/replicas", "/queue", "/history", "/events"),
+    *("/programs", "/programs/{}", "/programs/{}/sandboxes"),
+}
+"""GET routes that an operator's login opens: what the dashboard shows, and metrics. Anything else takes a key."""
+
 ROUTES: tuple[tuple[Access, str, str], ...] = (
     # Access, methods, path: {} is a part of the path that may hold anything, ** is whatever follows.
     (OPEN, "GET", "/health"),
@@ -214,6 +220,11 @@ def access_of_route(method: str, route_path: str) -> Access | None:
     """Return what our route with this registered path needs; None if it has no row."""
     row = _row_of(method, route_path)
     return ADMIN if row is None and _is_controls(route_path) else row
+
+
+def is_shown(method: str, route_path: str) -> bool:
+    """Return whether an operator's login opens our route with this registered path."""
+    return method == "GET" and _NAMED_PART.sub("{}", route_path) in SHOWN
 
 
 def is_engines(method: str, route_path: str) -> bool:
