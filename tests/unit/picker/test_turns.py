@@ -117,9 +117,9 @@ async def leases_and_answers(*sent: Any) -> tuple[int, list[Any]]:
     asked: list[Any] = []
     lease = runtime.lease
 
-    def counted(ask: Any, while_held: Any = nullcontext()) -> Any:
+    def counted(ask: Any, while_held: Any = None) -> Any:
         asked.append(ask)
-        return lease(ask, while_held)
+        return lease(ask, while_held or nullcontext())
 
     runtime.lease = counted  # type: ignore[method-assign]
     await serve(runtime, envoy)
