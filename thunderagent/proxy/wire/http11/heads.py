@@ -17,8 +17,9 @@ Headers are text here and bytes on the wire: UTF-8; invalid bytes come out as th
 
 Clients and engines send the same head again and again, except for the number in Content-Length. So a repeated head is
 not read again: it is found by all of its bytes but that number, together with what other parts derived from it. Equal
-bytes are read in one way, so this is no second reading, if the number is the length: which it is if it stands alone in
-a line that begins with `Content-Length: `, and the parser found it to be the length of a head with the same other bytes.
+bytes are read in one way, so this is no second reading, if the number is nothing but the length. It is: it stands alone
+in a line that begins with `Content-Length: `, and the parser, which accepts one such header, read it as the length in a
+head with the same other bytes.
 """
 
 # compiled: each turn passes here, on both sides
