@@ -162,7 +162,7 @@ class KeyProgramsLimitError(RequestError):
 
 
 class KeysNotChangedError(RequestError):
-    """The file of keys cannot be read or written."""
+    """The file of keys cannot be read or written, so no key was made."""
 
     status = 409
     code = "keys_not_changed"

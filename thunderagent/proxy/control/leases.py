@@ -34,7 +34,7 @@ from thunderagent.errors import ReplicaRemovedError
 from thunderagent.leases import LeaseSource, TurnAsk
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import ModelName, Name, Report, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurn, HeldTurns
 from thunderagent.proxy.gate.keys import Key, caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -59,11 +59,11 @@ class LeaseRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
     program_id: str | None = None
-    branch_id: str = Field("", max_length=256)
-    group_id: str = Field("", max_length=256)
-    parent_id: str = Field("", max_length=256)
-    tenant: str = Field("", max_length=256)
-    model: str = Field("", max_length=512)
+    branch_id: Name = ""
+    group_id: Name = ""
+    parent_id: Name = ""
+    tenant: Name = ""
+    model: ModelName = ""
     prompt_tokens: Tokens = 0
     patience_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
@@ -85,7 +85,7 @@ class LeaseEnd(BaseModel):
     prompt_tokens: Tokens | None = None
     output_tokens: Tokens | None = None
     cached_tokens: Tokens | None = None
-    tool: str = Field("", max_length=256)
+    tool: Name = ""
 
 
 class LeaseReport(Report):

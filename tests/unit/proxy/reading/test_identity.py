@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec import Raw
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError
-from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8, model_named
+from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8, model_named, read_fields
 from thunderagent.proxy.reading.header_words import FINAL_HEADERS, PROGRAM_HEADERS, check_program_id
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 
@@ -198,13 +199,23 @@ def test_a_body_that_is_no_object_is_the_engines_to_judge(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", None, True, False, 1.5, [], {}, "x" * 257, "é" * 129, "a\nb", "a\x00", "\x7f", "\x85"]
+    "value",
+    ["", None, True, False, 1.5, [], {}, "x" * 257, "é" * 129, "a\nb", "a\x00", "\x7f", "\x85", "\u2028", "\u2029"],
 )
 def test_an_id_that_is_none_is_refused(value: object) -> None:
     """It is empty, no text, over 256 bytes, or has control characters: 400."""
     with pytest.raises(InvalidProgramIdError) as refused:
         check_program_id(value)
     assert (refused.value.status, refused.value.code) == (400, "invalid_program_id")
+
+
+@pytest.mark.parametrize("body", [rb'{"model": "a\u2028b"}', rb'{"model": "a\u009bb"}', rb'{"model": "a\nb"}'])
+def test_a_models_name_is_checked_as_others_are(body: bytes) -> None:
+    fields = read_fields(body)
+    assert fields is not None
+    for model, form in ((fields.model, b""), (Raw(), b'--x\r\nname="model"\r\n\r\na\xc2\x9bb\r\n')):
+        with pytest.raises(InvalidProgramIdError, match="model"):
+            model_named(model, form)
 
 
 def test_bytes_of_a_header_that_are_no_text_are_refused() -> None:
