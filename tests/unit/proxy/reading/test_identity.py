@@ -8,7 +8,7 @@ import pytest
 from msgspec import Raw
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.errors import InvalidProgramIdError
+from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8, model_named, read_fields
 from thunderagent.proxy.reading.header_words import FINAL_HEADERS, PROGRAM_HEADERS, check_program_id
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
@@ -436,10 +436,12 @@ LARGE_FILLING = b'"x":"' + b"x" * SLOWLY_READ_BYTES + b'"'
         ('{"a":1,"priority":-9}'.encode("utf-32"), b'{"a":1}'),
         (b'{"a":{"priority":-9},"b":"priority"}', b'{"a":{"priority":-9},"b":"priority"}'),
         (b'["priority"', b'["priority"'),
-        (b'{"priority"', b'{"priority"'),
+        (b'{"a":[1', b'{"a":[1'),
+        (b"", b""),
+        (b'--x\r\n{"priority":1}', b'--x\r\n{"priority":1}'),
         (b"\xff\xfe{", b"\xff\xfe{"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: bytes, forwarded: bytes) -> None:
     """This is for turns and side calls, even if only an engine's parser can read them; without the rule all stays."""
@@ -449,6 +451,45 @@ def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: by
     assert identify_side_call(None, headers, body).body == body
     turn = identify(None, headers, in_utf8(body), rules)
     assert (turn.body if turn is not None else forwarded) == forwarded
+
+
+HALF_PAIR = rb'"a":"\ud800",'
+"""What msgspec refuses and engines read."""
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{'priority':-9}",
+        b"{'a\"':1,'priority':-9,\"b\":2}",
+        b"""{"x":'"',"priority":-9,"y":'"'}""",
+        b"{priority:-9}",
+        rb"{prior\u0069ty:-9}",
+        rb'{"prior\x69ty":-9}',
+        rb'{"\priority":-9}',
+        b"{`priority`:-9}",
+        b"{\xe2\x80\x9cpriority\xe2\x80\x9d:-9}",
+        b'{/*"*/"priority":-9/*"*/}',
+        b'// {\n{"priority":-9',
+        b'#\n{"priority":-9',
+        b'\xef\xbb\xbf{"priority":-9',
+        b'{"priority":-9',
+        b'{"priority"',
+        b'{"a":"',
+        b'{"priority":-9,"b":"\xff"',
+        "{'priority':-9}".encode("utf-16"),
+    ],
+    ids=range(18),
+)
+def test_a_body_in_which_nobody_finds_the_priority_is_refused(body: bytes, *, is_large: bool) -> None:
+    """An engine's parser may accept it; without the rule it is the engine's to judge."""
+    if is_large and body.startswith(b"{"):
+        body = b"{" + HALF_PAIR + LARGE_FILLING + b"," + body[1:]
+    headers, rules = CIMultiDictProxy(CIMultiDict()), IdentityRules(drops_priority=True)
+    with pytest.raises(RequestError, match="priority"):
+        identify_side_call(None, headers, body, rules)
+    assert identify_side_call(None, headers, body).body == body
 
 
 # --- Side calls
