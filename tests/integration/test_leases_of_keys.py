@@ -90,7 +90,7 @@ async def test_anonymous_leases_of_one_key_leave_memory_for_others(replica: Fake
         answers = [await post(proxy.url, "/leases", wanted, RED) for _ in range(4)]
         assert [each.status for each in answers] == [200, 200, 429, 429]
         assert answers[2].error["code"] == "key_held_limit"
-        assert "40,000 tokens" in answers[2].error["message"]
+        assert "40,000 tokens without room" in answers[2].error["message"]
         small = await post(proxy.url, "/leases", {"prompt_tokens": 10_000}, RED)
         assert small.status == 200
         named = await post(proxy.url, "/leases", {"program_id": "p", "prompt_tokens": 100}, RED)

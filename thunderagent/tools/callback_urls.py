@@ -33,7 +33,7 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 _COMPATIBLE = IPv6Network("::/96")
 """The same, long deprecated (RFC 4291, 2.5.5.1)."""
 
-_CLIMBS = re.compile(r"(?i)(?:^|/)(?:\.|%2e){1,2}(?:/|$)|%2f|%5c|\\")
+_CLIMBS = re.compile(r"(?i)(?:^|/)(?:\.|%2e){1,2}(?:[;/]|%3b|$)|%2f|%5c|\\")
 """A path that a service may read as another one."""
 
 

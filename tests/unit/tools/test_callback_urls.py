@@ -48,6 +48,8 @@ def test_what_a_client_may_name(url: str) -> None:
         "https://sandboxes.example/v1/../admin",
         "https://sandboxes.example/v1/%2e%2e/admin",
         "https://sandboxes.example/v1/.%2E/admin",
+        "https://sandboxes.example/v1/..;/admin",
+        "https://sandboxes.example/v1/..%3Ba/admin",
         "https://sandboxes.example/v1/..%2fadmin",
         "https://sandboxes.example/v1/..\\admin",
         "https://sandboxes.example/v1/%5c../admin",

@@ -317,7 +317,7 @@ class Leases:
         """Count what a lease claims. Raises `KeyHeldLimitError` if its key may not claim so much."""
         room_tokens = self._room_tokens(claim.key_name)
         if room_tokens is not None and tokens > room_tokens:
-            raise self._waiting.key_leased_error(self._unplaced_by_key[claim.key_name])
+            raise self._waiting.key_leased_error(self._unplaced_by_key[claim.key_name], tokens)
         claim.grow(tokens)
 
     def _believed_progress(self, held: _Held, output_tokens: int) -> int:

@@ -171,10 +171,13 @@ class HeldTurns:
         counts[name] += 1
         return name
 
-    def key_leased_error(self, leased_tokens: int) -> KeyHeldLimitError:
+    def key_leased_error(self, leased_tokens: int, wanted_tokens: int) -> KeyHeldLimitError:
         """Count and return the refusal of a lease beyond its key's part of the replicas' memory."""
-        why = f"leases of this key claim {leased_tokens:,} tokens beside what the scheduler found room for"
-        return self._owner_error("key_leased_tokens", why)
+        self._refused.labels("key_leased_tokens").inc()
+        return KeyHeldLimitError(
+            f"leases of this key claim {leased_tokens:,} tokens without room, and {wanted_tokens:,} more are over its "
+            f"limit; a lease for a program waits for room instead"
+        )
 
     @property
     def key_leased_ratio(self) -> float:
