@@ -228,7 +228,7 @@ async def test_a_call_that_waited_goes_to_the_replicas_that_are_there_then() -> 
 
 async def test_a_replica_that_is_removed_while_a_call_to_it_is_read_says_so() -> None:
     runtime = Runtime(Scheduler(Passthrough()))
-    settings = EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0)
+    settings = EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0, lease_total_s=1.0)
     control = EngineControl(runtime, cast("ReplicaClient", None), Replicas(runtime, []), settings)
     request = make_mocked_request("POST", "/flush_cache")
     with pytest.raises(ReplicaRemovedError, match="replica gone:1 was removed"):

@@ -150,6 +150,17 @@ async def test_a_lease_that_waits_counts_as_held_and_leaves_nothing(replica: Fak
         await proxy.nothing_left()
 
 
+async def test_progress_prolongs_a_lease_no_longer_than_an_answer_may_take(replica: FakeReplica) -> None:
+    async with running_proxy(replica.url, total_timeout_s=0.3, lease_limit_s=0.2) as proxy:
+        lease_id = (await post(proxy.url, "/leases", {"program_id": "p"})).json()["lease_id"]
+        async with asyncio.timeout(DEADLINE_S):
+            while (await post(proxy.url, f"/leases/{lease_id}/progress", {"output_tokens": 1})).json()["held"]:
+                await asyncio.sleep(0.01)
+        assert proxy.runtime.leases_count == 0
+        await post(proxy.url, "/programs/release", {"all": True})
+        await proxy.nothing_left()
+
+
 async def test_programs_of_leases_count(replica: FakeReplica, keys_file: Path) -> None:
     """Also one that was released while its lease goes on: what it holds is there."""
     few = made(keys_file, "few", programs_count=2)

@@ -31,7 +31,7 @@ class Sandboxes(Slice):
     )
     sandbox_callback_urls: Listed = Field(
         (),
-        description="beginnings of the URLs that clients may give with sandbox_specs, as https://sandboxes.example/v1, "
+        description="beginnings of the URLs that clients may give with sandbox_specs, as http://10.0.0.2:9000/v1, "
         "separated by commas; by default only those of the templates in the file",
     )
     sandbox_callback_networks: Listed = Field(

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from math import inf
 from secrets import token_hex
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -145,6 +146,8 @@ class _Held:
     lease: OpenLease
     prompt_tokens: int
     watchdog: asyncio.TimerHandle
+    ends_s: float
+    """When it is over in any case, by the loop's clock."""
     counted: ExitStack
     """What counts it until its end."""
     owner: str | None
@@ -166,9 +169,11 @@ class Leases:
         held: HeldTurns,
         *,
         limit_s: float,
+        total_s: float = inf,
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take `leases`; one without news for `limit_s` is ended. `aliases` are of models."""
+        """Take `leases`; one without news for `limit_s` is ended, and any after `total_s`. `aliases` are of models."""
+        self._total_s = total_s
         self._aliases = aliases
         self._leases = leases
         self._replicas = replicas
@@ -219,8 +224,9 @@ class Leases:
             except ReplicaRemovedError:  # after the grant; nobody could end this lease
                 lease.failed()
                 raise
-            lease_id = token_hex(16)
-            held = _Held(lease, prompt_tokens, self._watch(lease_id), counted.pop_all(), _owner(key), claim)
+            lease_id, ends_s = token_hex(16), asyncio.get_running_loop().time() + self._total_s
+            watchdog = self._watch(lease_id, ends_s)
+            held = _Held(lease, prompt_tokens, watchdog, ends_s, counted.pop_all(), _owner(key), claim)
         self._held[lease_id] = held
         if claim is not None:
             lease.unverified()
@@ -264,7 +270,7 @@ class Leases:
         held = self._of_caller(lease_id)
         if held is not None:
             held.watchdog.cancel()
-            held.watchdog = self._watch(lease_id)
+            held.watchdog = self._watch(lease_id, held.ends_s)
             if not held.started:
                 held.started = True
                 held.lease.started()
@@ -337,8 +343,9 @@ class Leases:
         for lease_id in list(self._held):
             self._give_back(lease_id)
 
-    def _watch(self, lease_id: str) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._limit_s, self._over_limit, lease_id)
+    def _watch(self, lease_id: str, ends_s: float) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_at(min(ends_s, loop.time() + self._limit_s), self._over_limit, lease_id)
 
     def _over_limit(self, lease_id: str) -> None:
         log.warning("lease_over_limit", lease_id=lease_id, limit_s=self._limit_s)
