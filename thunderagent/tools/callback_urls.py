@@ -54,12 +54,12 @@ class CallbackUrls:
         OSError; by default it asks the system. Raises `ConfigurationError`.
         """
         self._resolve = resolve or _addresses_by_system
-        try:
-            self._pairs = frozenset((str(url_of(prepare)), str(url_of(reclaim))) for prepare, reclaim in operators)
-            self._operators = frozenset(each for pair in self._pairs for each in pair)
-            self._listed = tuple(url_of(each) for each in listed)
-        except SandboxRefusedError as error:
-            raise ConfigurationError(f"sandbox_callback_urls: {error.message}") from error
+        self._pairs = frozenset(
+            (str(_configured("sandbox_templates", prepare)), str(_configured("sandbox_templates", reclaim)))
+            for prepare, reclaim in operators
+        )
+        self._operators = frozenset(each for pair in self._pairs for each in pair)
+        self._listed = tuple(_configured("sandbox_callback_urls", each) for each in listed)
         if wrong := next((each for each in self._listed if each.query), None):
             raise ConfigurationError(f"sandbox_callback_urls: {wrong.host}: a listed URL has no query")
         try:
@@ -143,6 +143,13 @@ def url_of(text: str) -> httpx2.URL:
     if not is_usable or url.userinfo or url.fragment:
         raise SandboxRefusedError("a callback URL must be http or https, with a host, and without a user or fragment")
     return url
+
+
+def _configured(option: str, text: str) -> httpx2.URL:
+    try:
+        return url_of(text)
+    except SandboxRefusedError as error:
+        raise ConfigurationError(f"{option}: {error.message}") from error
 
 
 def host_of(url: httpx2.URL) -> str:

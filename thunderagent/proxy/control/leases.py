@@ -6,8 +6,8 @@ too long is ended, because its caller is gone.
 
 A lease counts for every limit that a turn of its key has, from its request to its end; its prompt counts as a body.
 Only its own tenant, or an admin key, may report on it or end it; to others it is unknown, whatever else they may touch.
-What the scheduler finds room for, it shares fairly among tenants. But a lease without a program runs even without room,
-and nobody sees what a caller says of its progress. So these together may claim only a part of the replicas' memory for
+A lease for a program waits for room as a turn does. But one without a program runs even without room, and nobody sees
+whether what a caller says of its progress is true. So these together may claim only a part of the replicas' memory for
 each data key.
 
 Only the caller saw how such a turn went. So a data key's report teaches only its own program, and only sizes. The

@@ -231,7 +231,8 @@ def _without_priority_unread(body: bytes) -> bytes:
         plain = body.decode(json.detect_encoding(body)).encode("utf-8", "surrogatepass")
     except ValueError:
         plain = body
-    if plain.lstrip(_BEFORE_OBJECTS)[:1] not in _BEGIN_OBJECTS or not plain.strip():
+    first = plain.lstrip(_BEFORE_OBJECTS)[:1]
+    if not first or first not in _BEGIN_OBJECTS:
         return body
     try:
         if is_spelt_as_json(plain):
@@ -242,7 +243,7 @@ def _without_priority_unread(body: bytes) -> bytes:
 
 
 _BEFORE_OBJECTS: Final = b" \t\r\n\x0b\x0c\xef\xbb\xbf"
-_BEGIN_OBJECTS: Final = (b"{", b"/", b"#")
+_BEGIN_OBJECTS: Final = b"{/#"
 """What an object begins with, or a comment before it, which some parsers accept."""
 
 
