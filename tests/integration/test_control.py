@@ -228,7 +228,7 @@ async def test_a_call_that_waited_goes_to_the_replicas_that_are_there_then() -> 
 
 async def test_a_replica_that_is_removed_while_a_call_to_it_is_read_says_so() -> None:
     runtime = Runtime(Scheduler(Passthrough()))
-    settings = EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0)
+    settings = EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0, lease_total_s=1.0)
     control = EngineControl(runtime, cast("ReplicaClient", None), Replicas(runtime, []), settings)
     request = make_mocked_request("POST", "/flush_cache")
     with pytest.raises(ReplicaRemovedError, match="replica gone:1 was removed"):
@@ -974,6 +974,25 @@ async def test_a_lease_takes_what_the_headers_of_a_turn_say() -> None:
             await post(proxy.url, f"/leases/{lease['lease_id']}/end")
         for rubbish in ({"patience_s": 0}, {"patience_s": "long"}, {"patience_s": 1e999}, {"tenant": "x" * 257}):
             assert (await post(proxy.url, "/leases", rubbish)).status == 400, rubbish
+
+
+@pytest.mark.parametrize("said", ["a\nb", "a\x00", "\x1b[2J", "a\x7f", "a\x9bb", "a\u2028b", "a\u2029"])
+async def test_a_name_is_checked_wherever_it_comes_from(said: str) -> None:
+    """A body may not say what a header may not; nothing is opened."""
+    async with replicas_behind(1) as (proxy, _):
+        for path, name in (
+            *(("/leases", each) for each in ("program_id", "branch_id", "group_id", "parent_id", "tenant", "model")),
+            *(("/programs", each) for each in ("program_id", "group_id", "parent_id", "tenant", "program_class")),
+            ("/programs/p/tools/start", "tool"),
+            ("/programs/p/hints", "branch"),
+        ):
+            body = {"program_id": "p", "keep": "drop", name: said}
+            answer = await post(proxy.url, path, body)
+            assert (answer.status, answer.error["code"]) == (400, "invalid_program_id"), (path, name)
+        answer = await post(proxy.url, "/v1/chat/completions", {**turn(), "program_id": said})
+        assert answer.status == 400
+        assert not proxy.runtime.programs
+        await proxy.nothing_left()
 
 
 async def test_a_lease_whose_caller_is_gone_comes_back() -> None:

@@ -54,7 +54,9 @@ class Timeouts(Slice):
         3600.0, gt=0, description="a replica that sends no byte of an answer for longer has failed, in seconds"
     )
     total_timeout_s: float | None = Field(
-        None, gt=0, description="longest time for a whole answer, in seconds; by default no limit"
+        None,
+        gt=0,
+        description="longest time for a whole answer, and for a lease of the API, in seconds; by default no limit",
     )
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"

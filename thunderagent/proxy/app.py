@@ -152,7 +152,15 @@ def build_app(
     guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     engine_control = EngineControl(runtime, client, replicas, engine_control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=engine_control_settings.weight_sync_limit_s)
-    leases = Leases(runtime, replicas, tenancy, held, limit_s=engine_control_settings.lease_limit_s, aliases=aliases)
+    leases = Leases(
+        runtime,
+        replicas,
+        tenancy,
+        held,
+        limit_s=engine_control_settings.lease_limit_s,
+        total_s=engine_control_settings.lease_total_s,
+        aliases=aliases,
+    )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     app[GUARD], app[HELD] = guard, held

@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 import structlog
@@ -224,6 +225,7 @@ async def proxy(
                 timeout_s=config.engine_control_timeout_s,
                 weight_sync_limit_s=config.weight_sync_limit_s,
                 lease_limit_s=config.lease_limit_s,
+                lease_total_s=config.total_timeout_s or inf,
             ),
             admin_port=admin_port,
             provisioner=provisioning,

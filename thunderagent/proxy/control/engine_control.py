@@ -108,6 +108,8 @@ class EngineControlSettings:
     """For a weight sync that its trainer does not end."""
     lease_limit_s: float
     """For a lease whose caller sends no news."""
+    lease_total_s: float
+    """For a lease whose caller does; infinite if answers have no limit."""
 
 
 class EngineControl:

@@ -15,6 +15,7 @@ from msgspec import Raw
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
+from thunderagent.proxy.reading.header_words import check_model
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, may_hold_media, media_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 
@@ -154,19 +155,22 @@ FORM_ENDS_BYTES: Final = 64 * 1024
 
 
 def model_named(model: Raw, body: bytes) -> str:
-    """Return the model that a request names, by that field of its body, or by its form; empty if none."""
+    """Return the model that a request names, by that field of its body, or by its form; empty if none.
+
+    Raises `InvalidProgramIdError` if it has control characters.
+    """
     if model:
         try:
             name = msgspec.json.decode(model)
         except (ValueError, RecursionError):  # as the engine will say
             return ""
-        return name[: MAX_MODEL_CHARS + 1] if isinstance(name, str) else ""
+        return check_model(name[: MAX_MODEL_CHARS + 1]) if isinstance(name, str) else ""
     if body[:2] == b"--":
         for part in (body[:FORM_ENDS_BYTES], body[-FORM_ENDS_BYTES:]):
             at = part.find(_FORM_MODEL)
             value = _FORM_VALUE.match(part, at + len(_FORM_MODEL)) if at >= 0 else None
             if value is not None:
-                return value[1].decode("utf-8", "replace")
+                return check_model(value[1].decode("utf-8", "replace"))
     return ""
 
 

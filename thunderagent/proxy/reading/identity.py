@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, Raw
 from multidict import CIMultiDictProxy
 
-from thunderagent.errors import InvalidProgramIdError
+from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.body_fields import (
@@ -42,7 +42,13 @@ from thunderagent.proxy.reading.header_words import (
     program_in,
     words_in,
 )
-from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage, set_value
+from thunderagent.proxy.reading.json_splice import (
+    has_member,
+    is_spelt_as_json,
+    remove_member,
+    set_include_usage,
+    set_value,
+)
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
 from thunderagent.proxy.reading.outline import MIN_BODY_BYTES, Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
@@ -217,14 +223,28 @@ def identify_side_call(
 
 
 def _without_priority_unread(body: bytes) -> bytes:
-    """Return an unread body without its `priority`: an engine's parser may accept more than ours."""
+    """Return an unread body without its `priority`: an engine's parser may accept more than ours.
+
+    Raises `RequestError` for an object in which nobody can say where its keys are: other quotes, no end, no text.
+    """
     try:
         plain = body.decode(json.detect_encoding(body)).encode("utf-8", "surrogatepass")
-        if plain[:64].lstrip()[:1] == b"{" and has_member(plain, "priority"):
-            return remove_member(plain, ("priority",))
-    except ValueError:  # no JSON for anybody
+    except ValueError:
+        plain = body
+    first = plain.lstrip(_BEFORE_OBJECTS)[:1]
+    if not first or first not in _BEGIN_OBJECTS:
+        return body
+    try:
+        if is_spelt_as_json(plain):
+            return remove_member(plain, ("priority",)) if has_member(plain, "priority") else body
+    except ValueError:  # it has no end
         pass
-    return body
+    raise RequestError("the body cannot be read as JSON, so nobody can say which priority it asks for")
+
+
+_BEFORE_OBJECTS: Final = b" \t\r\n\x0b\x0c\xef\xbb\xbf"
+_BEGIN_OBJECTS: Final = b"{/#"
+"""What an object begins with, or a comment before it, which some parsers accept."""
 
 
 def _without_ours(text: bytes, fields: BodyFields, rules: IdentityRules) -> bytes:

@@ -161,10 +161,10 @@ class Turns:
         attempt = self._attempt(exchange, record)
         self._budget.turn_came(attempt.since_s)
         self._attempts.begin(attempt, attempt.since_s)
-        running = None
+        running, run = None, self._run if tenancy is None else self._run_named
         try:
             running = self._held.runs(record.held_bytes)
-            await self._run(exchange, record, attempt)
+            await run(exchange, record, attempt)
         except TurnAbortedError:
             await self._say_aborted(exchange, record)
         except ThunderAgentError as error:
@@ -222,6 +222,12 @@ class Turns:
         return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
 
     # --- its way -----------------------------------------------------------------------------------------------------
+
+    async def _run_named(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
+        """Run a turn, and count the program that it names meanwhile, which may not live: a websocket opens none."""
+        assert record.tenancy is not None
+        with record.tenancy.naming(record.turn.program_id or record.turn.told_id):
+            await self._run(exchange, record, attempt)
 
     async def _run(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
