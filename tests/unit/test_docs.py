@@ -89,6 +89,8 @@ ENDPOINTS = {
     *("sleep", "wake_up", "release_kv_cache_memory", "release_memory_occupation", "resume_memory_occupation"),
     *("start_weight_update", "start_draft_weight_update", "finish_weight_update", "finalize_weight_update"),
     *("update_weights", "update_weights_from_disk", "update_weight_version", "collective_rpc", "weight_info"),
+    *("begin_weight_update", "end_weight_update", "pd_role_switch", "load_lora_adapter_from_tensors", "ready"),
+    *("add_external_corpus", "remove_external_corpus", "register_transfer_engine_info", "kv_event_sources"),
     "invocations",
     *("destroy_weights_update_group", "shutdown_weight_transfer_engine", "abort_request", "abort_requests"),
     *("load_lora_adapter", "unload_lora_adapter", "init_weights_update_group", "init_weight_transfer_engine"),

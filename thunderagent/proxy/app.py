@@ -167,7 +167,7 @@ def build_app(
         app.on_response_prepare.append(_say_simulated)
     sandbox_handlers = SandboxHandlers(sandboxes, tenancy)
     app.on_shutdown.extend((live.close, sandbox_handlers.close, _closing(websockets)))
-    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(weight_sync, leases)))
+    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(engine_control, weight_sync, leases)))
     routes = [
         *engine_control.routes(),
         *Facade(runtime, replicas, engine_control, turns.handle_on, side_calls.forward_to).routes(),
@@ -213,7 +213,7 @@ def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]
     return close
 
 
-def _closing(*owners: WeightSync | Leases | Websockets) -> Callable[[web.Application], Awaitable[None]]:
+def _closing(*owners: EngineControl | WeightSync | Leases | Websockets) -> Callable[[web.Application], Awaitable[None]]:
     """Return a hook that ends, when the application ends, what would otherwise go on."""
 
     async def close(_: web.Application) -> None:

@@ -47,7 +47,7 @@ IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 PURE_CALLS = frozenset(
     {
         *("tokenize", "detokenize", "count_tokens", "render", "derender"),
-        *("embeddings", "embed", "rerank", "score", "classify", "pooling"),
+        *("embeddings", "embed", "rerank", "score", "classify", "pooling", "decisions", "systemone"),
     }
 )
 """Last parts of paths on which a POST only reads."""
