@@ -18,7 +18,7 @@ from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.admin.cell import CellReport
-from thunderagent.proxy.app import HISTORY, LOOP_LAG, build_app
+from thunderagent.proxy.app import HISTORY, LOOP_LAG, OPEN_FILES, build_app
 from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
@@ -238,6 +238,7 @@ async def proxy(
             discovery.run,
             app[HISTORY].run,
             app[LOOP_LAG].run,
+            app[OPEN_FILES].run,
             partial(replicas.run, client),
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
             provisioning.run,
