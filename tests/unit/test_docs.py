@@ -91,6 +91,7 @@ ENDPOINTS = {
     *("update_weights", "update_weights_from_disk", "update_weight_version", "collective_rpc", "weight_info"),
     *("begin_weight_update", "end_weight_update", "pd_role_switch", "load_lora_adapter_from_tensors", "ready"),
     *("add_external_corpus", "remove_external_corpus", "register_transfer_engine_info", "kv_event_sources"),
+    *("cohere", "generative_scoring"),
     "invocations",
     *("destroy_weights_update_group", "shutdown_weight_transfer_engine", "abort_request", "abort_requests"),
     *("load_lora_adapter", "unload_lora_adapter", "init_weights_update_group", "init_weight_transfer_engine"),

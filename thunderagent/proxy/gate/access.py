@@ -121,6 +121,11 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ENGINE, "*", "/v1/classify"),
     (ENGINE, "*", "/v1/decisions"),
     (ENGINE, "*", "/v1/systemone"),
+    (ENGINE, "*", "/generative_scoring"),
+    (ENGINE, "*", "/cohere/v2/chat**"),
+    (ENGINE, "*", "/parse_function_call"),
+    (ENGINE, "*", "/separate_reasoning"),
+    (ENGINE, "*", "/tokenizer_info"),
     (ENGINE, "*", "/v1/score"),
     (ENGINE, "*", "/v1/rerank"),
     (ENGINE, "*", "/v2/rerank"),
@@ -156,6 +161,7 @@ _KEEP_NOTHING = (
     *("/v1/chat/completions/render", "/v1/completions/render"),
     *("/v1/chat/completions/derender", "/v1/completions/derender"),
     *("/v1/embeddings", "/v2/embed", "/encode", "/pooling", "/classify", "/v1/classify"),
+    *("/generative_scoring", "/parse_function_call", "/separate_reasoning", "/cohere/v2/chat/render"),
     *("/v1/decisions", "/v1/systemone", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     *("/model_info", "/get_model_info", "/api/show", "/version", "/ping", "/v1/files**"),
 )
@@ -237,7 +243,8 @@ def _row_of(method: str, route_path: str) -> Access | None:
     for access, methods, pattern in ROUTES:
         if methods != "*" and method not in methods.split():
             continue
-        if path == pattern or (pattern.endswith("**") and path.startswith(pattern.removesuffix("**"))):
+        begin = pattern.removesuffix("**")
+        if path == begin or (begin != pattern and path.startswith(begin.rstrip("/") + "/")):
             return access
     return None
 
