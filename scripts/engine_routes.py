@@ -41,8 +41,6 @@ NOT_THE_API = (
     "sglang/srt/distributed/gated_launch.py",
     "sglang/srt/utils/common.py",
     "sglang/multimodal_gen/",
-    "sglang/benchmark/",
-    "sglang/test/",
     "sglang/cli/",
     "vllm/entrypoints/cli/preload.py",
     "vllm/entrypoints/launchers/",
@@ -50,7 +48,10 @@ NOT_THE_API = (
     "vllm/distributed/",
     "vllm/third_party/",
 )
-"""Sources of these packages that serve something else, or pages for people."""
+"""Sources of these packages whose routes are of something else, or pages for people."""
+
+TESTS = ("sglang/benchmark/", "sglang/test/")
+"""Sources that are not the engine's at all."""
 
 OPERATIONS = ("/", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect", "/health_generate", "/static")
 """Pages about the engine itself; the proxy has its own, or lets the operator decide."""
@@ -74,6 +75,7 @@ READ_METRICS: dict[str, tuple[str, ...]] = {
         vllm.CACHE_HITS[0],
         *vllm.TIER_QUERIES,
         *vllm.TIER_HITS,
+        vllm.TIER_CONFIG,
     ),
     "sglang": (
         sglang.CAPACITY,
@@ -84,6 +86,7 @@ READ_METRICS: dict[str, tuple[str, ...]] = {
         sglang.RETRACTIONS,
         sglang.PROMPT_TOKENS,
         sglang.CACHED_TOKENS,
+        sglang.TIER_TOKENS,
     ),
 }
 """What the poller reads of the newest versions, by kind of engine."""
@@ -116,7 +119,7 @@ def read_wheel(wheel: Path) -> tuple[str, Found]:
     found = Found(match["version"])
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name.endswith(".py") and not name.startswith(NOT_THE_API):
+            if name.endswith(".py") and not name.startswith(TESTS):
                 read_source(name, archive.read(name), found)
     return match["name"].replace("_", "-").lower(), found
 
@@ -137,6 +140,8 @@ def read_source(name: str, source: bytes, found: Found) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _METRIC.fullmatch(node.value):
             found.metrics.add(node.value.removesuffix("_total"))
+        if name.startswith(NOT_THE_API):
+            continue
         calls = [each for each in getattr(node, "decorator_list", ()) if isinstance(each, ast.Call)]
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_api_route":
             calls.append(node)
@@ -240,9 +245,11 @@ def complaints(found: dict[str, Found], record: dict[str, Any]) -> Iterator[str]
         yield from _changed(where, "route", now.routes, set(before.get("routes", now.routes)), "the tables know it")
         known, read_in = set(before.get("metrics", now.metrics)), f"read it in backends/{kind}.py if it tells more"
         yield from _changed(where, "metric", now.metrics, known, read_in)
-        for name in READ_METRICS[kind]:
-            if name.removesuffix("_total") not in now.metrics:
-                yield f"{where}: {name} is gone, and backends/{kind}.py reads it: add the new name there, in front"
+    for kind, names in READ_METRICS.items():
+        told = [now.metrics for package, now in found.items() if KINDS[package] == kind]
+        for name in names if told else ():
+            if not any(name.removesuffix("_total") in metrics for metrics in told):
+                yield f"{kind}: {name} is gone, and backends/{kind}.py reads it: add the new name there, in front"
     served = {route.split(" ", 1)[1] for now in found.values() for route in now.routes}
     for path in sorted({*COMMANDS, *REPLICA_COMMANDS} - served - OF_OTHERS.keys()):
         yield (

@@ -94,18 +94,25 @@ def says_paused(status: int) -> bool | None:
 async def ask_state(
     client: ReplicaClient, replica_id: str, url: str, path: str, deadline_s: float
 ) -> tuple[int, dict[str, Any]]:
-    """Return an engine's status and answer; 0 and nothing if it does not answer."""
+    """Return an engine's status and its answer as an object; 0 and nothing if it does not answer."""
+    status, body = await ask_plainly(client, replica_id, url, path, deadline_s)
+    try:
+        state = msgspec.json.decode(body) if status == 200 else {}
+    except UNREADABLE:
+        state = {}
+    return status, state if isinstance(state, dict) else {}
+
+
+async def ask_plainly(
+    client: ReplicaClient, replica_id: str, url: str, path: str, deadline_s: float
+) -> tuple[int, bytes]:
+    """Return an engine's status and answer to a GET; 0 and nothing if it does not answer."""
     try:
         async with asyncio.timeout(deadline_s):
             response = await client.send(replica_id, url, "GET", path, CIMultiDict(), None)
             try:
-                body = await client.read(replica_id, response)
+                return response.status, await client.read(replica_id, response)
             finally:
                 response.close()
     except (ReplicaError, TimeoutError):
-        return 0, {}
-    try:
-        state = msgspec.json.decode(body) if response.status == 200 else {}
-    except UNREADABLE:
-        state = {}
-    return response.status, state if isinstance(state, dict) else {}
+        return 0, b""
