@@ -18,7 +18,6 @@ from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
     MasterDownError,
-    MovedError,
     ReadOnlyError,
     TryAgainError,
 )
@@ -33,8 +32,6 @@ _ELSEWHERE: Final = (
     TryAgainError,
 )
 
-_CLUSTER: Final = "it is a Redis Cluster, which is not supported: give one Redis, or the address of a fail-over of one"
-
 
 async def asked_anew(client: Any, ask: Callable[[], Awaitable[Answer]]) -> Answer:
     """Return the answer to `ask`; if the server is not the one to ask, drop its connections, and ask once more."""
@@ -48,12 +45,15 @@ async def asked_anew(client: Any, ask: Callable[[], Awaitable[Answer]]) -> Answe
 def in_words(error: BaseException) -> str:
     """Return what is wrong with a store, for an operator: the server's own words are for programmers of clients."""
     said = str(error) or type(error).__name__
-    if isinstance(error, MovedError | AskError | TryAgainError):
-        return f"{_CLUSTER} ({said})"
+    if isinstance(error, AskError):  # and MovedError
+        host, port = getattr(error, "node_addr", ("another node", ""))
+        return f"it is a node of a Redis Cluster without these keys: give the one that has them, {host}:{port}"
+    if isinstance(error, TryAgainError):
+        return f"it is a Redis Cluster that moves these keys just now ({said})"
     if isinstance(error, MasterDownError):
         return f"it is a replica that has lost its primary ({said})"
     if isinstance(error, ClusterDownError):
-        return f"{_CLUSTER}; besides, a part of it is down ({said})"
+        return f"it is a Redis Cluster of which a part is down ({said})"
     if isinstance(error, ReadOnlyError):
         return f"it is a read-only replica: after a fail-over its address must lead to the new primary ({said})"
     if isinstance(error, BusyLoadingError):
