@@ -343,15 +343,17 @@ async def test_a_call_that_still_waits_for_another_is_not_told_when_its_caller_l
 class Doubtful:
     """An engine that leaves a call unanswered, and may say what became of it."""
 
-    def __init__(self, said: dict[str, Any] | None, status: str = "200 OK") -> None:
+    def __init__(
+        self, said: dict[str, Any] | None, status: str = "200 OK", breaks_off: tuple[str, ...] = ("/pause", "/sleep")
+    ) -> None:
         self.told: list[str] = []
-        self._said, self._status = said, status
+        self._said, self._status, self._breaks_off = said, status, breaks_off
 
     async def __call__(self, call: Call) -> None:
         self.told.append(call.target)
         if call.method == "GET" and call.target.startswith("/is_"):
             await answers(self._said or {}, status=self._status)(call)
-        elif call.method == "POST" and call.target.startswith(("/pause", "/sleep")):
+        elif call.method == "POST" and call.target.startswith(self._breaks_off):
             call.close()
         else:
             await answers()(call)
@@ -379,6 +381,37 @@ async def test_an_engine_that_left_a_call_unanswered_is_asked(
         else:
             expected = (cause,) if holds else ()
             await until(lambda: state[id_of(replica)].suspended_for == expected)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_an_engine_that_left_a_resume_unanswered_is_asked(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns wait until it says that it goes on; if it says often enough that it does not, until the next resume."""
+    monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/pause?mode=keep")
+        engine = replica.behaviour = Doubtful({"is_paused": not goes_on}, breaks_off=("/resume",))
+        assert (await post(proxy.url, "/resume")).status == 502
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        if not goes_on:
+            await until(lambda: engine.told.count("/is_paused") == 3)
+            await asyncio.sleep(0.1)
+            assert (engine.told.count("/is_paused"), proxy.runtime.held_count) == (3, 1)
+            replica.behaviour = answers()
+            await post(proxy.url, "/resume")
+        assert (await waiting).status == 200
+
+
+async def test_an_engine_is_asked_for_all_that_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sleeps and was paused, too, gets no turn because one of the two is over."""
+    monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/pause?mode=keep")
+        await post(proxy.url, "/sleep")
+        replica.behaviour = Doubtful({"is_paused": False, "is_sleeping": True})
+        proxy.runtime.replica_down(id_of(replica))
+        proxy.runtime.replica_up(id_of(replica), 1000)
+        state = proxy.runtime.replicas.states
+        await until(lambda: state[id_of(replica)].suspended_for == ("sleep",))
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,8 @@ ABORT_AGAIN_AFTER_S = (0.02, 0.05, 0.1, 0.2, 0.4)
 ASK_AGAIN_S = 1.0
 """How often an engine that left a call unanswered is asked what became of it."""
 
-DENIALS_COUNT = 3
-"""An engine that denies it as often will not do it: one that begins late would have begun by then."""
+REPEATS_COUNT = 3
+"""An engine that says as often that it did not do it will not: one that begins late would have begun by then."""
 
 QUESTION_LIMIT_S = 5.0
 """For the answer to such a question."""
@@ -249,7 +249,8 @@ class EngineControl:
         """
         if not engines:
             raise NoReplicaError("there is no replica to tell")
-        asked.kinds = {self._replicas.known[engine[0]].endpoint.backend.kind for engine in engines}
+        known = [self._replicas.known[engine[0]] for engine in engines if engine[0] in self._replicas.known]
+        asked.kinds = {each.endpoint.backend.kind for each in known}
         suspended_ids: Sequence[str | None] = engines[0] if only_one else (None,)
         aborts = command.aborts(asked)
         suspends = command.suspends and (aborts or not command.is_abort)
@@ -351,12 +352,14 @@ class EngineControl:
             self._replicas.known[replica_id].told_count += 1
             if not command.ends:  # otherwise it is stopped as it was, for what the call was to end
                 self._runtime.suspend_grants(UNANSWERED, replica_id)
+            if command.leaves in QUESTIONS:
+                self._left.setdefault(replica_id, set()).add(command.leaves)  # perhaps: it is asked after a silence
         effect = "nothing is granted there until it answers a call, or is started again"
         log.error("control_call_unanswered", replica_id=engine[0], path=target.engine_path, effect=effect)
-        for cause in (command.leaves, *command.ends):
-            if cause in QUESTIONS:
-                doubt = UNANSWERED if command.leaves else cause
-                self._begin(self._find_out(engine, cause, doubt, denials_count=DENIALS_COUNT))
+        causes = [cause for cause in (command.leaves, *command.ends) if cause in QUESTIONS]
+        if causes:
+            doubt = UNANSWERED if command.leaves else causes[0]
+            self._begin(self._find_out(engine, causes, doubt, repeats_count=REPEATS_COUNT))
 
     def _went_down(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         """Stop grants on a replica that was paused and comes up again: only its silence was noticed, or it restarted.
@@ -364,47 +367,54 @@ class EngineControl:
         It is asked then. One that cannot say counts as restarted.
         """
         assert isinstance(event, ReplicaDown)
-        for cause in self._left.pop(event.replica_id, ()):
-            self._begin(self._ask_when_up(event.replica_id, cause))
+        if causes := self._left.pop(event.replica_id, None):
+            self._begin(self._ask_when_up(event.replica_id, sorted(causes)))
 
-    async def _ask_when_up(self, replica_id: str, cause: str) -> None:
+    async def _ask_when_up(self, replica_id: str, causes: Sequence[str]) -> None:
         if replica_id in self._replicas.known:
             self._runtime.suspend_grants(UNANSWERED, replica_id)
-            await self._find_out([replica_id], cause, UNANSWERED, denials_count=1, if_it_cannot_say=False)
+            await self._find_out([replica_id], causes, UNANSWERED, repeats_count=1, if_it_cannot_say=False)
 
     def _forget(self, replica_id: str) -> None:
         self._left.pop(replica_id, None)
 
     async def _find_out(
-        self, engine: Sequence[str], cause: str, doubt: str, *, denials_count: int, if_it_cannot_say: bool | None = None
+        self,
+        engine: Sequence[str],
+        causes: Sequence[str],
+        doubt: str,
+        *,
+        repeats_count: int,
+        if_it_cannot_say: bool | None = None,
     ) -> None:
-        """Ask an engine whether a cause holds there, until it says so, denies it often enough, or the `doubt` is over.
+        """Ask an engine which of the causes hold there, until it has said so, or the `doubt` is over.
 
-        If it has no answer to that, `if_it_cannot_say` is its answer; None leaves it in doubt.
+        What it was told to do last counts at once; the contrary only if it says that `repeats_count` times. If it has
+        no answer, `if_it_cannot_say` is its answer; None leaves it in doubt.
         """
-        runtime, denied_count = self._runtime, 0
-        while denied_count < denials_count:
+        runtime, as_before_count, ends = self._runtime, 0, doubt != UNANSWERED
+        while True:
             await asyncio.sleep(ASK_AGAIN_S)
             state = runtime.replicas.get(engine[0])
             if state is None or doubt not in state.suspended_for:
                 return  # a later call, or a restart, was faster
-            status, holds = await self._holds(engine[0], cause)
-            if holds is None and status:
-                holds = if_it_cannot_say
-                if holds is None:
-                    return
-            if holds:
-                for replica_id in engine:
-                    self._leave(replica_id, cause)
-                    if doubt != cause:
-                        runtime.continue_grants(doubt, replica_id)
-                log.info("engine_said", replica_id=engine[0], cause=cause, holds=True)
+            said = [await self._holds(engine[0], cause) for cause in causes] if state.is_up else [(0, None)]
+            if not all(status for status, _ in said):
+                as_before_count = 0
+                continue
+            holds = [if_it_cannot_say if each is None else each for _, each in said]
+            if None in holds:
                 return
-            denied_count = denied_count + 1 if holds is False else 0
-        log.info("engine_said", replica_id=engine[0], cause=cause, holds=False)
-        for replica_id in engine:
-            self._end(replica_id, cause)
-            runtime.continue_grants(doubt, replica_id)
+            as_before_count += 1
+            if any(holds) is not ends or as_before_count >= repeats_count:
+                break
+        log.info(
+            "engine_said", replica_id=engine[0], holds=[cause for cause, it in zip(causes, holds, strict=True) if it]
+        )
+        for replica_id in filter(self._replicas.known.__contains__, engine):
+            for cause, it_holds in zip(causes, holds, strict=True):
+                (self._leave if it_holds else self._end)(replica_id, cause)
+            runtime.continue_grants(UNANSWERED, replica_id)
 
     async def _holds(self, replica_id: str, cause: str) -> tuple[int, bool | None]:
         """Return the status with which an engine answers whether a cause holds, 0 if it does not, and what it says."""
