@@ -624,6 +624,8 @@ async def test_every_listed_model_can_be_retrieved(prefix: str) -> None:
                 for name in (model["id"], quote(model["id"], safe="")):
                     answer = await get(proxy.url, f"{prefix}/v1/models/{name}")
                     assert (answer.status, answer.json()) == (200, model)
+            for spelling in ("/v1/models//adapter", "/V1/Models/adapter/", "/v1/models\\adapter"):
+                assert (await get(proxy.url, prefix + spelling)).json()["id"] == "adapter"
             answer = await get(proxy.url, f"{prefix}/v1/models/other")
             assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
             head = await exchange(proxy.url, "HEAD", f"{prefix}/v1/models/adapter")

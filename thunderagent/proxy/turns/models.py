@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -21,6 +22,9 @@ from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 
 DEADLINE_S = 5.0
+
+_SEPARATED = re.compile(r"^(?:[/\\]+[^/\\]+){2}[/\\]+")
+"""What is before the name, in each spelling that `Target.words` reads so."""
 
 SHOWN_CHARS = 200
 """At most this much of a wrong name is repeated."""
@@ -64,7 +68,7 @@ class Models:
         found = await self._union(request)
         if isinstance(found, web.Response):
             return found
-        name = unquote(target_of(request).engine_path.split("/", 3)[3]).rstrip("/")
+        name = unquote(_SEPARATED.sub("", target_of(request).engine_path, count=1)).rstrip("/")
         if name not in found:
             raise UnknownModelError(f"the model {name[:SHOWN_CHARS]!r} does not exist")
         return _json(found[name])
