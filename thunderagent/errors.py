@@ -270,7 +270,7 @@ class ProgramHopelessError(ThunderAgentError):
 
 
 class TurnAbortedError(ThunderAgentError):
-    """A trainer aborted all requests while this turn was held; the turn was never forwarded.
+    """A trainer aborted this turn, or all, while it was held; the turn was never forwarded.
 
     Whoever asked for the turn gets what the engine answers for a request that it aborts, and this error only if that
     cannot be said in the API that it called.

@@ -125,6 +125,13 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ENGINE, "*", "/v1/audio/translations"),
     (ENGINE, "*", "/v1/files**"),
     (ENGINE, "*", "/v1/classify"),
+    (ENGINE, "*", "/v1/decisions"),
+    (ENGINE, "*", "/v1/systemone"),
+    (ENGINE, "*", "/generative_scoring"),
+    (ENGINE, "*", "/cohere/v2/chat**"),
+    (ENGINE, "*", "/parse_function_call"),
+    (ENGINE, "*", "/separate_reasoning"),
+    (ENGINE, "*", "/tokenizer_info"),
     (ENGINE, "*", "/v1/score"),
     (ENGINE, "*", "/v1/rerank"),
     (ENGINE, "*", "/v2/rerank"),
@@ -160,7 +167,8 @@ _KEEP_NOTHING = (
     *("/v1/chat/completions/render", "/v1/completions/render"),
     *("/v1/chat/completions/derender", "/v1/completions/derender"),
     *("/v1/embeddings", "/v2/embed", "/encode", "/pooling", "/classify", "/v1/classify"),
-    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/generative_scoring", "/parse_function_call", "/separate_reasoning", "/cohere/v2/chat/render"),
+    *("/v1/decisions", "/v1/systemone", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     *("/model_info", "/get_model_info", "/api/show", "/version", "/ping", "/v1/files**"),
 )
 """Paths on which a POST generates nothing. On any other it may, and takes a lease."""
@@ -181,7 +189,9 @@ ENGINE_CONTROL = frozenset(
         *("pause_generation", "continue_generation", "flush_cache", "abort_request", "slow_down", "freeze_gc"),
         *("send_weights_to_remote_instance", "get_remote_instance_transfer_engine_info", "check_weights"),
         *("get_weights_by_name", "get_weight_version", "get_server_info", "get_internal_state", "get_load"),
-        *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache"),
+        *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache", "pd_role_switch"),
+        *("open_session", "close_session", "add_external_corpus", "remove_external_corpus", "list_external_corpora"),
+        *("remote_instance_transfer_engine_info", "get_transfer_engine_info", "get_hicache_l3_cache_layout"),
     }
 )
 """First words of paths that control an engine or expose its inside, with or without `/v1`, and `/skyrl/v1` of SkyRL's
@@ -190,6 +200,7 @@ engines."""
 _CONTROL_PREFIXES = (
     *("init_", "update_", "start_", "stop_", "finish_", "finalize_", "destroy_", "reset_", "release_", "resume_"),
     *("load_", "unload_", "set_", "configure_", "dump_", "attach_", "detach_", "clear_", "hicache_"),
+    *("begin_", "end_", "register_"),
 )
 """Prefixes of other such words, including those of future engines."""
 
@@ -243,7 +254,8 @@ def _row_of(method: str, route_path: str) -> Access | None:
     for access, methods, pattern in ROUTES:
         if methods != "*" and method not in methods.split():
             continue
-        if path == pattern or (pattern.endswith("**") and path.startswith(pattern.removesuffix("**"))):
+        begin = pattern.removesuffix("**")
+        if path == begin or (begin != pattern and path.startswith(begin.rstrip("/") + "/")):
             return access
     return None
 

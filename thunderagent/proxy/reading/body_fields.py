@@ -40,6 +40,8 @@ _BUILT_FIELDS: Final[tuple[str, ...]] = (
     "extra_body",
     "stream",
     "stream_options",
+    "rid",
+    "request_id",
     "previous_response_id",
     "user",
     "priority",
@@ -188,6 +190,19 @@ def _read_large(body: bytes) -> BodyFields:
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
             setattr(fields, name, msgspec.json.decode(value))
     return fields
+
+
+_FLAGS: Final[dict[object, bool]] = {
+    **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False),
+}
+
+
+def flag_of(value: object) -> bool | None:
+    """Return a field as engines read it: pydantic takes numbers and words for booleans; None for anything else."""
+    if isinstance(value, str):
+        return _FLAGS.get(value.lower())
+    return _FLAGS.get(value) if isinstance(value, bool | int | float) else None
 
 
 def begins_with(value: bytes | memoryview, first: bytes) -> bool:

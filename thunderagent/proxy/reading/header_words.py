@@ -56,6 +56,8 @@ ROLE_HEADER: Final = "X-Program-Role"
 OUTCOME_HEADER: Final = istr("X-Program-Outcome")
 """The outcome of a program, with its last turn or its release."""
 
+REQUEST_ID_HEADER: Final = istr("X-Request-Id")
+
 CLASS_HEADER: Final = istr("X-Program-Class")
 """The program's class: decides which sandboxes it gets."""
 

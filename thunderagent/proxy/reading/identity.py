@@ -26,6 +26,7 @@ from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
+    flag_of,
     hint_in,
     media_in,
     model_named,
@@ -35,6 +36,7 @@ from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.dialects.structs import BodyFields
 from thunderagent.proxy.reading.header_words import (
+    REQUEST_ID_HEADER,
     Said,
     check_program_id,
     heard_in,
@@ -54,6 +56,9 @@ from thunderagent.proxy.reading.outline import MIN_BODY_BYTES, Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 
 _OPENAI: Final = OpenAI()
+
+MAX_ID_CHARS: Final = 256
+"""A longer id of a request is not kept: nobody could abort it by that."""
 
 
 class TurnRequest(NamedTuple):
@@ -94,6 +99,8 @@ class TurnRequest(NamedTuple):
     """The body's field of that name, as sent; see `model_named`."""
     hint: TurnHint | None = None
     """The body's hint on the program's next turn."""
+    engine_request_id: str = ""
+    """The client's own id for the request, by which engines abort it; empty if it gave none."""
 
 
 class SideCallRequest(NamedTuple):
@@ -160,7 +167,7 @@ def identify(
     said, header = heard_in(headers, rules.program_headers, notes)
     program_id, source = _program_of(path_id, headers, said, header, fields, rules)
     words = words_in(said, header, program_id)
-    streams = fields.stream is True
+    streams = fields.stream is True or flag_of(fields.stream) is True
     told = _without_ours(text, fields, rules)
     usage_added = streams and dialect.asks_for_usage and _leaves_usage_out(fields.stream_options)
     if usage_added:
@@ -199,6 +206,7 @@ def identify(
         media,
         fields.model,
         hint,
+        _engine_request_id(fields, headers),
     )
 
 
@@ -304,12 +312,16 @@ def _id_at(fields: BodyFields, way: tuple[str, ...]) -> str | None:
 
 
 def _leaves_usage_out(stream_options: object) -> bool:
-    """Return whether a stream as requested has no usage; odd values are the engine's to judge.
-
-    Options that do not mention usage are left alone: some versions of vLLM take them as a request for it, others (0.32)
-    do not.
-    """
+    """Return whether a stream as requested has no usage; odd values are the engine's to judge."""
     if isinstance(stream_options, dict):
-        wish = stream_options.get("include_usage", True)
-        return wish is None or wish is False
+        wish = stream_options.get("include_usage")
+        return wish is None or flag_of(wish) is False
     return stream_options is None
+
+
+def _engine_request_id(fields: BodyFields, headers: CIMultiDictProxy[str]) -> str:
+    """Return the client's id for a request: SGLang's field, vLLM's header, or its field, which the header overrides."""
+    named = fields.rid
+    if not isinstance(named, str):
+        named = headers.get(REQUEST_ID_HEADER) or fields.request_id
+    return named if isinstance(named, str) and len(named) <= MAX_ID_CHARS else ""
