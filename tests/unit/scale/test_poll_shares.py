@@ -389,6 +389,7 @@ async def test_what_a_gateway_cannot_poll_is_left_to_its_scheduler(kind: str) ->
 def test_what_a_later_version_reads_beyond_is_left_out() -> None:
     """Figures come in the order of a reading; later versions add more."""
     known = RankReading(None, (16_000, 0.5))
-    later = json.loads(json.dumps([*known.figures, *[None] * 8, 99]))
+    unread_count = len(fields(ReplicaReading)) - len(known.figures)
+    later = json.loads(json.dumps([*known.figures, *[None] * unread_count, 99]))
     assert known.reading == ReplicaReading(capacity_tokens=16_000, kv_used_ratio=0.5)
     assert RankReading(None, tuple(later)).reading == known.reading

@@ -216,7 +216,9 @@ async def test_redis_keeps_each_value_that_it_can(
         async def execute(self) -> None: ...
 
     client = SimpleNamespace(from_url=lambda *_, **__: SimpleNamespace(pipeline=Pipeline))
-    package = SimpleNamespace(asyncio=SimpleNamespace(Redis=client), exceptions=SimpleNamespace(RedisError=OSError))
+    names = ("Ask", "BusyLoading", "ClusterDown", "MasterDown", "ReadOnly", "TryAgain")
+    errors = SimpleNamespace(RedisError=OSError, **{f"{name}Error": type(name, (OSError,), {}) for name in names})
+    package = SimpleNamespace(asyncio=SimpleNamespace(Redis=client), exceptions=errors)
     for name, module in {"": package, ".asyncio": package.asyncio, ".exceptions": package.exceptions}.items():
         monkeypatch.setitem(sys.modules, f"redis{name}", module)
     found = importlib.util.find_spec("thunderagent.workflows.redis_store")
