@@ -41,7 +41,7 @@ from thunderagent.errors import (
     ReplicasDisagreeError,
     ReplicaTimeoutError,
 )
-from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.client import MAX_REPLY_BYTES, ReplicaClient
 from thunderagent.proxy.fleet.commands import (
     CALL,
     COMMANDS,
@@ -53,6 +53,7 @@ from thunderagent.proxy.fleet.commands import (
 )
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.dialects.openai import error_body
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, is_cheap
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import target_of
@@ -240,7 +241,7 @@ class EngineControl:
                     names_rank=names_rank,
                 )
                 try:
-                    content = await self._client.read(replica_id, response)
+                    content = await self._client.read(replica_id, response, MAX_REPLY_BYTES)
                 finally:
                     response.close()
         except ReplicaError as error:
@@ -249,7 +250,8 @@ class EngineControl:
             why = f"replica {replica_id} took longer than {self._settings.timeout_s:g} s"
             return _failure(ReplicaTimeoutError(why, replica_id=replica_id))
         content_type = response.headers.get("Content-Type", "")
-        return Reply(replica_id, response.status, content, content_type, _value(content))
+        value = await read_aside(partial(_value, content), len(content))
+        return Reply(replica_id, response.status, content, content_type, value)
 
     def _did(self, reply: Reply, command: Command, asked: Asked) -> None:
         """Record that a replica did what it was told, while nothing is granted there yet."""
@@ -306,6 +308,8 @@ def _failure(error: ReplicaError) -> Reply:
 
 
 def _value(content: bytes) -> Any:
+    if len(content) > COUNTED_BYTES or not is_cheap(content):
+        return content[:SHOWN_BYTES].decode(errors="replace")
     try:
         return json.loads(content)
     except (ValueError, RecursionError):

@@ -44,7 +44,21 @@ class _Fields(msgspec.Struct):
     wait_for_inflight_request: Any = None
 
 
-_decode_fields = msgspec.json.Decoder(_Fields).decode
+_RawFields = msgspec.defstruct("_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _Fields.__struct_fields__])
+_decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
+
+MAX_VALUE_BYTES = 4096
+"""A larger value of a control call is not built, and counts as a true one that says nothing."""
+
+
+def _decode_fields(body: bytes) -> _Fields:
+    raw = _decode_raw_fields(body)
+    fields = _Fields()
+    for name in _Fields.__struct_fields__:
+        value = getattr(raw, name)
+        if value:
+            setattr(fields, name, msgspec.json.decode(value) if len(value) <= MAX_VALUE_BYTES else True)
+    return fields
 
 
 class Asked:

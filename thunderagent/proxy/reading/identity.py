@@ -30,6 +30,7 @@ from thunderagent.proxy.reading.body_fields import (
     media_in,
     model_named,
     read_fields,
+    recoded,
 )
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
@@ -42,6 +43,7 @@ from thunderagent.proxy.reading.header_words import (
     program_in,
     words_in,
 )
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, check_cost
 from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage, set_value
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
 from thunderagent.proxy.reading.outline import MIN_BODY_BYTES, Outline
@@ -148,6 +150,7 @@ def identify(
     """
     outline = None if len(body) < MIN_BODY_BYTES else Outline.of(body, dialect.token_id_fields)
     text = body if outline is None else outline.text
+    check_cost(text)
     fields = read_fields(text)
     if fields is None:
         return None
@@ -204,6 +207,7 @@ def identify_side_call(
     Cost: one pass over the body, which skips a large list of token ids. Raises `InvalidProgramIdError`.
     """
     outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
+    check_cost(outline.text)
     fields = read_fields(outline.text) if body else None
     said, header = heard_in(headers, rules.program_headers)
     program_id, source = _program_of(path_id, headers, said, header, fields or BodyFields(), rules)
@@ -219,7 +223,8 @@ def identify_side_call(
 def _without_priority_unread(body: bytes) -> bytes:
     """Return an unread body without its `priority`: an engine's parser may accept more than ours."""
     try:
-        plain = body.decode(json.detect_encoding(body)).encode("utf-8", "surrogatepass")
+        encoding = json.detect_encoding(body)
+        plain = body if encoding == "utf-8" and len(body) > COUNTED_BYTES else recoded(body, encoding)
         if plain[:64].lstrip()[:1] == b"{" and has_member(plain, "priority"):
             return remove_member(plain, ("priority",))
     except ValueError:  # no JSON for anybody
