@@ -28,6 +28,7 @@ from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.judge import Asker
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.open_files import OpenFiles
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.scale.gateway.app import GatewayCollector
@@ -67,6 +68,7 @@ def described() -> list[Described]:
     registry = CollectorRegistry()
     TurnMetrics(registry)
     LoopLag(registry)
+    OpenFiles(registry)
     RateLimits(1, 1, registry)
     HeldTurns(NO_LIMITS, registry)
     Quotas(registry, lambda _: False, lambda _: 1)

@@ -319,9 +319,18 @@ def _type(schema: dict[str, Any]) -> str:
     return str(schema.get("type", ""))
 
 
+def checked_engines() -> str:
+    """Return which versions of engines were compared with the tables, and how much each serves."""
+    rows = ["| Package | Version | Routes | Metrics |", "|---|---|---:|---:|"]
+    for package, found in json.loads((ROOT / "scripts" / "engines.json").read_text()).items():
+        rows.append(f"| `{package}` | {found['version']} | {len(found['routes'])} | {len(found['metrics'])} |")
+    return "\n".join(rows)
+
+
 PARTS: dict[str, Callable[..., str]] = {
     "alerts": alerts,
     "api": api,
+    "checked_engines": checked_engines,
     "commands": commands,
     "configuration": configuration,
     "directives": directives,

@@ -83,7 +83,7 @@ class RequestError(ThunderAgentError):
 
 
 class InvalidProgramIdError(RequestError):
-    """A program id is empty, longer than 256 bytes, not text, or holds control characters."""
+    """A program id, or another name, is empty, too long (256 bytes), not text, or holds control characters."""
 
     code = "invalid_program_id"
 
@@ -162,7 +162,7 @@ class KeyProgramsLimitError(RequestError):
 
 
 class KeysNotChangedError(RequestError):
-    """The file of keys cannot be read or written."""
+    """The file of keys cannot be read or written, so no key was made."""
 
     status = 409
     code = "keys_not_changed"
@@ -270,7 +270,7 @@ class ProgramHopelessError(ThunderAgentError):
 
 
 class TurnAbortedError(ThunderAgentError):
-    """A trainer aborted all requests while this turn was held; the turn was never forwarded.
+    """A trainer aborted this turn, or all, while it was held; the turn was never forwarded.
 
     Whoever asked for the turn gets what the engine answers for a request that it aborts, and this error only if that
     cannot be said in the API that it called.
@@ -465,6 +465,13 @@ class SandboxError(ThunderAgentError):
     status = 502
     code = "sandbox_error"
     may_recover = True
+    for_operators: str = ""
+    """What only the log may tell: what a service answered, and where it is. Empty: the message says it all."""
+
+    @property
+    def for_log(self) -> str:
+        """Return what the operator's log says of it."""
+        return self.for_operators or self.message
 
 
 class SandboxEngineError(SandboxError):

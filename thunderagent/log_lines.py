@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from threading import Condition, Event, RLock, Thread
@@ -142,7 +143,14 @@ class LineLogger:
 
 def _rendered(lines: list[bytes | Line]) -> bytes:
     """Return lines as written, in order. Cost: one call for all of them that are structs."""
-    return _encoder.encode_lines([msgspec.Raw(line) if isinstance(line, bytes) else line for line in lines])
+    rendered = _encoder.encode_lines([msgspec.Raw(line) if isinstance(line, bytes) else line for line in lines])
+    if b"\xc2" in rendered or b"\xe2\x80" in rendered or b"\x7f" in rendered:
+        return _CONTROL.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), rendered)
+    return rendered
+
+
+_CONTROL = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
+"""What JSON leaves as it is, and a terminal or a reader of lines takes for its own, in UTF-8: C1, U+2028 and U+2029."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -167,6 +175,22 @@ def line_writer(logger: structlog.typing.FilteringBoundLogger) -> Callable[[Line
 def _line_of_lost(lost_count: int) -> bytes:
     event = {"event": "log_lines_lost", "lost_count": lost_count, "why": "nobody read the log for too long"}
     return json_line(None, "warning", event)
+
+
+def escaped(text: str) -> str:
+    """Return a text with escapes for what a terminal, or a reader of lines, takes for its own: controls, line ends."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def without_controls(
+    logger: object,  # noqa: ARG001 - a processor's signature
+    method: str,  # noqa: ARG001
+    event: structlog.typing.EventDict,
+) -> structlog.typing.EventDict:
+    """Escape the texts of an event for a console; what is no text is shown by its `repr`, which does that."""
+    return {escaped(key): escaped(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 def json_line(logger: object, method: str, event: structlog.typing.EventDict) -> bytes:

@@ -22,7 +22,7 @@ from thunderagent.backends.poller import Poller, ReplicaEndpoint
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.proxy.app import LOOP_LAG
+from thunderagent.proxy.app import LOOP_LAG, OPEN_FILES
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -279,6 +279,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
             dialling.run,
             app[LOOP_LAG].run,
+            app[OPEN_FILES].run,
             partial(replicas.run, client),
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
         ]

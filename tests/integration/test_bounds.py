@@ -606,7 +606,7 @@ async def test_two_tenants_share_no_idempotency_key() -> None:
     ):
         again = [("Idempotency-Key", "k"), ("x-stainless-retry-count", "1"), ("Content-Type", "application/json")]
         for wire, key in ((one, RED), (other, BLUE)):
-            wire.send("POST", CHAT, [*again, key], b"{no json")
+            wire.send("POST", CHAT, [*again, key], b"[no json")
         await until(lambda: len(replica.calls) == 2)
         gate.open()
         assert [(await wire.answer()).status for wire in (one, other)] == [200, 200]

@@ -26,6 +26,7 @@ from tests.integration.support import (
     ask,
     cap,
     chunk,
+    events_of,
     exchange,
     exposition,
     fake_replica,
@@ -88,7 +89,12 @@ async def held(proxy: RunningProxy, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/pause?mode=keep", "/flush_cache", "/update_weights_from_disk", "/v1/load_lora_adapter"]
+    "path",
+    [
+        *("/pause?mode=keep", "/flush_cache", "/update_weights_from_disk", "/v1/load_lora_adapter"),
+        *("/pd_role_switch", "/open_session", "/close_session", "/add_external_corpus", "/remove_external_corpus"),
+        *("/load_lora_adapter_from_tensors", "/inference/v1/abort_requests"),
+    ],
 )
 async def test_a_call_goes_to_every_replica_as_it_is(path: str) -> None:
     """Method, query, headers and body reach each one; if all answers are equal, that is the answer."""
@@ -133,6 +139,28 @@ async def test_what_one_rank_is_told_holds_for_its_engine() -> None:
             assert len(ranked.calls) == 1
             paused = {r.replica_id for r in proxy.runtime.scheduler.replicas.values() if r.suspended_for}
             assert paused == {f"{ranked.replica_id}/{rank}" for rank in range(2)}
+
+
+async def test_a_put_goes_to_every_replica_too() -> None:
+    async with replicas_behind(2) as (proxy, replicas):
+        answer = await exchange(proxy.url, "PUT", "/register_transfer_engine_info", body=b"{}")
+        assert answer.status == 200
+        assert [[call.method for call in replica.calls] for replica in replicas] == [["PUT"], ["PUT"]]
+
+
+async def test_no_turn_meets_a_weight_update_session_of_sglang() -> None:
+    """From the beginning to the end of the session, on all replicas: each would refuse the update otherwise."""
+    async with replicas_behind(2) as (proxy, replicas):
+        assert (await post(proxy.url, "/begin_weight_update", {})).status == 200
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        assert (await post(proxy.url, "/update_weights_from_tensor", {"flush_cache": False})).status == 200
+        assert proxy.runtime.held_count == 1
+        assert (await post(proxy.url, "/end_weight_update", {})).status == 200
+        assert (await waiting).status == 200
+        for replica in replicas:
+            told = [call.target for call in replica.calls if not call.target.startswith("/v1")]
+            assert told == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
 
 
 async def test_a_flush_is_known_by_get_too() -> None:
@@ -228,20 +256,25 @@ async def test_a_call_that_waited_goes_to_the_replicas_that_are_there_then() -> 
 
 async def test_a_replica_that_is_removed_while_a_call_to_it_is_read_says_so() -> None:
     runtime = Runtime(Scheduler(Passthrough()))
-    settings = EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0)
+    settings = EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0, lease_total_s=1.0)
     control = EngineControl(runtime, cast("ReplicaClient", None), Replicas(runtime, []), settings)
     request = make_mocked_request("POST", "/flush_cache")
     with pytest.raises(ReplicaRemovedError, match="replica gone:1 was removed"):
         await control.tell_one(request, Target.parse("/flush_cache", ""), "gone:1", COMMANDS["/flush_cache"])
 
 
-async def test_a_call_that_takes_too_long_is_over() -> None:
-    """The call's own limit counts, not that of turns."""
+async def test_a_call_that_takes_too_long_is_over_but_not_its_effect() -> None:
+    """The call's own limit counts, not that of turns; grants stay stopped until the engine answers a call."""
     async with replicas_behind(1, engine_control_timeout_s=0.2) as (proxy, (replica,)):
         replica.behaviour = Gate()
         answer = await post(proxy.url, "/update_weights")
         assert answer.status == 504
-        assert (await replica_report(proxy, replica))["suspended_for"] == []
+        assert (await replica_report(proxy, replica))["suspended_for"] == ["unanswered"]
+        turn_waits = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        replica.behaviour = answers()
+        assert (await post(proxy.url, "/update_weights")).status == 200
+        assert (await turn_waits).status == 200
     async with replicas_behind(1, silence_timeout_s=0.1) as (proxy, (replica,)):
         gate = replica.behaviour = Gate()
         update = asyncio.create_task(post(proxy.url, "/update_weights"))
@@ -262,17 +295,146 @@ async def test_what_each_replica_needs_in_words_of_its_own_is_not_sent_to_all(pa
         assert not other.calls
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_call_stops_nothing_for_good() -> None:
-    """Grants and other calls continue."""
+@pytest.mark.parametrize("one", [False, True])
+async def test_a_call_goes_on_when_its_caller_leaves(one: bool) -> None:
+    """No turn runs into it, the next call waits for it, and what it was told is known at its end."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        gate = replica.behaviour = Gate()
+        prefix = f"/workers/{id_of(replica)}" if one else ""
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", f"{prefix}/sleep?level=1", (), b"{}")
+            call = await replica.call()
+        turn_waits = asyncio.create_task(ask(proxy.url, "a"))
+        await held(proxy, 1)
+        assert not call.left.is_set()
+        replica.behaviour = answers()
+        gate.open()
+        await until(lambda: "sleep" in proxy.runtime.replicas.states[id_of(replica)].suspended_for)
+        assert proxy.runtime.held_count == 1
+        assert (await post(proxy.url, "/wake_up")).status == 200
+        assert (await turn_waits).status == 200
+        assert proxy.runtime.replicas.states[id_of(replica)].suspended_for == ()
+
+
+async def test_what_a_caller_only_asked_ends_with_it() -> None:
     async with replicas_behind(1) as (proxy, (replica,)):
         replica.behaviour = Gate()
         async with Wire.open(proxy.url) as wire:
-            wire.send("POST", "/update_weights", (), b"{}")
+            wire.send("GET", "/is_paused")
             call = await replica.call()
         await call.left.wait()
+
+
+async def test_a_call_that_still_waits_for_another_is_not_told_when_its_caller_left() -> None:
+    async with replicas_behind(1) as (proxy, (replica,)):
+        gate = replica.behaviour = Gate()
+        first = asyncio.create_task(post(proxy.url, "/update_weights"))
+        await replica.call()
+        async with Wire.open(proxy.url) as wire:
+            wire.send("POST", "/sleep", (), b"{}")
+            await asyncio.sleep(0.05)
         replica.behaviour = answers()
-        assert (await ask(proxy.url, "a")).status == 200
+        gate.open()
+        assert (await first).status == 200
         assert (await post(proxy.url, "/flush_cache")).status == 200
+        assert [call.target for call in replica.calls] == ["/update_weights", "/flush_cache"]
+
+
+class Doubtful:
+    """An engine that leaves a call unanswered, and may say what became of it."""
+
+    def __init__(
+        self, said: dict[str, Any] | None, status: str = "200 OK", breaks_off: tuple[str, ...] = ("/pause", "/sleep")
+    ) -> None:
+        self.told: list[str] = []
+        self._said, self._status, self._breaks_off = said, status, breaks_off
+
+    async def __call__(self, call: Call) -> None:
+        self.told.append(call.target)
+        if call.method == "GET" and call.target.startswith("/is_"):
+            await answers(self._said or {}, status=self._status)(call)
+        elif call.method == "POST" and call.target.startswith(self._breaks_off):
+            call.close()
+        else:
+            await answers()(call)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "cause"), [("/pause?mode=keep", "is_paused", "pause"), ("/sleep", "is_sleeping", "sleep")]
+)
+@pytest.mark.parametrize("holds", [True, False, None])
+async def test_an_engine_that_left_a_call_unanswered_is_asked(
+    path: str, field: str, cause: str, holds: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did it, or did not; where it cannot say, grants stay stopped, and the report says so."""
+    monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)
+    async with replicas_behind(1) as (proxy, (replica,)):
+        engine = Doubtful(None if holds is None else {field: holds}, "404 Not Found" if holds is None else "200 OK")
+        replica.behaviour = engine
+        assert (await post(proxy.url, path)).status == 502
+        state = proxy.runtime.replicas.states
+        if holds is None:
+            await until(lambda: f"/{field}" in engine.told)
+            await asyncio.sleep(0.1)
+            assert state[id_of(replica)].suspended_for == ("unanswered",)
+            assert engine.told.count(f"/{field}") == 1
+        else:
+            expected = (cause,) if holds else ()
+            await until(lambda: state[id_of(replica)].suspended_for == expected)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_an_engine_that_left_a_resume_unanswered_is_asked(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns wait until it says that it goes on; if it says often enough that it does not, until the next resume."""
+    monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/pause?mode=keep")
+        engine = replica.behaviour = Doubtful({"is_paused": not goes_on}, breaks_off=("/resume",))
+        assert (await post(proxy.url, "/resume")).status == 502
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        if not goes_on:
+            await until(lambda: engine.told.count("/is_paused") == 3)
+            await asyncio.sleep(0.1)
+            assert (engine.told.count("/is_paused"), proxy.runtime.held_count) == (3, 1)
+            replica.behaviour = answers()
+            await post(proxy.url, "/resume")
+        assert (await waiting).status == 200
+
+
+async def test_an_engine_is_asked_for_all_that_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sleeps and was paused, too, gets no turn because one of the two is over."""
+    monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/pause?mode=keep")
+        await post(proxy.url, "/sleep")
+        replica.behaviour = Doubtful({"is_paused": False, "is_sleeping": True})
+        proxy.runtime.replica_down(id_of(replica))
+        proxy.runtime.replica_up(id_of(replica), 1000)
+        state = proxy.runtime.replicas.states
+        await until(lambda: state[id_of(replica)].suspended_for == ("sleep",))
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "expected"),
+    [
+        ({"is_paused": True}, "200 OK", ("pause",)),
+        ({"is_paused": False}, "200 OK", ()),
+        (None, "404 Not Found", ()),
+    ],
+)
+async def test_an_engine_that_was_only_unreachable_is_still_paused(
+    said: dict[str, Any] | None, status: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked before it gets a turn; one that restarted denies it, or does not know the question."""
+    monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, "/pause?mode=keep")
+        engine = replica.behaviour = Doubtful(said, status)
+        proxy.runtime.replica_down(id_of(replica))
+        await until(lambda: proxy.runtime.replicas.states[id_of(replica)].suspended_for == ("unanswered",))
+        proxy.runtime.replica_up(id_of(replica), 1000)
+        await until(lambda: "/is_paused" in engine.told)
+        await until(lambda: proxy.runtime.replicas.states[id_of(replica)].suspended_for == expected)
 
 
 # --- Turns meanwhile
@@ -427,6 +589,10 @@ async def test_memory_that_was_released_comes_back_by_its_tags() -> None:
         ("/sleep", {}, True),
         ("/sleep?level=0", {}, False),
         ("/release_memory_occupation", {"tags": ["weights"]}, False),
+        ("/update_weights", {"update_info": {}}, False),
+        ("/finish_weight_update", {}, False),
+        ("/end_weight_update", {}, False),
+        ("/update_weight_version", {"new_version": "2"}, False),
         ("/collective_rpc", {"method": "echo"}, False),
         ("/load_lora_adapter", {"lora_name": "l"}, False),
     ],
@@ -542,7 +708,103 @@ async def test_an_abort_of_all_ends_held_turns_with_tokens_in(path: str, body: d
             await each
 
 
-async def test_an_abort_of_single_requests_touches_no_held_turn() -> None:
+@pytest.mark.parametrize(
+    ("kind", "path", "body", "aborted"),
+    [
+        ("sglang", "/update_weight_version", {"new_version": "2"}, True),
+        ("sglang", "/update_weight_version", {"new_version": "2", "abort_all_requests": False}, False),
+        ("vllm", "/update_weight_version", {"new_version": "2"}, False),
+        ("sglang", "/update_weights_from_disk", {"model_path": "m", "abort_all_requests": True}, True),
+        ("sglang", "/update_weights_from_disk", {"model_path": "m"}, False),
+    ],
+)
+async def test_what_aborts_on_the_engine_aborts_what_is_held_for_it(
+    kind: str, path: str, body: dict[str, Any], aborted: bool
+) -> None:
+    """A new name for the weights aborts everything on SGLang, unless told otherwise; an update, if told so."""
+    async with replicas_behind(1, backend_type=kind, **cap(1)) as (proxy, (replica,)):
+        if kind == "sglang":
+            replica.metrics = "sglang:max_total_num_tokens 1000000.0\n"
+        await ask(proxy.url, "first")
+        waiting = asyncio.create_task(post(proxy.url, "/generate", generate("a", rid="r1")))
+        await held(proxy, 1)
+        assert (await post(proxy.url, path, body)).status == 200
+        await held(proxy, 0 if aborted else 1)
+        await post(proxy.url, "/finish_session?session_id=first")
+        assert ("abort" in (await waiting).body.decode()) is aborted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "abort", "told"),
+    [
+        ("/generate", {"rid": "r-1", "input_ids": [1]}, (), "/abort_request", {"rid": "r-1"}),
+        ("/generate", {"rid": "r-1", "text": "words"}, (), "/abort_request", {"rid": "r-1"}),
+        (CHAT, {"rid": "r-1", "messages": []}, (), "/abort_request", {"rid": "r-1"}),
+        (CHAT, {"request_id": "q", "messages": []}, (), "/abort_requests", {"request_ids": ["x", "chatcmpl-q"]}),
+        (CHAT, {"messages": []}, (("X-Request-Id", "q"),), "/abort_requests", {"request_ids": ["chatcmpl-q"]}),
+        (
+            "/v1/completions",
+            {"prompt": "words", "request_id": "q"},
+            (),
+            "/abort_requests",
+            {"request_ids": ["cmpl-q-0"]},
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "request_id": "q"},
+            (),
+            "/inference/v1/abort_requests",
+            {"request_ids": ["generate-tokens-q"]},
+        ),
+    ],
+)
+async def test_an_abort_by_id_ends_a_held_turn(
+    path: str,
+    body: dict[str, Any],
+    headers: tuple[tuple[str, str], ...],
+    abort: str,
+    told: dict[str, Any],
+    stream: bool,
+) -> None:
+    """In any API, as an engine would end it; the others stay held, and the engine is told, too."""
+    async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
+        await ask(proxy.url, "first")
+        turn_ends = asyncio.create_task(post(proxy.url, path, {**body, "session_id": "a", "stream": stream}, *headers))
+        other = asyncio.create_task(post(proxy.url, "/generate", generate("b", rid="r-11")))
+        await held(proxy, 2)
+        calls_count = len(replica.calls)
+        assert (await post(proxy.url, abort, told)).status == 200
+        answer = await turn_ends
+        assert answer.status == 200
+        events = events_of(answer.body) if stream else [answer.json()]
+        assert any('"abort"' in json.dumps(event) for event in events)
+        assert [call.target for call in replica.calls[calls_count:]] == [abort]
+        await held(proxy, 1)
+        await post(proxy.url, "/finish_session?session_id=first")
+        assert (await other).status == 200
+
+
+async def test_an_abort_by_id_in_an_api_without_aborts_is_an_error_in_it() -> None:
+    async with replicas_behind(1, **cap(1)) as (proxy, (_,)):
+        await ask(proxy.url, "first")
+        body = {"model": "m", "max_tokens": 8, "messages": [], "session_id": "a"}
+        waiting = asyncio.create_task(post(proxy.url, "/v1/messages", body, ("X-Request-Id", "q")))
+        await held(proxy, 1)
+        await post(proxy.url, "/abort_requests", {"request_ids": ["q"]})
+        answer = await waiting
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "turn_aborted")
+
+
+async def test_an_engine_knows_a_request_by_the_id_in_its_body() -> None:
+    """On vLLM a header overrides the body, and we always send one."""
+    async with replicas_behind(1) as (proxy, (replica,)):
+        await post(proxy.url, CHAT, {"messages": [], "request_id": "mine"})
+        await post(proxy.url, CHAT, {"messages": [], "request_id": "mine"}, ("X-Request-Id", "head"))
+        assert [call.header("X-Request-Id") for call in replica.calls] == ["mine", "head"]
+
+
+async def test_an_abort_of_others_touches_no_held_turn() -> None:
     """Their ids are the engine's matter."""
     async with replicas_behind(1, **cap(1)) as (proxy, (replica,)):
         await ask(proxy.url, "first")
@@ -974,6 +1236,25 @@ async def test_a_lease_takes_what_the_headers_of_a_turn_say() -> None:
             await post(proxy.url, f"/leases/{lease['lease_id']}/end")
         for rubbish in ({"patience_s": 0}, {"patience_s": "long"}, {"patience_s": 1e999}, {"tenant": "x" * 257}):
             assert (await post(proxy.url, "/leases", rubbish)).status == 400, rubbish
+
+
+@pytest.mark.parametrize("said", ["a\nb", "a\x00", "\x1b[2J", "a\x7f", "a\x9bb", "a\u2028b", "a\u2029"])
+async def test_a_name_is_checked_wherever_it_comes_from(said: str) -> None:
+    """A body may not say what a header may not; nothing is opened."""
+    async with replicas_behind(1) as (proxy, _):
+        for path, name in (
+            *(("/leases", each) for each in ("program_id", "branch_id", "group_id", "parent_id", "tenant", "model")),
+            *(("/programs", each) for each in ("program_id", "group_id", "parent_id", "tenant", "program_class")),
+            ("/programs/p/tools/start", "tool"),
+            ("/programs/p/hints", "branch"),
+        ):
+            body = {"program_id": "p", "keep": "drop", name: said}
+            answer = await post(proxy.url, path, body)
+            assert (answer.status, answer.error["code"]) == (400, "invalid_program_id"), (path, name)
+        answer = await post(proxy.url, "/v1/chat/completions", {**turn(), "program_id": said})
+        assert answer.status == 400
+        assert not proxy.runtime.programs
+        await proxy.nothing_left()
 
 
 async def test_a_lease_whose_caller_is_gone_comes_back() -> None:

@@ -7,6 +7,7 @@ import gzip
 import json
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from structlog.testing import capture_logs
@@ -608,3 +609,24 @@ async def test_a_side_call_that_streams_breaks_off_as_a_turn_does(
     else:
         error = json.loads(ending.partition(b"data: ")[2])
         assert (error["type"], error["code"], error["sequence_number"]) == ("error", "replica_closed_early", 7)
+
+
+@pytest.mark.parametrize("prefix", ["", "/p/a"])
+async def test_every_listed_model_can_be_retrieved(prefix: str) -> None:
+    """Whichever replica has it, and aliases; vLLM has no such route, and another replica would say 404."""
+    async with fake_replica() as one, fake_replica() as other:
+        one.behaviour = answers({"object": "list", "data": [{"id": "org/Chat", "object": "model", "max_model_len": 9}]})
+        other.behaviour = answers({"object": "list", "data": [{"id": "adapter", "object": "model"}]})
+        async with running_proxy(one.url, other.url, model_aliases={"gpt": "org/Chat"}) as proxy:
+            listed = (await get(proxy.url, f"{prefix}/v1/models")).json()["data"]
+            assert {model["id"] for model in listed} == {"org/Chat", "adapter", "gpt"}
+            for model in listed:
+                for name in (model["id"], quote(model["id"], safe="")):
+                    answer = await get(proxy.url, f"{prefix}/v1/models/{name}")
+                    assert (answer.status, answer.json()) == (200, model)
+            for spelling in ("/v1/models//adapter", "/V1/Models/adapter/", "/v1/models\\adapter"):
+                assert (await get(proxy.url, prefix + spelling)).json()["id"] == "adapter"
+            answer = await get(proxy.url, f"{prefix}/v1/models/other")
+            assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
+            head = await exchange(proxy.url, "HEAD", f"{prefix}/v1/models/adapter")
+            assert (head.status, head.body) == (200, b"")

@@ -21,18 +21,45 @@ from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.admin.admin import Admin
 from thunderagent.proxy.admin.sandboxes import SandboxHandlers
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.keys import Key, Keyring, check_key
+from thunderagent.proxy.gate.keys import Key, Keyring, check_key, mint_key
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.runtime import Runtime
 from thunderagent.serving.sandboxes import RuntimePrograms
 from thunderagent.tools.base import Owner
-from thunderagent.tools.manager import Manager
+from thunderagent.tools.manager import Manager, ManagerSettings
 from thunderagent.tools.sandbox import Caps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.integration.support import Answer, RunningProxy
+
+
+DATA_KEY, DATA_LINE = mint_key("app")
+_, ADMIN_LINE = mint_key("ops")
+KEYS = {"api_keys": (DATA_LINE,), "admin_keys": (ADMIN_LINE,)}
+TRUSTING = ManagerSettings(takes_specs=True)
+BY_DATA_KEY = ("Authorization", f"Bearer {DATA_KEY}")
+
+
+class Inside:
+    """A service that only the proxy should reach; what it answers is secret."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.asked: list[str] = []
+        self._status = status
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        said = {"message": "secret", "role": "secret"}
+        return web.json_response(said, status=self._status, headers={"Location": "/elsewhere"})
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        async with on_loopback(app, shutdown_timeout=0.1) as url:
+            yield url
 
 
 class Elsewhere:
@@ -228,7 +255,9 @@ async def test_a_program_that_changes_hands_while_a_handle_is_looked_up_gets_no_
     driver, tenancy = FakeDriver(owner), Tenancy(runtime, from_key=True)
     driver.put("box", {}, tell=False)
     programs = RuntimePrograms(runtime)
-    manager = Manager(owner, {"docker": driver}, programs, caps=Caps(), templates={}, new_id=lambda: "s")
+    manager = Manager(
+        owner, {"docker": driver}, programs, caps=Caps(), templates={}, new_id=lambda: "s", settings=TRUSTING
+    )
     admin = Admin(runtime, Replicas(runtime, []), CollectorRegistry(), tenancy, manager)
     handler = admin.open if path == "/programs" else SandboxHandlers(manager, tenancy).request
     check_key(Key("a", b"", is_admin=False), Keyring(), for_admin=False)
@@ -268,7 +297,7 @@ async def test_a_failed_sandbox_stops_no_turn() -> None:
     async with proxy_with_sandboxes() as (proxy, service):
         service.refusal = 404
         await post(proxy.url, "/programs/p/sandboxes", {"template": "plain"})
-        assert "there is no such thing" in (await has_stage(proxy, "p", "failed"))["why"]
+        assert (await has_stage(proxy, "p", "failed"))["why"] == "the sandbox service refused"
         assert (await ask(proxy.url, "p")).status == 200
         assert "sandbox failed" in [entry["what"] for entry in (await get(proxy.url, "/programs/p")).json()["story"]]
 
@@ -285,7 +314,7 @@ async def test_one_sandbox_can_be_let_go() -> None:
 
 
 async def test_what_makes_no_sense_is_refused() -> None:
-    async with proxy_with_sandboxes() as (proxy, _):
+    async with proxy_with_sandboxes(sandbox_specs=True) as (proxy, _):
         for body, status, code in (
             (b"not json", 400, "invalid_request"),
             ({"template": "none"}, 404, "not_found"),
@@ -295,6 +324,51 @@ async def test_what_makes_no_sense_is_refused() -> None:
             assert (answer.status, answer.error["code"]) == (status, code)
         assert (await get(proxy.url, "/programs/p")).status == 404, "a refused request opens nothing"
         assert (await post(proxy.url, "/programs", {"sandboxes": []})).status == 400
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({}, "sandbox_specs is off"),
+        ({"sandbox_specs": True}, "neither a template's nor listed"),
+        ({"sandbox_specs": True, "sandbox_callback_urls": ("https://sandboxes.example",)}, "neither a template's nor"),
+    ],
+)
+async def test_a_data_key_does_not_choose_where_the_proxy_posts(config: dict[str, Any], why: str) -> None:
+    """Neither by a template of its own, nor by a sandbox to be reclaimed, at each route that takes them."""
+    inside = Inside()
+    async with inside.running() as url, proxy_with_sandboxes(**KEYS, **config) as (proxy, _):
+        spec = {"driver": "callback", "prepare_url": f"{url}/latest/meta-data", "reclaim_url": f"{url}/end"}
+        for wanted in ({"spec": spec}, {"driver": "callback", "handle": "h", "reclaim_url": f"{url}/end"}):
+            for path, body in (
+                ("/programs/p/sandboxes", wanted),
+                ("/programs/p/sandboxes", [wanted]),
+                ("/programs", {"program_id": "p", "sandboxes": [wanted]}),
+            ):
+                answer = await post(proxy.url, path, body, BY_DATA_KEY)
+                assert (answer.status, answer.error["code"]) == (422, "sandbox_refused")
+                assert why in answer.error["message"]
+        assert (await exchange(proxy.url, "GET", "/programs/p", [BY_DATA_KEY])).status == 404
+    assert inside.asked == []
+
+
+@pytest.mark.parametrize("status", [200, 302, 404, 409, 500])
+async def test_a_data_key_reads_no_answer_of_a_callback(status: int) -> None:
+    """Of a template's own service, too: errors tell their kind in reports, in events and in the program's story."""
+    inside = Inside(status)
+    async with inside.running() as url:
+        templates = {"t": {"driver": "callback", "prepare_url": f"{url}/make", "reclaim_url": f"{url}/end"}}
+        async with proxy_with_sandboxes(**KEYS, sandbox_templates=templates, sandbox_attempts_count=1) as (proxy, _):
+            await post(proxy.url, "/programs/p/sandboxes", {"template": "t"}, BY_DATA_KEY)
+            told = ""
+            while '"why":"' not in told:
+                told = (await exchange(proxy.url, "GET", "/programs/p/sandboxes", [BY_DATA_KEY])).body.decode()
+            told += (await exchange(proxy.url, "GET", "/programs/p", [BY_DATA_KEY])).body.decode()
+            assert "secret" not in told
+            assert "127.0.0.1" not in told
+            await post(proxy.url, "/programs/release", {"program_id": "p"}, BY_DATA_KEY)
+    assert inside.asked[0] == "/make"
+    assert "/elsewhere" not in inside.asked
 
 
 async def test_without_sandboxes_the_api_says_so() -> None:

@@ -343,8 +343,10 @@ async def test_an_operator_logs_in_at_any_gateway() -> None:
         assert (await exchange(served.url, "GET", "/queue", [("Cookie", "thunderagent_login=x")])).status == 401
         admins = [("Authorization", f"Bearer {key}")]
         assert (await exchange(served.url, "GET", "/scheduler/metrics", admins)).status == 200
+        for login_only in (cookie, ("Cookie", "thunderagent_login=x")):
+            assert (await post(served.url, "/programs/release", b'{"all": true}', login_only, *page)).status == 401
         large = b" " * (16 * MAX_OPEN_BODY_BYTES)
-        assert (await post(served.url, "/programs/release", large, ("Cookie", "thunderagent_login=x"))).status == 413
+        assert (await exchange(served.url, "GET", "/queue", [("Cookie", "thunderagent_login=x")], large)).status == 413
 
 
 def test_what_needs_one_process_is_refused_with_gateways() -> None:

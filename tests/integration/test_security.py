@@ -308,12 +308,48 @@ async def test_a_browser_trades_an_admin_key_for_a_cookie(replica: FakeReplica) 
         assert (await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY}, PAGE)).status == 403
 
 
+NOT_SHOWN = (
+    *(("POST", CHAT), ("PUT", CHAT), ("GET", CHAT), ("POST", "/p/a/v1/messages"), ("POST", "/v1/unknown")),
+    *(("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/version"), ("POST", "/pause"), ("GET", "/flush_cache")),
+    *(("POST", "/replicas/r-1/v1/chat/completions"), ("GET", "/replicas/r-1/v1/models"), ("POST", "/replicas")),
+    *(("POST", "/programs"), ("POST", "/programs/release"), ("DELETE", "/programs/p"), ("POST", "/leases")),
+    *(("POST", "/programs/p/hints"), ("GET", "/concurrency"), ("GET", "/config"), ("GET", "/keys"), ("POST", "/keys")),
+    *(("GET", "/internal/lease"), ("GET", "/sandboxes/events")),
+)
+"""Some of what the dashboard does not show: of data, of engines and of operators."""
+
+
+@pytest.mark.parametrize("origin", [None, "its own", PAGE[1], "null"])
+async def test_a_login_opens_what_the_dashboard_shows_and_nothing_else(
+    replica: FakeReplica, origin: str | None
+) -> None:
+    """A cookie comes with what any page of the same host asks, on whatever port: so it lets in no turn."""
+    async with running_proxy(replica.url, **KEYS, cors_origins=(PAGE[1],)) as proxy:
+        login = await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY})
+        headers = [("Cookie", (login.header("Set-Cookie") or "").partition(";")[0])]
+        if origin is not None:
+            headers.append(("Origin", proxy.url if origin == "its own" else origin))
+        for path in ("/summary", "/replicas", "/queue", "/history", "/programs"):
+            assert (await call(proxy.url, "GET", path, *headers)).status == 200, path
+        assert (await call(proxy.url, "GET", "/programs/p", *headers)).status == 404
+        seen_count = len(replica.calls)
+        for method, path in NOT_SHOWN:
+            refused = await call(proxy.url, method, path, *headers, body=b"{}" if method != "GET" else b"")
+            assert refused.status in ((401,) if origin != "null" else (401, 403)), (method, path, refused.status)
+        upgrade = [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Version", "13")]
+        key = ("Sec-WebSocket-Key", "AAAAAAAAAAAAAAAAAAAAAA==")
+        assert (await call(proxy.url, "GET", "/v1/realtime", *headers, *upgrade, key)).status in (401, 403)
+        assert len(replica.calls) == seen_count
+        with_key = await post(proxy.url, CHAT, turn("p"), *headers, bearer(DATA_KEY))
+        assert with_key.status == 200, "a key counts, whatever cookie is beside it"
+
+
 async def test_no_cookie_of_ours_reaches_an_engine(replica: FakeReplica) -> None:
     """This holds in whichever of several headers it is; other cookies pass."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         login = await post(proxy.url, "/dashboard/login", {"key": ADMIN_KEY})
         cookie = (login.header("Set-Cookie") or "").partition(";")[0]
-        both = [("Cookie", "theme=dark"), ("Cookie", f"a=b; {cookie}; c=d")]
+        both = [("Cookie", "theme=dark"), ("Cookie", f"a=b; {cookie}; c=d"), bearer(DATA_KEY)]
         assert (await post(proxy.url, CHAT, turn("p"), *both)).status == 200
         assert [value for name, value in replica.calls[-1].headers if name.lower() == "cookie"] == [
             "theme=dark; a=b; c=d"

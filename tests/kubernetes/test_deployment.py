@@ -152,7 +152,7 @@ def manifests(namespace: Namespace, copy: Path, folder: str) -> list[Json]:
         shutil.copytree(DEPLOY, copy)
         settings = copy / "thunderagent.toml"
         shipped = settings.read_text().replace('"thunderagent/', f'"{namespace.name}/')
-        settings.write_text(f'sandboxes = ["kubernetes"]\n{shipped}')
+        settings.write_text(f'sandboxes = ["kubernetes"]\nsandbox_specs = true\n{shipped}')
         whole = copy / "kustomization.yaml"
         made = yaml.safe_load(whole.read_text())
         name, _, tag = namespace.access.proxy_images[0].rpartition(":")

@@ -169,9 +169,9 @@ async def test_the_next_start_sweeps_what_a_killed_proxy_left(namespace: Namespa
 async def serving(namespace: Namespace, log_path: Path) -> AsyncIterator[tuple[Server, httpx2.AsyncClient]]:
     """Run a proxy with a simulated engine, outside the cluster, with the account's rights."""
     whose = ("--kubernetes-namespace", namespace.name, "--kubernetes-config", str(namespace.kubeconfig))
-    options = ("--embedded-engines", "1", "--sandboxes", "kubernetes", "--sandbox-owner", "the proxy", *whose)
+    options = ("--embedded-engines", "1", "--sandboxes", "kubernetes", "--sandbox-owner", "the proxy")
     async with (
-        thunderagent("serve", "--port", "0", *options, log_path=log_path) as proxy,
+        thunderagent("serve", "--port", "0", *options, "--sandbox-specs", "true", *whose, log_path=log_path) as proxy,
         httpx2.AsyncClient(base_url=proxy.url, timeout=60.0, trust_env=False) as client,
     ):
         yield proxy, client

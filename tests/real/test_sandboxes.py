@@ -176,7 +176,7 @@ def _async(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
 async def serving(engine: DockerEngine, log_path: Path, *options: str) -> AsyncIterator[Rollout]:
     """Run a proxy with a simulated engine."""
     command = ("serve", "--port", "0", "--embedded-engines", "1", "--sandboxes", "docker", "--docker-url", engine.url)
-    more = ("--sandbox-owner", OWNER, "--sandbox-hands-count", "8", "--log-format", "json")
+    more = ("--sandbox-owner", OWNER, "--sandbox-specs", "true", "--sandbox-hands-count", "8", "--log-format", "json")
     async with (
         thunderagent(*command, *more, *options, log_path=log_path) as proxy,
         httpx2.AsyncClient(base_url=proxy.url, timeout=60.0, trust_env=False) as client,

@@ -104,7 +104,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
     # The link between gateways and a scheduler: both of its ends, and the proxy, which a gateway is. Its own rooms are
     # in `FORBIDDEN`. `backends` knows how to ask a cluster for a Lease.
-    "scale": frozenset({"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation"}),
+    "redis_failover": frozenset(),
+    "scale": frozenset(
+        {"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation", "redis_failover"}
+    ),
     "client": frozenset(),
     # A list of its own files that are compiled: setup.py loads it alone.
     "compilation": frozenset(),
@@ -117,7 +120,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # A separate engine behind the proxy, which knows it only by its answers: no other module imports it.
     "nova": frozenset({"errors"}),
     # Above the proxy, which it knows by HTTP alone: no other module imports it.
-    "workflows": frozenset({"errors", "client"}),
+    "workflows": frozenset({"errors", "client", "redis_failover"}),
     # Composes everything; the command line starts it.
     "serving": EVERY_ROOM - {"simulator"} | {"config"},
     # The same for the parts that several processes share.

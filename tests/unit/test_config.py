@@ -242,3 +242,10 @@ def test_a_scheduler_is_reached_at_a_url_with_a_port(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"reached_at: .* is not a URL"):
         ServeConfig.load(reached_at=url)
     assert ServeConfig.load(reached_at="http://[::1]:8400").reached_at == "http://[::1]:8400"
+
+
+def test_a_length_names_no_program() -> None:
+    """What a head says of its program is remembered for heads that differ in the length alone."""
+    assert ServeConfig(program_headers=("X-Rollout",)).program_headers == ("X-Rollout",)
+    with pytest.raises(ValidationError, match="names no program"):
+        ServeConfig(program_headers=("X-Rollout", "content-length"))

@@ -11,7 +11,9 @@ from io import BytesIO
 
 import msgspec
 import pytest
+import structlog
 
+from thunderagent.cli.log_output import configure_logging
 from thunderagent.log_lines import LineLogger, json_line
 
 
@@ -130,3 +132,37 @@ def test_text_of_a_stranger_that_is_no_unicode_is_logged_all_the_same() -> None:
     assert (said["event"], said["reasoning"], said["turn_count"], said["level"]) == ("judged", "so ?", 5, "debug")
     assert said["ratio"] is None
     assert said["timestamp"].endswith("Z")
+
+
+HOSTILE = "a\u2028b\x9b2Jc\x85d\x7fe\x1b[2J\u2029f"
+
+
+def test_a_line_stays_one_line_for_every_reader(file: File) -> None:
+    """Neither a terminal nor a reader of lines finds its own characters in a stranger's text."""
+    lines = LineLogger(file, linger_s=60.0)
+    lines.info(json_line(None, "info", {"event": "x", "why": HOSTILE + "é"}))
+    assert lines.flush()
+    text = file.getvalue().decode()
+    assert len(text.splitlines()) == 1
+    assert all(each.isprintable() for each in text.rstrip("\n"))
+    assert json.loads(text)["why"] == HOSTILE + "é"
+
+
+def test_the_console_shows_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    """This holds for values, names, events, lists and the text of errors."""
+    structlog.reset_defaults()
+    try:
+        configure_logging("info", as_json=False)
+        log = structlog.get_logger("test")
+        log.info(HOSTILE, why=HOSTILE, many=[HOSTILE], **{HOSTILE: 1})
+        log.info("line", why="one\ntwo")
+        log.error("failed", exc_info=ValueError(HOSTILE))
+    finally:
+        structlog.reset_defaults()
+    said = capsys.readouterr().err
+    assert all(each.isprintable() for each in said.replace("\n", ""))
+    assert r"\u2028" in said
+    first, second, *_ = said.split("\n")
+    assert first.count(r"\x9b2J") == 4
+    assert "one" in second
+    assert "two" in second

@@ -39,10 +39,21 @@ RUNNING: Final = "sglang:num_running_reqs"
 WAITING: Final = "sglang:num_queue_reqs"
 RETRACTIONS: Final = "sglang:num_retracted_requests_total"
 PROMPT_TOKENS: Final = "sglang:prompt_tokens_total"
+TIER_TOKENS: Final = "sglang:hicache_host_total_tokens"
 CACHED_TOKENS: Final = "sglang:cached_tokens_total"  # newer versions: one series for each `cache_source`
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-_NEEDED: Final = (CAPACITY, KV_USED, TOKEN_USAGE, RUNNING, WAITING, RETRACTIONS, PROMPT_TOKENS, CACHED_TOKENS)
+_NEEDED: Final = (
+    CAPACITY,
+    KV_USED,
+    TOKEN_USAGE,
+    RUNNING,
+    WAITING,
+    RETRACTIONS,
+    PROMPT_TOKENS,
+    CACHED_TOKENS,
+    TIER_TOKENS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,7 @@ class SglangBackend:
             cache_hit_tokens_total=cached,
             tier_query_tokens_total=max(0.0, asked - (cached or 0.0)) if loaded is not None and asked else None,
             tier_hit_tokens_total=loaded,
+            tier_tokens=_capacity_tokens(_by_rank(samples.get(TIER_TOKENS, ()))),
         )
 
     def read_info(self, info: str) -> int | None:

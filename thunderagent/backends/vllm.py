@@ -5,8 +5,11 @@ The label `engine` is the data-parallel rank; a replica behind one URL may have 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
 
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.exposition import is_sane, samples_of
@@ -31,9 +34,16 @@ CACHE_HITS: Final = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits
 # zero, without a connector.
 TIER_QUERIES: Final = ("vllm:external_prefix_cache_queries_total",)
 TIER_HITS: Final = ("vllm:external_prefix_cache_hits_total",)
+# Of vLLM's own offloading; a series for each of its tiers, of which the one in host memory has a size. Since 0.33.
+TIER_CONFIG: Final = "vllm:kv_offload_config_info"
+TIER_TOKENS: Final = "cpu_kv_cache_size_tokens"
+
+KV_EVENT_SOURCES: Final = "/kv_event_sources"
+"""Where an engine says on which addresses its ranks publish their KV events. Since 0.32."""
 
 _NEEDED: Final = (
     CACHE_CONFIG,
+    TIER_CONFIG,
     *KV_USED,
     *RUNNING,
     *WAITING,
@@ -104,6 +114,7 @@ class VllmBackend:
             cache_hit_tokens_total=_total(_first_known(samples, CACHE_HITS)),
             tier_query_tokens_total=tier_queries,
             tier_hit_tokens_total=_total(_first_known(samples, TIER_HITS)) if tier_queries else None,
+            tier_tokens=_tier_tokens(samples.get(TIER_CONFIG, ())),
         )
 
     def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature
@@ -154,6 +165,50 @@ def _capacity_tokens(samples: Iterable[Sample], ranks_count: int) -> int | None:
     # Before May 2026. vLLM counts the blocks of all its ranks, and reports that sum for each (its `core_client.py`).
     # Wrong for hybrid models, whose layer groups share the blocks, but the best available.
     return blocks_tokens // ranks_count or None
+
+
+def _tier_tokens(samples: Iterable[Sample]) -> int | None:
+    """Return the size of the tiers in host memory, summed over the ranks; None if none reports its own."""
+    return sum(_positive(sample.labels.get(TIER_TOKENS)) or 0 for sample in samples) or None
+
+
+class KvAddresses(NamedTuple):
+    """Where a rank publishes its KV events, and where it replays them, if it does."""
+
+    address: str
+    replay_address: str | None = None
+
+
+class _KvSource(msgspec.Struct):
+    enable_kv_cache_events: bool = False
+    publisher: str = ""
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+
+
+def read_kv_event_sources(answer: bytes, host: str, rank_id: int = 0) -> KvAddresses | None:
+    """Return where a rank of an engine on `host` publishes; None if it does not, or not for others to subscribe.
+
+    vLLM waits for subscribers at the addresses with a `*`, and has added the rank to their ports. It connects to others
+    by itself.
+    """
+    try:
+        source = msgspec.json.decode(answer, type=dict[str, _KvSource]).get(str(rank_id))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if source is None or not source.enable_kv_cache_events or source.publisher != "zmq":
+        return None
+    if (address := _seen_from_outside(source.endpoint, host)) is None:
+        return None
+    return KvAddresses(address, _seen_from_outside(source.replay_endpoint or "", host))
+
+
+def _seen_from_outside(endpoint: str, host: str) -> str | None:
+    match = _ANY_HOST.fullmatch(endpoint)
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{match['port']}" if match is not None else None
+
+
+_ANY_HOST = re.compile(r"tcp://(?:\*|0\.0\.0\.0|\[::\]):(?P<port>[1-9][0-9]{0,4})")
 
 
 def _positive(label: str | None) -> int | None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from io import StringIO
+from typing import Any, TextIO
 
 
 def configure_logging(level: str, *, as_json: bool) -> None:
@@ -22,13 +23,18 @@ def configure_logging(level: str, *, as_json: bool) -> None:
         lines = LineLogger(sys.stderr.buffer, wants_info=min_level <= logging.INFO)
         factory = lambda *_: lines  # noqa: E731 - one for all loggers: their lines keep their order
     else:
+        from thunderagent.log_lines import escaped, without_controls
+
+        def plain_traceback(file: TextIO, exc_info: Any) -> None:  # the default shows variables, so keys, too
+            text = StringIO()
+            structlog.dev.plain_traceback(text, exc_info)
+            file.write("\n".join(map(escaped, text.getvalue().split("\n"))))
+
         processors = [
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(),
-                exception_formatter=structlog.dev.plain_traceback,  # the default shows variables, so keys, too
-            ),
+            without_controls,
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain_traceback),
         ]
         factory = structlog.WriteLoggerFactory(file=sys.stderr)
     structlog.configure(

@@ -126,6 +126,18 @@ class Limits(Slice):
     key_max_websockets_count: int | None = Field(
         None, ge=1, description="most websockets of one key; more get 429; by default half of max_websockets_count"
     )
+    max_leases_count: int = Field(
+        20_000, ge=1, description="most leases over the API that are held or waited for at a time; more get 503"
+    )
+    key_max_leases_count: int | None = Field(
+        None, ge=1, description="most leases of one key; more get 429; by default half of max_leases_count"
+    )
+    key_max_leased_ratio: float = Field(
+        0.5,
+        gt=0,
+        description="part of all replicas' memory that leases of one data key may claim without room: those without a "
+        "program get 429 beyond it, and reports of progress count no further",
+    )
     max_programs_count: int = Field(
         100_000,
         ge=1,

@@ -16,6 +16,8 @@ from thunderagent.config.slices import Listed, Pairs, Slice
 from thunderagent.errors import DiscoveryError
 
 HOST_FIELD = "{host}"
+KV_EVENTS_FOUND = "auto"
+"""Instead of addresses of KV events: engines say them."""
 """Placeholder for a replica's host in an address of KV events, so that one address is for all replicas."""
 
 
@@ -87,8 +89,8 @@ class Engines(Slice):
     kv_events: Listed = Field(
         (),
         description="ZeroMQ addresses (tcp://HOST:PORT) where the replicas publish their KV events, one for each "
-        "backend in the same order, separated by commas, or tcp://{host}:PORT for all; with these the proxy knows "
-        "what is in their memory",
+        "backend in the same order, separated by commas, or tcp://{host}:PORT for all, or `auto`: vLLM engines say it "
+        "themselves; with these the proxy knows what is in their memory",
     )
     kv_events_replay: Listed = Field(
         (), description="addresses where they replay KV events that were missed, in the same order"
@@ -131,6 +133,10 @@ class Engines(Slice):
     @model_validator(mode="after")
     def _addresses_have_backends(self) -> Self:
         for_all = len(self.kv_events) == 1 and HOST_FIELD in self.kv_events[0]
+        if self.kv_events == (KV_EVENTS_FOUND,):
+            for_all = True
+            if self.kv_events_replay:
+                raise ValueError("kv_events_replay needs addresses in kv_events; with auto engines say both")
         if self.kv_events and not for_all and len(self.kv_events) != len(self.backends):
             raise ValueError(
                 f"kv_events needs an address for each of backends, so {len(self.backends)}, not {len(self.kv_events)}; "

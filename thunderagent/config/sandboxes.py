@@ -25,9 +25,19 @@ class Sandboxes(Slice):
         0, ge=0, description="how many sandboxes to keep ready of each template that is for a class of programs"
     )
     sandbox_specs: bool = Field(
-        True,
-        description="whether clients may send their own templates, which may mount any folder of the Docker host and "
-        "call any URL, and register any sandbox by name",
+        False,
+        description="whether clients may send their own templates, which may mount any folder of the Docker host, and "
+        "register any sandbox by name; for trusted clients only",
+    )
+    sandbox_callback_urls: Listed = Field(
+        (),
+        description="beginnings of the URLs that clients may give with sandbox_specs, as http://10.0.0.2:9000/v1, "
+        "separated by commas; by default only those of the templates in the file",
+    )
+    sandbox_callback_networks: Listed = Field(
+        (),
+        description="networks that names in such URLs may lead to, as 10.1.0.0/16, separated by commas; others must "
+        "lead to public addresses",
     )
     sandbox_owner: str = Field(
         "",

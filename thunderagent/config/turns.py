@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from thunderagent.config.slices import Listed, Slice
 
@@ -23,6 +23,14 @@ class Names(Slice):
         False,
         description="whether a turn that names no program joins the one whose last prompt and answer it begins with",
     )
+
+    @field_validator("program_headers")
+    @classmethod
+    def _name_programs(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Heads that differ in the length alone are of one program: that is remembered of them."""
+        if any(name.lower() == "content-length" for name in names):
+            raise ValueError("Content-Length names no program: it is the length of the body")
+        return names
 
 
 class Timeouts(Slice):
@@ -46,7 +54,9 @@ class Timeouts(Slice):
         3600.0, gt=0, description="a replica that sends no byte of an answer for longer has failed, in seconds"
     )
     total_timeout_s: float | None = Field(
-        None, gt=0, description="longest time for a whole answer, in seconds; by default no limit"
+        None,
+        gt=0,
+        description="longest time for a whole answer, and for a lease of the API, in seconds; by default no limit",
     )
     retries_count: int = Field(
         2, ge=0, description="tries on another replica after a connection failed before the first byte"

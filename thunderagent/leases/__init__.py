@@ -82,6 +82,8 @@ class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire",
     """Its model; empty if none is named, or it does not matter (`ReplicaMap.names_models`)."""
     attempt_key: str = ""
     """Common to all attempts at one turn, whichever gateway they come to; empty if its client gave none."""
+    engine_request_id: str = ""
+    """By which its client may have an engine abort it; empty if it gave none."""
 
 
 class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):

@@ -37,7 +37,7 @@ from thunderagent.picker import messages
 from thunderagent.picker.addresses import endpoints_in
 from thunderagent.picker.carried import Around, Carried, give_up
 from thunderagent.picker.stream import Stream
-from thunderagent.proxy.gate.access import DATA, ForwardUnknown, Use, engine_access, use_of
+from thunderagent.proxy.gate.access import DATA, WEBSOCKETS, ForwardUnknown, Use, engine_access, use_of
 from thunderagent.proxy.gate.bodies import come
 from thunderagent.proxy.gate.held import HeldTurn, KeptBody
 from thunderagent.proxy.reading.body_fields import model_named
@@ -91,17 +91,21 @@ class Picker:
             headers = CIMultiDictProxy(CIMultiDict((name, value) for name, value in given if name[:1] != ":"))
             REQUEST_ID.set(take_request_id(headers))
             target = Target.parse(pseudo.get(":path", ""), pseudo.get(":authority", ""))
-            if pseudo.get(":method") == "POST" and target.spelt in TURN_DIALECTS:
-                await self._turn(stream, first, target, headers)
-            else:
-                await self._beside(stream, first, target, pseudo.get(":method", ""))
+            method = pseudo.get(":method", "")
+            if (use := use_of(target, method)) is Use.TURN:
+                await self._turn(stream, first, method, target, headers)
+                return
+            converses = target.spelt in WEBSOCKETS and "Upgrade" in headers
+            if converses or use is not Use.SIDE_CALL or engine_access(target, method, ForwardUnknown.OFF) is not DATA:
+                raise AdminKeyNeededError(
+                    "a picker passes only turns and requests that read; send this one to the engine"
+                )
+            await self._beside(stream, first, target)
         except ThunderAgentError as error:
             await stream.refuse(answer_of(error, target.spelt if target is not None else None))
 
-    async def _beside(self, stream: Stream, first: Any, target: Target, method: str) -> None:
-        """Send a request that is no turn to a replica at once: its program's, or the one with fewest turns."""
-        if engine_access(target, method, ForwardUnknown.OFF) is not DATA or use_of(target, method) is Use.GENERATE:
-            raise AdminKeyNeededError("a picker passes only turns and requests that read; send this one to the engine")
+    async def _beside(self, stream: Stream, first: Any, target: Target) -> None:
+        """Send a side call to a replica at once: its program's, or the one with fewest turns."""
         leases, addresses, allowed = self._leases, self._around.addresses, _allowed(first)
         home_id = leases.home_of(target.program_id) if target.program_id else None
         urls = {each: leases.replicas.states[each].url for each in leases.replicas.open_ids}
@@ -113,21 +117,25 @@ class Picker:
         while (message := await stream.read()) is not None:
             await stream.echo(message)
 
-    async def _turn(self, stream: Stream, first: Any, target: Target, headers: CIMultiDictProxy[str]) -> None:
+    async def _turn(
+        self, stream: Stream, first: Any, method: str, target: Target, headers: CIMultiDictProxy[str]
+    ) -> None:
         kept = KeptBody(self._around.held)
         try:
             arrived_s = monotonic()
             body, has_trailers = await self._body(stream, first, headers, kept)
             if body is not None:
-                record = await self._read(target, headers, body, arrived_s)
+                record = await self._read(method, target, headers, body, arrived_s)
                 await self._attempt(stream, first, headers, record, kept, has_trailers=has_trailers)
         finally:
             kept.release()
 
-    async def _read(self, target: Target, headers: CIMultiDictProxy[str], body: bytes, arrived_s: float) -> Record:
+    async def _read(
+        self, method: str, target: Target, headers: CIMultiDictProxy[str], body: bytes, arrived_s: float
+    ) -> Record:
         read = partial(read_request, target, headers, body, self._rules, None)
         turn, _ = read() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
-        record = Record(turn, "POST", target, TURN_DIALECTS[target.spelt], arrived_s, body)
+        record = Record(turn, method, target, TURN_DIALECTS[target.spelt], arrived_s, body)
         if self._leases.replicas.names_models:
             record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:

@@ -57,6 +57,7 @@ from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector
+from thunderagent.proxy.watch.open_files import OpenFiles
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S
 from thunderagent.proxy.wire.front import Front
@@ -70,6 +71,7 @@ MADE_ANSWERS_COUNT = 100_000
 HISTORY = web.AppKey("history", History)
 """The application's history; its owner runs that beside it, and the next ones too."""
 LOOP_LAG = web.AppKey("loop_lag", LoopLag)
+OPEN_FILES = web.AppKey("open_files", OpenFiles)
 
 
 GUARD = web.AppKey("guard", Guard)
@@ -152,7 +154,15 @@ def build_app(
     guard = Guard(guard_settings, keyring, registry, logins, held, quotas)
     engine_control = EngineControl(runtime, client, replicas, engine_control_settings)
     weight_sync = WeightSync(runtime, replicas, limit_s=engine_control_settings.weight_sync_limit_s)
-    leases = Leases(runtime, replicas, tenancy, held, limit_s=engine_control_settings.lease_limit_s, aliases=aliases)
+    leases = Leases(
+        runtime,
+        replicas,
+        tenancy,
+        held,
+        limit_s=engine_control_settings.lease_limit_s,
+        total_s=engine_control_settings.lease_total_s,
+        aliases=aliases,
+    )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     app[GUARD], app[HELD] = guard, held
@@ -161,13 +171,14 @@ def build_app(
         front_of(flow, guard, held, admin_port, replicas, tracing, simulated=simulated, access_log=access_log),
         LoopLag(registry),
     )
+    app[OPEN_FILES] = OpenFiles(registry)
     app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated, cell=cell)
     if simulated:
         app.on_response_prepare.append(_say_simulated)
     sandbox_handlers = SandboxHandlers(sandboxes, tenancy)
     app.on_shutdown.extend((live.close, sandbox_handlers.close, _closing(websockets)))
-    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(weight_sync, leases)))
+    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(engine_control, weight_sync, leases)))
     routes = [
         *engine_control.routes(),
         *Facade(runtime, replicas, engine_control, turns.handle_on, side_calls.forward_to).routes(),
@@ -213,7 +224,7 @@ def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]
     return close
 
 
-def _closing(*owners: WeightSync | Leases | Websockets) -> Callable[[web.Application], Awaitable[None]]:
+def _closing(*owners: EngineControl | WeightSync | Leases | Websockets) -> Callable[[web.Application], Awaitable[None]]:
     """Return a hook that ends, when the application ends, what would otherwise go on."""
 
     async def close(_: web.Application) -> None:

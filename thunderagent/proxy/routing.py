@@ -27,7 +27,7 @@ from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.flow import Turns
-from thunderagent.proxy.turns.models import Models
+from thunderagent.proxy.turns.models import MODELS, Models
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.access_log import logged, logged_turn
 from thunderagent.proxy.wire.aiohttp_errors import answering_errors
@@ -162,6 +162,8 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
             return await turns.handle(request)
         if request.method == "GET" and target.spelt == "/v1/models":
             return await models.handle(request)
+        if request.method in ("GET", "HEAD") and target.words[:2] == MODELS and target.words[2:]:
+            return await models.retrieve(request)
         answer = await elsewhere(request, target, use)
         if answer is not None:
             return answer

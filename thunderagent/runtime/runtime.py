@@ -90,6 +90,8 @@ class RuntimeSettings:
 
 ELSEWHERE: Final = "another scheduler leads; ask that, or a gateway"
 
+ABORTED: Final = "the trainer aborted this turn while it was held"
+
 TIMER_SLACK_S: Final = 0.002
 """An event loop's timer may be early by a millisecond."""
 
@@ -126,6 +128,8 @@ class Runtime:
         self.new_turn_id: Callable[[], int] = count(1).__next__
         """Returns an id that no turn had before."""
         self._abortable_ids: set[int] = set()
+        self._engine_request_ids: dict[int, str] = {}
+        """By held turn, the id by which its client may abort it."""
         self._superseded_ids: set[int] = set()
         """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
@@ -190,10 +194,7 @@ class Runtime:
             if type(decision) is Reject and decision.turn_id == turn_id:
                 self.outcome_counts["rejected"] += 1
                 raise refusal_of(decision, self.pools)
-        waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        self._waiters[turn_id] = waiter
-        if ask.abortable:
-            self._abortable_ids.add(turn_id)
+        waiter = self._waiter_for(ask)
         timer = self._timer_for(turn_id, arrived_s) if ask.patience_s is not None else None
         try:
             with while_held:
@@ -209,10 +210,21 @@ class Runtime:
         finally:
             self._waiters.pop(turn_id, None)
             self._abortable_ids.discard(turn_id)
+            self._engine_request_ids.pop(turn_id, None)
             if timer is not None:
                 timer.cancel()
             del waiter  # otherwise a rejection in it, whose traceback holds this frame, would wait for a collection
         return self._begin(grant, self.now_s() - came_s)
+
+    def _waiter_for(self, ask: TurnAsk) -> asyncio.Future[Grant]:
+        """Begin to wait for a lease, by which names the wait may be aborted."""
+        waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._waiters[ask.turn_id] = waiter
+        if ask.abortable:
+            self._abortable_ids.add(ask.turn_id)
+        if ask.engine_request_id:
+            self._engine_request_ids[ask.turn_id] = ask.engine_request_id
+        return waiter
 
     def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
         """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
@@ -257,9 +269,17 @@ class Runtime:
                 continue
             home_id = turn.program.replica_id if turn.program is not None else turn.pinned_replica_id
             if replica_id is None or home_id in (None, replica_id):
-                waiter.set_exception(TurnAbortedError("the trainer aborted this turn while it was held"))
+                waiter.set_exception(TurnAbortedError(ABORTED))
                 aborted_count += 1
         return aborted_count
+
+    def abort_named(self, engine_request_ids: Collection[str]) -> int:
+        """End the wait of the held turns that engines would know by these ids, as above; return their number."""
+        named = [turn_id for turn_id, name in self._engine_request_ids.items() if name in engine_request_ids]
+        waiting = [waiter for waiter in map(self._waiters.__getitem__, named) if not waiter.done()]
+        for waiter in waiting:
+            waiter.set_exception(TurnAbortedError(ABORTED))
+        return len(waiting)
 
     def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
         """Count turns on these replicas that were granted since then and have no first byte yet."""

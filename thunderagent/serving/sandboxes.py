@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
@@ -21,6 +22,9 @@ from thunderagent.tools.manager import HEARS, Manager, ManagerSettings
 from thunderagent.tools.sandbox import Caps
 from thunderagent.tools.table import LOOKED_AHEAD_COUNT
 from thunderagent.tools.template import DriverKind, Template
+
+if TYPE_CHECKING:
+    from thunderagent.tools.callback_urls import CallbackUrls
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,11 @@ def build_manager(config: ServeConfig, runtime: Runtime) -> Manager | None:
     for name, template in config.sandbox_templates.items():
         if template.driver not in config.sandboxes:
             raise ConfigurationError(f"the template {name!r} is for {template.driver}, which --sandboxes does not name")
+    urls = _callback_urls(config)
     owner = Owner(config.sandbox_owner or f"{socket.gethostname()}:{config.port}", secrets.token_hex(6))
     manager = Manager(
         owner,
-        {kind: _driver(kind, owner, config) for kind in config.sandboxes},
+        {kind: _driver(kind, owner, config, urls) for kind in config.sandboxes},
         RuntimePrograms(runtime),
         caps=Caps(
             sandbox_count=config.sandbox_max_count,
@@ -103,6 +108,7 @@ def build_manager(config: ServeConfig, runtime: Runtime) -> Manager | None:
             idle_limit_s=config.sandbox_idle_limit_s or inf,
             reclaim_on_shutdown=config.sandbox_reclaim_on_shutdown,
             takes_specs=config.sandbox_specs,
+            check_callback=urls.check_template,
         ),
         clock=runtime.now_s,
     )
@@ -117,7 +123,19 @@ def _with_warm(template: Template, warm_count: int) -> Template:
     return template
 
 
-def _driver(kind: DriverKind, owner: Owner, config: ServeConfig) -> Driver:
+def _callback_urls(config: ServeConfig) -> CallbackUrls:
+    """Return where callbacks may go. Raises `ConfigurationError`."""
+    from thunderagent.tools.callback_urls import CallbackUrls  # noqa: PLC0415 - needs an HTTP client
+
+    templates = config.sandbox_templates.values()
+    return CallbackUrls(
+        [(each.prepare_url, each.reclaim_url) for each in templates if each.driver == "callback"],
+        config.sandbox_callback_urls,
+        config.sandbox_callback_networks,
+    )
+
+
+def _driver(kind: DriverKind, owner: Owner, config: ServeConfig, urls: CallbackUrls) -> Driver:
     try:
         if kind == "docker":
             from thunderagent.tools.docker import DockerDriver  # noqa: PLC0415 - needs an extra
@@ -152,12 +170,7 @@ def _driver(kind: DriverKind, owner: Owner, config: ServeConfig) -> Driver:
     return CallbackDriver(
         owner,
         token=config.sandbox_callback_token,
-        token_urls=[  # other URLs must not get it
-            url
-            for template in config.sandbox_templates.values()
-            for url in (template.prepare_url, template.reclaim_url)
-            if url
-        ],
+        urls=urls,
         request_timeout_s=config.sandbox_callback_timeout_s,
         concurrency_count=2 * config.sandbox_hands_count,
     )

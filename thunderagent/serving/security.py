@@ -92,6 +92,9 @@ def held_limits(config: ServeConfig) -> HeldLimits:
         config.max_running_bytes,
         config.max_websockets_count,
         config.key_max_websockets_count,
+        config.max_leases_count,
+        config.key_max_leases_count,
+        config.key_max_leased_ratio,
     )
 
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 import structlog
@@ -18,12 +19,12 @@ from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.proxy.admin.cell import CellReport
-from thunderagent.proxy.app import HISTORY, LOOP_LAG, build_app
+from thunderagent.proxy.app import HISTORY, LOOP_LAG, OPEN_FILES, build_app
 from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
-from thunderagent.proxy.fleet.observer import Observer
+from thunderagent.proxy.fleet.observer import Observer, ask_plainly
 from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import AdminPort
@@ -45,7 +46,7 @@ from thunderagent.serving.process import (
 )
 from thunderagent.serving.provisioning import build_provisioning
 from thunderagent.serving.reloading import Reloader, hangup, take_over
-from thunderagent.serving.replica_sources import followers_of, sources_of, static_of
+from thunderagent.serving.replica_sources import KvFinder, followers_of, sources_of, static_of
 from thunderagent.serving.sandboxes import build_manager
 from thunderagent.serving.security import (
     ServerTls,
@@ -204,6 +205,9 @@ async def proxy(
             runtime.observe(tracing.observe)
         client = await stack.enter_async_context(ReplicaClient(client_settings))
         replicas.attach(client, poller, *kv_followers)
+        for follower in kv_followers:
+            if isinstance(follower, KvFinder):
+                follower.ask = partial(ask_plainly, client, deadline_s=config.poll_deadline_s)
         discovery.replicas_wanted("static", static_of(urls))
         judge = judge_of(config, runtime, client)
         other = beside(replicas, poller, learned) if beside is not None else None
@@ -225,6 +229,7 @@ async def proxy(
                 timeout_s=config.engine_control_timeout_s,
                 weight_sync_limit_s=config.weight_sync_limit_s,
                 lease_limit_s=config.lease_limit_s,
+                lease_total_s=config.total_timeout_s or inf,
             ),
             admin_port=admin_port,
             provisioner=provisioning,
@@ -239,6 +244,7 @@ async def proxy(
             discovery.run,
             app[HISTORY].run,
             app[LOOP_LAG].run,
+            app[OPEN_FILES].run,
             partial(replicas.run, client),
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
             provisioning.run,

@@ -16,7 +16,8 @@ if it is kept warm), `template` (its name), `labels`, `expires_at` (whole second
   origin, and other redirects are not followed.
 - 4xx: no such sandbox will be made; 409: not now, there is a conflict; 507, or an error whose `code` has
   "insufficient" in it: no room; 429 and 5xx: not now. At the status URL 404 and 410 mean that it ended before it was
-  usable. The text for people is read from `message`, `detail` or `error`.
+  usable. The text for people is read from `message`, `detail` or `error`, for the operator's log: an error tells
+  clients only its kind, because an answer may come from anywhere.
 
 `POST reclaim_url` with `{"handle", "sandbox_id"}`: any 2xx, or 404 and 410 if it is gone. The handle is empty if the
 preparation failed or was given up before one was known, so `sandbox_id` alone must do. For a sandbox that a client
@@ -34,8 +35,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import quote, unquote
 
@@ -54,6 +56,7 @@ from thunderagent.errors import (
 )
 from thunderagent.faults import faults_of
 from thunderagent.tools.base import OWNER_LABEL, RUN_LABEL, Change, Found, Order, Owner, Place, Usage
+from thunderagent.tools.callback_urls import CallbackUrls, host_of, origin_of, url_of
 
 _log = structlog.get_logger(__name__)
 
@@ -68,7 +71,18 @@ _OUR_FIELDS = {
     *("program_classes", "warm_count", "kubernetes_kind", "namespace"),
 }
 
+_SAID: dict[type[SandboxError], str] = {
+    SandboxError: "the sandbox service gave an unusable answer",
+    SandboxRefusedError: "the sandbox service refused",
+    SandboxConflictError: "the sandbox service has a conflict",
+    SandboxSpaceError: "the sandbox service has no room",
+    SandboxEngineError: "the sandbox service cannot be reached, or fails",
+    SandboxSetupError: "the sandbox ended before it was usable",
+}
+"""All that clients are told of an answer, by the kind of failure."""
+
 _Port = Annotated[int, Field(gt=0, le=65535)]
+_Host = Annotated[str, Field(max_length=255, pattern=r"^[0-9A-Za-z._:%\[\]-]*$")]
 
 
 class _Answer(BaseModel):
@@ -77,8 +91,8 @@ class _Answer(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     handle: str = Field("", max_length=1024)
-    address: str = ""
-    ports: dict[_Port, tuple[str, _Port]] = {}
+    address: _Host = ""
+    ports: dict[_Port, tuple[_Host, _Port]] = {}
     details: dict[str, str] = {}
     ready: bool = True
     status_url: str = ""
@@ -107,8 +121,9 @@ class CallbackDriver:
 
     At most `concurrency_count` requests at a time prepare, as many reclaim at the operator's URLs, and as many at
     clients': none waits for another kind. A request without a whole answer after `request_timeout_s` has failed, and so
-    has a preparation whose status URL fails for that long. `token` is sent as `Authorization: Bearer`: to the URLs of
-    templates, or, with `token_urls`, only to the origins of these; never to a URL that a client registered.
+    has a preparation whose status URL fails for that long. `urls` says which URLs are the operator's, and where others
+    may lead; without it all are the operator's. `token` is sent as `Authorization: Bearer` to the operator's URLs, and
+    where these lead; never to a URL that a client gave.
     """
 
     kind = "callback"
@@ -120,7 +135,7 @@ class CallbackDriver:
         request_timeout_s: float = 30.0,
         concurrency_count: int,
         token: str = "",
-        token_urls: Collection[str] | None = None,
+        urls: CallbackUrls | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Connect to nothing yet; without `tls`, the usual authorities are trusted."""
@@ -129,7 +144,7 @@ class CallbackDriver:
         self._owner = owner
         self._request_timeout_s = request_timeout_s
         self._token = token
-        self._token_origins = None if token_urls is None else {_origin_of(_url_of(each)) for each in token_urls}
+        self._urls = urls
         self._preparing = asyncio.Semaphore(concurrency_count)
         self._reclaiming = {is_operators: asyncio.Semaphore(concurrency_count) for is_operators in (False, True)}
         self._in_flight_count = 0
@@ -137,14 +152,11 @@ class CallbackDriver:
         # The semaphores limit requests; and httpx2's timeouts are for each read, but ours is for the whole answer.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency_count)
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "thunderagent"}
-        self._client = httpx2.AsyncClient(
-            verify=tls or True,
-            trust_env=False,
-            follow_redirects=False,
-            timeout=None,
-            limits=limits,
-            headers=headers,
-        )
+        make = partial(httpx2.AsyncClient, verify=tls or True, trust_env=False, timeout=None, headers=headers)
+        self._client = make(limits=limits, follow_redirects=False)
+        # Connected to an address, and so for one request: a kept connection might be used for another name there.
+        once = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        self._checked_client = make(limits=once, follow_redirects=False)
 
     def __repr__(self) -> str:
         return f"<CallbackDriver {self._in_flight_count} requests in flight>"
@@ -160,13 +172,16 @@ class CallbackDriver:
         429 and 5xx, and `SandboxError` for an invalid one. Unless nothing can have been made, the other side is then
         told to reclaim it; that is tried once, for a few seconds.
         """
-        prepare_url, reclaim_url = _url_of(order.template.prepare_url), _url_of(order.template.reclaim_url)
-        headers = {"Idempotency-Key": order.sandbox_id, **self._authorization(prepare_url)}
+        prepare_url, reclaim_url = url_of(order.template.prepare_url), url_of(order.template.reclaim_url)
+        is_operators = self._is_operators(prepare_url)
+        if self._urls is not None:
+            self._urls.check_both(prepare_url, reclaim_url)
+        headers = {"Idempotency-Key": order.sandbox_id, **self._authorization(is_operators=is_operators)}
         is_sent, answer = False, None
         try:
             async with self._preparing:
                 is_sent = True
-                reply = await self._send("POST", prepare_url, headers, self._wish(order))
+                reply = await self._send("POST", prepare_url, headers, self._wish(order), is_operators=is_operators)
             answer = _read_answer(reply, prepare_url, _NOTHING_KNOWN)
             answer = await self._until_ready(order, answer, prepare_url)
         except (SandboxError, asyncio.CancelledError) as error:
@@ -177,17 +192,20 @@ class CallbackDriver:
             handle=_handle(order.sandbox_id, reclaim_url, answer.handle),
             address=answer.address,
             ports=answer.ports,
-            details={"remote_handle": answer.handle, **answer.details},
+            details={"remote_handle": answer.handle, **(answer.details if is_operators else {})},
         )
 
     async def adopt(self, name: str, reclaim_url: str) -> Place:
         """Return the place of a client's own sandbox; nobody checks whether it exists.
 
-        Raises `SandboxRefusedError` for a URL that is not http or https, or an empty name.
+        Raises `SandboxRefusedError` for a URL that is not http or https, or may not be called, or an empty name.
         """
         if not name:
             raise SandboxRefusedError("a sandbox that runs elsewhere needs a handle")
-        return Place(_handle("", _url_of(reclaim_url), name), details={"remote_handle": name})
+        url = url_of(reclaim_url)
+        if self._urls is not None:
+            self._urls.check(url)
+        return Place(_handle("", url, name), details={"remote_handle": name})
 
     async def reclaim(self, handle: str) -> None:
         """Request the removal of a sandbox; 404 and 410 mean that it is already gone. Raises `SandboxError`."""
@@ -216,6 +234,7 @@ class CallbackDriver:
         """Close the connections; sandboxes stay."""
         self._closed.set()
         await self._client.aclose()
+        await self._checked_client.aclose()
 
     def _wish(self, order: Order) -> dict[str, Any]:
         return {
@@ -233,14 +252,15 @@ class CallbackDriver:
         A single failed request says nothing about the sandbox: only failing for a request's timeout does.
         """
         loop = asyncio.get_running_loop()
-        headers = self._authorization(prepare_url)
+        is_operators = self._is_operators(prepare_url)
+        headers = self._authorization(is_operators=is_operators)
         heard_s = loop.time()
         while not answer.ready:
             await asyncio.sleep(order.template.ready_interval_s)
             status_url = _joined(prepare_url, answer.status_url)
             try:
                 async with self._preparing:
-                    reply = await self._send("GET", status_url, headers)
+                    reply = await self._send("GET", status_url, headers, is_operators=is_operators)
                 answer = _read_answer(reply, prepare_url, answer)
             except SandboxEngineError:
                 if loop.time() - heard_s >= self._request_timeout_s:
@@ -259,45 +279,106 @@ class CallbackDriver:
                 "sandbox may be left elsewhere until it expires",
                 sandbox_id=order.sandbox_id,
                 program_id=order.program_id,
-                why=str(error) or "no answer in time",
+                why=error.for_log if isinstance(error, SandboxError) else "no answer in time",
             )
 
     async def _reclaim(self, sandbox_id: str, url: httpx2.URL, remote_handle: str) -> None:
         # Only our own sandboxes have our ids: the token is for nobody else.
-        headers = self._authorization(url) if sandbox_id else {}
-        async with self._reclaiming[bool(sandbox_id) and self._is_operators(url)]:
-            reply = await self._send("POST", url, headers, {"handle": remote_handle, "sandbox_id": sandbox_id})
+        is_operators = self._is_operators(url)
+        is_ours = bool(sandbox_id) and is_operators
+        body = {"handle": remote_handle, "sandbox_id": sandbox_id}
+        async with self._reclaiming[is_ours]:
+            headers = self._authorization(is_operators=is_ours)
+            reply = await self._send("POST", url, headers, body, is_operators=is_operators)
         if not (200 <= reply.status < 300 or reply.status in {404, 410}):
             raise _error_of(reply)
 
     def _is_operators(self, url: httpx2.URL) -> bool:
-        return self._token_origins is None or _origin_of(url) in self._token_origins
+        return self._urls is None or self._urls.is_operators(url)
 
-    def _authorization(self, url: httpx2.URL) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token}"} if self._token and self._is_operators(url) else {}
+    def _authorization(self, *, is_operators: bool) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}"} if self._token and is_operators else {}
 
     async def _send(
-        self, method: str, url: httpx2.URL, headers: Mapping[str, str], body: dict[str, Any] | None = None
+        self,
+        method: str,
+        url: httpx2.URL,
+        headers: Mapping[str, str],
+        body: dict[str, Any] | None = None,
+        *,
+        is_operators: bool,
     ) -> _Reply:
-        """Send one request and read the whole answer, whatever its status."""
-        received = bytearray()
+        """Send one request and read the whole answer, whatever its status.
+
+        `is_operators` says that the URL is a template's, or that one led there: it is called wherever its name leads.
+        """
         self._in_flight_count += 1
         try:
-            async with (
-                asyncio.timeout(self._request_timeout_s),
-                self._client.stream(method, url, headers=headers, json=body) as response,
-            ):
-                async for chunk in response.aiter_raw():
-                    received += chunk
-                    if len(received) > MAX_ANSWER_BYTES:
-                        raise SandboxError(f"{url.host} answered more than {MAX_ANSWER_BYTES} bytes")
+            async with asyncio.timeout(self._request_timeout_s):
+                if is_operators or self._urls is None:
+                    return await self._receive(self._client, method, url, url, headers, body)
+                return await self._send_checked(self._urls, method, url, headers, body)
         except TimeoutError as error:
-            raise SandboxEngineError(f"{url.host} did not answer within {self._request_timeout_s:g} s") from error
+            told = f"{url.host} did not answer within {self._request_timeout_s:g} s"
+            raise _failure(SandboxEngineError, told) from error
         except httpx2.HTTPError as error:
-            raise SandboxEngineError(f"{url.host} cannot be reached: {str(error) or type(error).__name__}") from error
+            told = f"{url.host} cannot be reached: {str(error) or type(error).__name__}"
+            raise _failure(SandboxEngineError, told) from error
         finally:
             self._in_flight_count -= 1
+
+    async def _send_checked(
+        self,
+        urls: CallbackUrls,
+        method: str,
+        url: httpx2.URL,
+        headers: Mapping[str, str],
+        body: dict[str, Any] | None,
+    ) -> _Reply:
+        """Send to the addresses that were checked, one after the other until one accepts the connection."""
+        *others, last = await urls.addresses_of(url)
+        for address in others:
+            try:
+                return await self._receive(self._checked_client, method, url, _at(url, address), headers, body)
+            except httpx2.ConnectError:
+                continue
+        return await self._receive(self._checked_client, method, url, _at(url, last), headers, body)
+
+    async def _receive(
+        self,
+        client: httpx2.AsyncClient,
+        method: str,
+        url: httpx2.URL,
+        there: httpx2.URL,
+        headers: Mapping[str, str],
+        body: dict[str, Any] | None,
+    ) -> _Reply:
+        """Send to `url` by a connection to the host of `there`, which must show the certificate of `url`'s."""
+        received = bytearray()
+        named = {"Host": url.netloc.decode("ascii"), **headers}
+        request = client.build_request(method, there, headers=named, json=body)
+        request.extensions = {**request.extensions, "sni_hostname": host_of(url)}
+        response = await client.send(request, stream=True)
+        try:
+            async for chunk in response.aiter_raw():
+                received += chunk
+                if len(received) > MAX_ANSWER_BYTES:
+                    raise _failure(SandboxError, f"{url.host} answered more than {MAX_ANSWER_BYTES} bytes")
+        finally:
+            await response.aclose()
         return _Reply(url, response.status_code, response.headers.get("Location", ""), bytes(received))
+
+
+def _at(url: httpx2.URL, address: str) -> httpx2.URL:
+    """Return a URL with a numeric address as its host."""
+    return url.copy_with(host=address)
+
+
+def _failure(kind: type[SandboxError], told: str) -> SandboxError:
+    """Return an error that tells clients its kind, and `told` to the operator's log."""
+    error = kind(_SAID[kind])
+    error.for_operators = told
+    return error
 
 
 def _made_nothing(error: BaseException) -> bool:
@@ -309,7 +390,7 @@ def _read_answer(reply: _Reply, prepare_url: httpx2.URL, known: _Answer) -> _Ans
     """Return the other side's report, completed by its earlier one (`known`)."""
     is_asked_again = known != _NOTHING_KNOWN
     if is_asked_again and reply.status in {404, 410}:
-        raise SandboxSetupError(f"the sandbox ended before it was usable: {_told(reply)}")
+        raise _failure(SandboxSetupError, _told(reply))
     if reply.status not in {200, 201, 202, 303}:
         raise _error_of(reply)
     said: dict[str, Any] = {}
@@ -318,16 +399,16 @@ def _read_answer(reply: _Reply, prepare_url: httpx2.URL, known: _Answer) -> _Ans
             said = _Answer.model_validate_json(reply.body).model_dump(exclude_unset=True)
         except ValidationError as error:
             said_wrong = "; ".join(faults_of(error))[:_MAX_SAID_CHARACTERS]
-            raise SandboxError(f"{reply.url.host} gave an unexpected answer: {said_wrong}") from error
+            raise _failure(SandboxError, f"{reply.url.host} gave an unexpected answer: {said_wrong}") from error
     is_ready = reply.status in {200, 201} and said.get("ready", True)
     if reply.location and not is_ready:
         said = {"status_url": str(_joined(reply.url, reply.location)), **said}
     answer = known.model_copy(update={**said, "ready": is_ready})
     if is_ready and not answer.handle:
-        raise SandboxError(f"{reply.url.host} made a sandbox but gave no handle")
+        raise _failure(SandboxError, f"{reply.url.host} made a sandbox but gave no handle")
     if not is_ready:
         if not answer.status_url:
-            raise SandboxError(f"{reply.url.host} has no sandbox ready, and gave no status_url")
+            raise _failure(SandboxError, f"{reply.url.host} has no sandbox ready, and gave no status_url")
         _joined(prepare_url, answer.status_url)
     return answer
 
@@ -366,42 +447,27 @@ def _told(reply: _Reply) -> str:
 def _error_of(reply: _Reply) -> SandboxError:
     status, told = reply.status, _told(reply)
     if status == 507 or (status >= 400 and "insufficient" in _complaint_of(reply).code.lower()):
-        return SandboxSpaceError(told)
+        return _failure(SandboxSpaceError, told)
     if status >= 500 or status in {408, 425, 429}:
-        return SandboxEngineError(told)
+        return _failure(SandboxEngineError, told)
     if status == 409:
-        return SandboxConflictError(told)
+        return _failure(SandboxConflictError, told)
     if status >= 400:
-        return SandboxRefusedError(told)
+        return _failure(SandboxRefusedError, told)
     if status >= 300:
-        return SandboxRefusedError(f"{told}; redirects are not followed")
-    return SandboxError(told)
-
-
-def _url_of(text: str) -> httpx2.URL:
-    try:
-        url = httpx2.URL(text)
-        is_usable = url.scheme in {"http", "https"} and bool(url.host) and 0 < _origin_of(url)[2] <= 65535
-    except (httpx2.InvalidURL, ValueError) as error:
-        raise SandboxRefusedError(f"a callback URL cannot be read: {error}") from error
-    if not is_usable or url.userinfo or url.fragment:
-        raise SandboxRefusedError("a callback URL must be http or https, with a host, and without a user or fragment")
-    return url
-
-
-def _origin_of(url: httpx2.URL) -> tuple[str, str, int]:
-    return url.scheme, url.host, (443 if url.scheme == "https" else 80) if url.port is None else url.port
+        return _failure(SandboxRefusedError, f"{told}; redirects are not followed")
+    return _failure(SandboxError, told)
 
 
 def _joined(base: httpx2.URL, reference: str) -> httpx2.URL:
     """Return the URL of a reference relative to `base`; refuse another origin: the token is for this one."""
     try:
         url = base.join(reference)
-        is_same_origin = _origin_of(url) == _origin_of(base)
+        is_same_origin = origin_of(url) == origin_of(base)
     except (httpx2.InvalidURL, ValueError) as error:
-        raise SandboxError(f"{base.host} gave a URL that cannot be read: {error}") from error
+        raise _failure(SandboxError, f"{base.host} gave a URL that cannot be read: {error}") from error
     if not is_same_origin:
-        raise SandboxError(f"{base.host} leads to another origin, {url.scheme}://{url.netloc.decode()}")
+        raise _failure(SandboxError, f"{base.host} leads to another origin, {url.scheme}://{url.netloc.decode()}")
     return url
 
 
@@ -418,4 +484,4 @@ def _read_handle(handle: str) -> tuple[str, httpx2.URL, str]:
     url, mark, remote_handle = rest.rpartition("#")
     if not at or not mark:
         raise SandboxRefusedError("not a handle of a callback sandbox")
-    return unquote(sandbox_id), _url_of(url), unquote(remote_handle)
+    return unquote(sandbox_id), url_of(url), unquote(remote_handle)

@@ -112,8 +112,10 @@ class ManagerSettings:
     shutdown_s: float = 20.0
     """How long a shutdown waits for its reclaimings."""
     reclaim_on_shutdown: bool = True
-    takes_specs: bool = True
+    takes_specs: bool = False
     """Whether clients may bring templates, callbacks and sandboxes of their own."""
+    check_callback: Callable[[Template], None] = lambda _: None
+    """Checks the URLs of a client's template, or raises `SandboxError`. What is called is checked again."""
 
 
 class Manager:
@@ -217,6 +219,8 @@ class Manager:
             raise RequestError(f"sandboxes by {kind!r} are not enabled; --sandboxes has: {', '.join(self._drivers)}")
         if bool(wanted.reclaim_url) != (kind == "callback" and wanted.handle is not None):
             raise RequestError("reclaim_url, handle and the driver callback must be given together")
+        if wanted.spec is not None and kind == "callback":
+            self.settings.check_callback(wanted.spec)
         if wanted.handle is None:
             self.table.check(self._template_of(wanted))
 
@@ -448,7 +452,7 @@ class Manager:
             template=sandbox.template_name,
             program_ids=list(sandbox.program_ids),
             code=error.code,
-            why=error.message,
+            why=error.for_log,
             again=again,
         )
         if is_news or not again:  # an engine that is down must not fill the story
@@ -513,12 +517,12 @@ class Manager:
                 await self._drivers[kind].reclaim(handle)
                 return True
         except SandboxError as error:
-            why = error.message
+            why, for_log = error.message, error.for_log
         except TimeoutError:
-            pass
+            for_log = why
         if sandbox is not None:
             sandbox.why = why
-        log.warning("sandbox_not_reclaimed", driver=kind, handle=handle, why=why)
+        log.warning("sandbox_not_reclaimed", driver=kind, handle=handle, why=for_log)
         return False
 
     async def _reclaim_at_shutdown(self) -> None:
@@ -707,4 +711,4 @@ async def _only_sandbox_errors(kind: str) -> AsyncIterator[None]:
         raise
     except Exception as error:
         log.exception("sandbox_driver_failed", driver=kind)
-        raise SandboxError(f"{kind} failed unexpectedly: {error!r}") from error
+        raise SandboxError(f"{kind} failed unexpectedly") from error

@@ -8,9 +8,8 @@ state, and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +17,7 @@ import msgspec
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from thunderagent.redis_failover import asked_anew, in_words
 from thunderagent.workflows.errors import StoreError
 from thunderagent.workflows.state import kept_values
 from thunderagent.workflows.store import Decisions
@@ -51,8 +51,7 @@ class RedisStore:
 
     async def collect(self) -> list[Summary]:
         """Take all summaries."""
-        async with self._errors():
-            blobs = await self._client.lpop(self._summaries, MAX_BLOBS_COUNT)
+        blobs = await self._asked(lambda: self._client.lpop(self._summaries, MAX_BLOBS_COUNT))
         said = [msgspec.msgpack.decode(blob, type=tuple[str, list[Summary]]) for blob in blobs or ()]
         return [summary for _, summaries in said for summary in summaries]
 
@@ -62,8 +61,7 @@ class RedisStore:
 
     async def take(self, node: str) -> list[Decisions]:
         """Take a node's decisions."""
-        async with self._errors():
-            blobs = await self._client.lpop(f"{self._decisions}:{node}", MAX_BLOBS_COUNT)
+        blobs = await self._asked(lambda: self._client.lpop(f"{self._decisions}:{node}", MAX_BLOBS_COUNT))
         return [msgspec.msgpack.decode(blob, type=Decisions) for blob in blobs or ()]
 
     async def save_state(self, agent: str, session: str, values: dict[str, Any]) -> None:
@@ -71,17 +69,20 @@ class RedisStore:
         key = f"{self._prefix}:state:{session}"
         blobs = {f"{agent}/{name}": blob for name, blob in kept_values(values, msgspec.msgpack.encode, session).items()}
         kept = {field: blob for field, blob in blobs.items() if blob is not None}
-        async with self._errors(), self._client.pipeline() as pipeline:
-            if kept:
-                pipeline.hset(key, mapping=kept)
-            if refused := blobs.keys() - kept.keys():
-                pipeline.hdel(key, *refused)
-            await pipeline.execute()
+
+        async def save() -> None:
+            async with self._client.pipeline() as pipeline:
+                if kept:
+                    pipeline.hset(key, mapping=kept)
+                if refused := blobs.keys() - kept.keys():
+                    pipeline.hdel(key, *refused)
+                await pipeline.execute()
+
+        await self._asked(save)
 
     async def load_states(self, session: str) -> dict[str, dict[str, Any]]:
         """Return a session's stored managed state, by agent."""
-        async with self._errors():
-            fields = await self._client.hgetall(f"{self._prefix}:state:{session}")
+        fields = await self._asked(lambda: self._client.hgetall(f"{self._prefix}:state:{session}"))
         found: dict[str, dict[str, Any]] = {}
         for field, blob in fields.items():
             agent, _, name = field.decode().partition("/")
@@ -90,23 +91,25 @@ class RedisStore:
 
     async def drop_session(self, session: str) -> None:
         """Delete a session's state."""
-        async with self._errors():
-            await self._client.delete(f"{self._prefix}:state:{session}")
+        await self._asked(lambda: self._client.delete(f"{self._prefix}:state:{session}"))
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
     async def _add(self, key: str, blob: bytes) -> None:
-        async with self._errors(), self._client.pipeline() as pipeline:
-            pipeline.rpush(key, blob)
-            pipeline.ltrim(key, -MAX_BLOBS_COUNT, -1)
-            pipeline.expire(key, UNREAD_S)
-            await pipeline.execute()
+        async def add() -> None:
+            async with self._client.pipeline() as pipeline:
+                pipeline.rpush(key, blob)
+                pipeline.ltrim(key, -MAX_BLOBS_COUNT, -1)
+                pipeline.expire(key, UNREAD_S)
+                await pipeline.execute()
 
-    @contextlib.asynccontextmanager
-    async def _errors(self) -> AsyncIterator[None]:
+        await self._asked(add)
+
+    async def _asked(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Ask the server, on a new connection if it is no longer the one to ask."""
         try:
-            yield
+            return await asked_anew(self._client, ask)
         except (RedisError, OSError, RuntimeError) as error:  # the last: a connection whose end uvloop already knows
-            raise StoreError(f"Redis: {error}") from error
+            raise StoreError(f"Redis: {in_words(error)}") from error

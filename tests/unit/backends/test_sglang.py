@@ -258,3 +258,10 @@ def test_notices_are_what_sglang_reads() -> None:
 def test_naming_never_raises(body: bytes) -> None:
     """Rubbish stays as it is."""
     SglangNotices().name_turn("/generate", body, "p", tags_programs=True)
+
+
+def test_the_size_of_hicache_s_host_tier_is_summed_over_ranks() -> None:
+    name = "sglang:hicache_host_total_tokens"
+    lines = [f'{name}{{dp_rank="{dp}",tp_rank="{tp}"}} 4000.0' for dp in (0, 1) for tp in (0, 1)]
+    assert read("\n".join(lines)).tier_tokens == 8000
+    assert read(f"{name} 0.0").tier_tokens is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from thunderagent.backends import BACKENDS, backend_of
 from thunderagent.backends.base import NOTHING_READ, ReplicaReading
-from thunderagent.backends.vllm import VllmBackend
+from thunderagent.backends.vllm import VllmBackend, read_kv_event_sources
 from thunderagent.errors import ConfigurationError
 
 REAL_SAMPLE = Path(__file__).parent / "vllm_0_32_metrics.txt"
@@ -236,3 +237,39 @@ def test_an_unknown_kind_is_a_configuration_error_that_names_the_known() -> None
     """The error for a misspelt kind names the right ones."""
     with pytest.raises(ConfigurationError, match=r"unknown backend 'vlm'; known are: .*vllm"):
         backend_of("vlm")
+
+
+def test_the_size_of_a_tier_is_that_in_host_memory_of_all_ranks() -> None:
+    name = "vllm:kv_offload_config_info"
+    sizes = [("0", "1000", "cpu"), ("0", "", "disk"), ("1", "500", "cpu"), ("2", "None", "cpu")]
+    lines = [
+        f'{name}{{engine="{rank}",cpu_kv_cache_size_tokens="{size}",tier="{tier}"}} 1.0' for rank, size, tier in sizes
+    ]
+    assert read("\n".join(lines)).tier_tokens == 1500
+    assert read(lines[1]).tier_tokens is None
+    assert read("").tier_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("said", "rank", "expected"),
+    [
+        (
+            {"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}},
+            0,
+            ("tcp://h:5557", None),
+        ),
+        ({"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}}, 1, None),
+        ({"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://10.0.0.9:5557"}}, 0, None),
+        ({"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "ipc:///tmp/x"}}, 0, None),
+        ({"0": {"enable_kv_cache_events": False, "publisher": "zmq", "endpoint": "tcp://*:5557"}}, 0, None),
+        ({"0": {"enable_kv_cache_events": True, "publisher": "null", "endpoint": "tcp://*:5557"}}, 0, None),
+        ({}, 0, None),
+        ([], 0, None),
+        ({"0": {"endpoint": 5}}, 0, None),
+    ],
+)
+def test_where_kv_events_are_published_is_read(
+    said: object, rank: int, expected: tuple[str, str | None] | None
+) -> None:
+    assert read_kv_event_sources(json.dumps(said).encode(), "h", rank) == expected
+    assert read_kv_event_sources(b"\xff", "h", rank) is None

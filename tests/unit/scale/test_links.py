@@ -28,7 +28,19 @@ from thunderagent.scale import messages
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.dialling import Dialling
 from thunderagent.scale.gateway.remote import RemoteRuntime, RemoteSettings
-from thunderagent.scale.messages import Frame, FromGateway, Hello, Hold, Message, Progress, Running, Told, Turns
+from thunderagent.scale.messages import (
+    Card,
+    Frame,
+    FromGateway,
+    Hello,
+    Hold,
+    Message,
+    Progress,
+    Refusal,
+    Running,
+    Told,
+    Turns,
+)
 from thunderagent.scale.scheduler.granting import SLICE_COUNT
 from thunderagent.scale.scheduler.links import RESYNC_S, TOLD_LIMIT_S, Links
 
@@ -114,6 +126,29 @@ async def test_a_new_scheduler_first_hears_what_runs_though_the_first_gateway_ne
         cell.passes(TOLD_LIMIT_S)
         await asyncio.sleep(0)
         assert cell.runtime.held_count == 1, "the other program is not counted"
+
+
+async def test_a_gateways_names_are_checked_as_its_clients_are() -> None:
+    """A turn with a wrong name is refused; one that runs already is counted, without its names."""
+    cell = Cell()
+    cell.up()
+    granting = cell.links.granting
+    gateway = cell.links.gateways.linked(Hello("g", 1, 1))
+    granting.open()
+    wrong = (
+        *({"program_id": each} for each in ("", "a\nb", "a\u2028b", "x" * 257)),
+        *({name: "\x9b2J"} for name in ("branch_id", "parent_id", "tenant", "group_id", "role", "model")),
+    )
+    for turn_id, names in enumerate(wrong, 1):
+        cell.links.gateways.take(gateway, Frame(turn_id, 0, 0, [TurnAsk(turn_id=turn_id, **names)]))
+        await asyncio.sleep(0)
+    refused = [each for each in cell.links.gateways.frame(gateway).messages if isinstance(each, Refusal)]
+    assert [each.code for each in refused] == ["invalid_program_id"] * len(wrong)
+    granting.adopted(99, Running(TurnAsk(turn_id=99, program_id="a\nb", prompt_bytes=100), LEASE))
+    assert cell.runtime.leases_count == 1
+    granting.card(Card("b\nc", "r0", 10))
+    granting.card(Card("b", "r0", 10, tenant="\x9b"))
+    assert not cell.runtime.programs
 
 
 async def test_one_process_at_a_time_goes_by_a_gateways_name() -> None:

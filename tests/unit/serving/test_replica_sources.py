@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections import Counter
+
 import pytest
 
 from thunderagent.backends import backend_of
@@ -11,7 +15,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
-from thunderagent.serving.replica_sources import KvFollower, followers_of, of_rank, sources_of, static_of
+from thunderagent.serving.replica_sources import KvFinder, KvFollower, followers_of, of_rank, sources_of, static_of
 
 
 def config(**given: object) -> ServeConfig:
@@ -78,3 +82,72 @@ def test_an_address_without_a_port_has_no_ranks() -> None:
     assert of_rank("inproc://x", 0) == "inproc://x"
     with pytest.raises(ConfigurationError, match="no port"):
         of_rank("inproc://x", 1)
+
+
+class Sources:
+    """Engines that say where they publish."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.asked: list[tuple[str, str]] = []
+
+    async def __call__(self, replica_id: str, url: str, path: str) -> tuple[int, bytes]:
+        self.asked.append((replica_id, path))
+        return self.answers.get(replica_id, (0, b""))
+
+
+def source(endpoint: str, replay: str | None = None, *, on: bool = True) -> dict[str, object]:
+    return {"enable_kv_cache_events": on, "publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay}
+
+
+async def test_kv_events_are_found_where_engines_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they are up, and again after a restart; one that is silent is asked again, one that has none is not."""
+    monkeypatch.setattr("thunderagent.serving.replica_sources.ASK_AGAIN_S", 0.01)
+    runtime, sources = Runtime(Scheduler(Cap(n=1))), Sources()
+    (finder,) = followers_of(config(kv_events="auto"), runtime)
+    assert isinstance(finder, KvFinder)
+    finder.ask = sources
+    two = {"0": source("tcp://*:5557", "tcp://*:5657"), "1": source("tcp://*:5558")}
+    sources.answers = {
+        "a/0": (200, json.dumps(two).encode()),
+        "a/1": (200, json.dumps(two).encode()),
+        "old": (404, b"{}"),
+        "off": (200, b"{}"),
+    }
+    finder.add(endpoint("a/0", "http://10.0.0.1:8000", 0))
+    finder.add(endpoint("a/1", "http://10.0.0.1:8000", 1))
+    for name in ("old", "off", "silent"):
+        finder.add(endpoint(name, f"http://{name}:8000"))
+    task = asyncio.create_task(finder.run())
+    try:
+        assert sources.asked == []
+        for name in ("a/0", "a/1", "old", "off", "silent"):
+            runtime.replica_up(name, 1000)
+        async with asyncio.timeout(5):
+            while len(sources.asked) < 8:
+                await asyncio.sleep(0.01)
+        found = {name: (each.address, each.replay_address) for name, each in finder._events._endpoints.items()}
+        assert found == {"a/0": ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657"), "a/1": ("tcp://10.0.0.1:5558", None)}
+        counts = Counter(name for name, _ in sources.asked)
+        assert (counts["old"], counts["off"], counts["a/0"]) == (1, 1, 1)
+        assert counts["silent"] > 1
+        sources.answers["silent"] = (200, json.dumps({"0": source("tcp://0.0.0.0:7000")}).encode())
+        async with asyncio.timeout(5):
+            while "silent" not in finder._events._endpoints:
+                await asyncio.sleep(0.01)
+        sources.answers["a/0"] = (200, json.dumps({"0": source("tcp://*:6000")}).encode())
+        runtime.replica_down("a/0")
+        runtime.replica_up("a/0", 1000)
+        async with asyncio.timeout(5):
+            while finder._events._endpoints["a/0"].address != "tcp://10.0.0.1:6000":
+                await asyncio.sleep(0.01)
+        finder.remove("a/1")
+        assert "a/1" not in finder._events._endpoints
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def test_addresses_to_replay_cannot_be_given_to_engines_that_say_theirs() -> None:
+    with pytest.raises(ConfigurationError, match="kv_events_replay"):
+        config(kv_events="auto", kv_events_replay="tcp://a:1")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
+import trustme
 from aiohttp import web
 
 from tests.loopback import free_ports
@@ -26,10 +28,11 @@ from thunderagent.errors import (
 )
 from thunderagent.tools.base import Order, Owner, Place, Usage
 from thunderagent.tools.callback import MAX_ANSWER_BYTES, CallbackDriver
+from thunderagent.tools.callback_urls import CallbackUrls
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from thunderagent.tools.base import Driver
 
@@ -38,6 +41,15 @@ if TYPE_CHECKING:
 OWNER = Owner(owner_id="proxy-1", run_id="run-7")
 EXPIRES_AT_S = 2_000_000_000.5
 READY = {"handle": "sb 1/ä#@", "address": "10.1.2.3", "ports": {"8000": ["10.1.2.3", 41234]}, "details": {"zone": "a"}}
+
+
+@contextmanager
+def raises(kind: type[SandboxError], match: str) -> Iterator[pytest.ExceptionInfo[SandboxError]]:
+    """Expect an error whose text for operators matches, and whose message does not hold that text."""
+    with pytest.raises(kind) as raised:
+        yield raised
+    assert re.search(match, raised.value.for_operators), raised.value.for_operators
+    assert not re.search(match, raised.value.message)
 
 
 async def eventually(condition: Callable[[], object]) -> None:
@@ -161,6 +173,10 @@ def _tasks_but_the_servers() -> set[asyncio.Task[Any]]:
 async def driver() -> AsyncIterator[CallbackDriver]:
     async with driver_of() as driver:
         yield driver
+
+
+def urls_at(service: Elsewhere) -> tuple[str, str]:
+    return f"{service.url}/prepare", f"{service.url}/reclaim"
 
 
 def order_at(service: Elsewhere | str, sandbox_id: str = "sandbox-1", **fields: Any) -> Order:
@@ -288,7 +304,7 @@ async def test_a_status_that_fails_for_long(elsewhere: Elsewhere) -> None:
     elsewhere.prepare = [answer({"handle": "h", "ready": False, "status_url": "/status"})]
     elsewhere.status = [answer({"message": "broken"}, 500)]
     async with driver_of(request_timeout_s=0.25) as driver:
-        with pytest.raises(SandboxEngineError, match="broken"):
+        with raises(SandboxEngineError, match="broken"):
             await driver.prepare(order_at(elsewhere))
     assert len(elsewhere.asks_of("/status")) > 1
     assert [each.body for each in elsewhere.asks_of("/reclaim")] == [{"handle": "h", "sandbox_id": "sandbox-1"}]
@@ -317,7 +333,7 @@ async def test_a_sandbox_that_ended_before_it_was_ready(
     """The status URL no longer knows it: its set-up failed."""
     elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
     elsewhere.status = [answer({"detail": "make: *** [all] Error 2"}, status)]
-    with pytest.raises(SandboxSetupError, match="Error 2"):
+    with raises(SandboxSetupError, match="Error 2"):
         await driver.prepare(order_at(elsewhere))
     assert len(elsewhere.asks_of("/reclaim")) == 1
 
@@ -346,7 +362,7 @@ async def test_errors(
 ) -> None:
     """Each status has its error, with the other side's words."""
     elsewhere.prepare = [answer(body, status)]
-    with pytest.raises(SandboxError, match=rf"^127\.0\.0\.1 answered {status}: no such image$") as raised:
+    with raises(SandboxError, match=rf"^127\.0\.0\.1 answered {status}: no such image$") as raised:
         await driver.prepare(order_at(elsewhere))
     assert type(raised.value) is error
     # A refusal made nothing; otherwise the outcome is unknown.
@@ -361,14 +377,14 @@ async def test_errors_that_say_nothing(elsewhere: Elsewhere, driver: CallbackDri
     elsewhere.prepare = [answer(body, 400)]
     with pytest.raises(SandboxRefusedError) as raised:
         await driver.prepare(order_at(elsewhere))
-    assert raised.value.message.startswith("127.0.0.1 answered 400")
-    assert len(raised.value.message) < 400
+    assert raised.value.for_operators.startswith("127.0.0.1 answered 400")
+    assert len(raised.value.for_operators) < 400
 
 
 async def test_a_long_message_is_cut(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
     """Our message has a bounded part of theirs."""
     elsewhere.prepare = [answer({"message": "x" * 10_000}, 400)]
-    with pytest.raises(SandboxRefusedError, match=r"x{300}$") as raised:
+    with raises(SandboxRefusedError, match=r"x{300}$") as raised:
         await driver.prepare(order_at(elsewhere))
     assert len(raised.value.message) < 400
 
@@ -425,7 +441,7 @@ async def test_an_answer_without_end(elsewhere: Elsewhere, driver: CallbackDrive
             written_bytes += 65536
 
     elsewhere.prepare = [endless]
-    with pytest.raises(SandboxError, match="more than"):
+    with raises(SandboxError, match="more than"):
         await driver.prepare(order_at(elsewhere))
     assert written_bytes < 32 * MAX_ANSWER_BYTES
     await eventually(lambda: elsewhere.in_flight_count == 0)
@@ -435,11 +451,11 @@ async def test_an_answer_without_end(elsewhere: Elsewhere, driver: CallbackDrive
 async def test_redirects_are_not_followed(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
     """None is followed, even to the same place: a POST must not be sent twice."""
     elsewhere.prepare = [answer({}, status, Location=f"{elsewhere.url}/status")]
-    with pytest.raises(SandboxRefusedError, match="redirects are not followed"):
+    with raises(SandboxRefusedError, match="redirects are not followed"):
         await driver.prepare(order_at(elsewhere))
     assert [each.path for each in elsewhere.asked] == ["/prepare"]
     elsewhere.reclaim = elsewhere.prepare
-    with pytest.raises(SandboxRefusedError, match="redirects are not followed"):
+    with raises(SandboxRefusedError, match="redirects are not followed"):
         await driver.reclaim((await driver.adopt("h", f"{elsewhere.url}/reclaim")).handle)
 
 
@@ -456,7 +472,7 @@ async def test_nothing_leads_to_another_origin(elsewhere: Elsewhere, how: str) -
                 "ready: false": answer({"handle": "h", "ready": False, "status_url": f"//127.0.0.1:{other.port}/"}),
             }[how]
         ]
-        with pytest.raises(SandboxError, match="another origin"):
+        with raises(SandboxError, match="another origin"):
             await driver.prepare(order_at(elsewhere))
         assert other.asked == []
         assert len(elsewhere.asks_of("/reclaim")) == 1  # the sandbox was begun
@@ -466,7 +482,7 @@ async def test_a_status_may_not_lead_elsewhere_later(elsewhere: Elsewhere, drive
     """This holds for status answers, too; then the sandbox is given back."""
     elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
     elsewhere.status = [answer({"ready": False, "status_url": "http://localhost:1/status"})]
-    with pytest.raises(SandboxError, match="another origin"):
+    with raises(SandboxError, match="another origin"):
         await driver.prepare(order_at(elsewhere))
     assert len(elsewhere.asks_of("/reclaim")) == 1
 
@@ -487,9 +503,9 @@ async def test_nobody_there(driver: CallbackDriver) -> None:
     """A failed connection may succeed later; nothing was begun, so there is no reclaim and no warning."""
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with structlog.testing.capture_logs() as logs:
-        with pytest.raises(SandboxEngineError, match="cannot be reached"):
+        with raises(SandboxEngineError, match=r"127\.0\.0\.1 cannot be reached"):
             await driver.prepare(order_at(url))
-        with pytest.raises(SandboxEngineError, match="cannot be reached"):
+        with raises(SandboxEngineError, match=r"127\.0\.0\.1 cannot be reached"):
             await driver.reclaim((await driver.adopt("h", f"{url}/reclaim")).handle)
     assert logs == []
 
@@ -511,7 +527,7 @@ async def test_a_connection_that_breaks(elsewhere: Elsewhere, driver: CallbackDr
         return web.Response()
 
     elsewhere.prepare = [cut]
-    with pytest.raises(SandboxEngineError, match="cannot be reached"):
+    with raises(SandboxEngineError, match=r"127\.0\.0\.1 cannot be reached"):
         await driver.prepare(order_at(elsewhere))
     assert [each.body for each in elsewhere.asks_of("/reclaim")] == [{"handle": "", "sandbox_id": "sandbox-1"}]
 
@@ -520,7 +536,7 @@ async def test_silence(elsewhere: Elsewhere) -> None:
     """A request without an answer ends, on both sides."""
     elsewhere.prepare = [never]
     async with driver_of(request_timeout_s=0.25) as driver:
-        with pytest.raises(SandboxEngineError, match=r"within 0\.25 s"):
+        with raises(SandboxEngineError, match=r"within 0\.25 s"):
             await driver.prepare(order_at(elsewhere))
         await eventually(lambda: elsewhere.in_flight_count == 0)
     assert len(elsewhere.asks_of("/reclaim")) == 1
@@ -538,7 +554,7 @@ async def test_a_slow_answer_has_one_time_limit(elsewhere: Elsewhere) -> None:
 
     elsewhere.prepare = [drip]
     async with driver_of(request_timeout_s=0.2) as driver:
-        with pytest.raises(SandboxEngineError, match="within"):
+        with raises(SandboxEngineError, match="within"):
             await driver.prepare(order_at(elsewhere))
 
 
@@ -564,7 +580,7 @@ async def test_reclaiming_that_fails(
 ) -> None:
     """The manager retries, not the driver."""
     elsewhere.reclaim = [answer({"message": "no"}, status)]
-    with pytest.raises(error, match="no"):
+    with raises(error, match="answered .*: no$"):
         await driver.reclaim((await driver.adopt("h", f"{elsewhere.url}/reclaim")).handle)
 
 
@@ -630,7 +646,7 @@ async def test_the_token_goes_only_where_it_is_meant_to(elsewhere: Elsewhere) ->
     """The URLs of the operator's own templates get it; a URL from a request does not."""
     async with (
         Elsewhere().running() as other,
-        driver_of(token="secret", token_urls=[f"{elsewhere.url}/prepare"]) as driver,
+        driver_of(token="secret", urls=CallbackUrls([urls_at(elsewhere)], [other.url])) as driver,
     ):
         for service in (elsewhere, other):
             await driver.reclaim((await driver.prepare(order_at(service))).handle)
@@ -643,6 +659,104 @@ def test_a_token_that_is_none(token: str) -> None:
     """It must fit into a header."""
     with pytest.raises(ConfigurationError):
         CallbackDriver(OWNER, concurrency_count=1, token=token)
+
+
+# --- What a client's URL reaches --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def driver_with(urls: CallbackUrls) -> AsyncIterator[CallbackDriver]:
+    async with driver_of(token="secret", urls=urls) as driver:
+        yield driver
+
+
+def resolving_to(*answers: str) -> tuple[list[str], Callable[[str], Awaitable[Sequence[str]]]]:
+    """Return the names that were asked for, and a resolver with another answer each time."""
+    asked: list[str] = []
+    left = list(answers)
+
+    async def resolve(host: str) -> Sequence[str]:
+        asked.append(host)
+        return [left.pop(0)]
+
+    return asked, resolve
+
+
+async def test_the_connection_goes_to_the_address_that_was_checked(elsewhere: Elsewhere) -> None:
+    """A name is resolved once a request: what it would lead to a moment later is not asked."""
+    asked, resolve = resolving_to("127.0.0.1", "169.254.169.254")
+    base = f"http://sandboxes.invalid:{elsewhere.port}"
+    urls = CallbackUrls([], [base], ["127.0.0.0/8"], resolve=resolve)
+    async with driver_with(urls) as driver:
+        place = await driver.adopt("their/1", f"{base}/reclaim?key=1")
+        await driver.reclaim(place.handle)
+        assert asked == ["sandboxes.invalid"]
+        with raises(SandboxRefusedError, match=r"169\.254\.169\.254"):
+            await driver.reclaim(place.handle)
+    [request] = elsewhere.asked
+    assert request.headers["Host"] == f"sandboxes.invalid:{elsewhere.port}"
+    assert "Authorization" not in request.headers
+
+
+async def test_a_clients_template_reaches_no_other_service(elsewhere: Elsewhere) -> None:
+    """Its URLs are listed, and so must be what they lead to; a service of the same host is another one."""
+    async with driver_with(CallbackUrls([], [f"{elsewhere.url}/prepare", f"{elsewhere.url}/reclaim"])) as driver:
+        place = await driver.prepare(order_at(elsewhere))
+        assert place.details == {"remote_handle": READY["handle"]}  # none of what the answer says besides
+        for fields in ({"prepare_url": f"{elsewhere.url}/status"}, {"reclaim_url": f"{elsewhere.url}/status"}):
+            with pytest.raises(SandboxRefusedError):
+                await driver.prepare(order_at(elsewhere, **fields))
+        elsewhere.prepare = [answer({"status_url": "/status"}, 202)]
+        with pytest.raises(SandboxRefusedError):
+            await driver.prepare(order_at(elsewhere))
+    assert elsewhere.asks_of("/status") == []
+
+
+async def test_a_clients_service_does_not_reclaim_at_the_operators(elsewhere: Elsewhere) -> None:
+    """It would choose which sandbox goes, and our token would go along."""
+    async with (
+        Elsewhere().running() as theirs,
+        driver_with(CallbackUrls([urls_at(elsewhere)], [theirs.url])) as driver,
+    ):
+        with pytest.raises(SandboxRefusedError, match="of one template"):
+            await driver.prepare(order_at(theirs, reclaim_url=f"{elsewhere.url}/reclaim"))
+    assert theirs.asked == elsewhere.asked == []
+
+
+async def test_the_certificate_is_of_the_name(elsewhere: Elsewhere) -> None:
+    """A server at the checked address that cannot show one for the name is not asked."""
+    authority = trustme.CA()
+    tls = ssl.create_default_context()
+    authority.configure_trust(tls)
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("good.invalid").configure_cert(shown)
+    app = web.Application()
+    app.router.add_post("/reclaim", answer({}))
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=shown).start()
+        port = runner.addresses[0][1]
+        bases = [f"https://{name}.invalid:{port}" for name in ("good", "bad")]
+        _, resolve = resolving_to("127.0.0.1", "127.0.0.1")
+        async with driver_of(tls=tls, urls=CallbackUrls([], bases, ["127.0.0.1"], resolve=resolve)) as driver:
+            good, bad = [(await driver.adopt("h", f"{base}/reclaim")).handle for base in bases]
+            await driver.reclaim(good)
+            with raises(SandboxEngineError, match="certificate"):
+                await driver.reclaim(bad)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("field", ["address", "ports"])
+async def test_an_address_that_is_none_is_not_passed_on(
+    elsewhere: Elsewhere, driver: CallbackDriver, field: str
+) -> None:
+    """Clients see addresses: no text of another kind goes there."""
+    text = "<html>secret</html>"
+    elsewhere.prepare = [answer({"handle": "h", field: text if field == "address" else {"80": [text, 80]}})]
+    with raises(SandboxError, match=field):
+        await driver.prepare(order_at(elsewhere))
 
 
 # --- Cancellation, and how much at once -----------------------------------------------------------------------
@@ -710,7 +824,7 @@ async def test_giving_back_takes_no_longer_than_it_may(elsewhere: Elsewhere) -> 
 async def test_giving_back_that_fails(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
     """The caller gets the error of the preparation; the other one is in the log."""
     elsewhere.prepare, elsewhere.reclaim = [answer({"message": "first"}, 500)], [answer({"message": "then"}, 500)]
-    with structlog.testing.capture_logs() as logs, pytest.raises(SandboxEngineError, match="first"):
+    with structlog.testing.capture_logs() as logs, raises(SandboxEngineError, match="first"):
         await driver.prepare(order_at(elsewhere))
     assert ["then" in each["why"] for each in logs] == [True]
 
@@ -762,7 +876,7 @@ async def test_a_clients_dead_url_takes_no_place_of_the_operators(elsewhere: Els
     """It is the URL of a registered sandbox, or of a client's own template."""
     async with (
         Elsewhere(reclaim=[never]).running() as dead,
-        driver_of(concurrency_count=1, token_urls=[elsewhere.url]) as driver,
+        driver_of(concurrency_count=1, urls=CallbackUrls([urls_at(elsewhere)], [dead.url])) as driver,
     ):
         ours = (await driver.prepare(order_at(elsewhere))).handle
         stuck = [(await driver.adopt("h", f"{dead.url}/reclaim")).handle, (await driver.prepare(order_at(dead))).handle]

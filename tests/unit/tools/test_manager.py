@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+import structlog
 
 from tests.unit.tools.fakes import FakeDriver, FakePrograms, given_labels, labels_of
 from thunderagent.errors import (
@@ -36,6 +37,7 @@ from thunderagent.tools.template import Template
 
 OWNER = Owner("here", "run-2")
 FAST = ManagerSettings(
+    takes_specs=True,
     plan_interval_s=0.01,
     plan_pause_s=0.002,
     shutdown_s=1.0,
@@ -89,6 +91,7 @@ async def running(
     caps: Caps | None = None,
     before: Callable[[FakeDriver], None] = lambda driver: None,
     templates: dict[str, Template] | None = None,
+    kind: str = "docker",
 ) -> AsyncIterator[World]:
     """Run a manager; at the end no task is left and its driver is closed."""
     ids = count(1)
@@ -96,7 +99,7 @@ async def running(
     before(driver)
     manager = Manager(
         OWNER,
-        {"docker": driver},
+        {kind: driver},
         programs,
         caps=caps or Caps(backoff_s=0.01),
         templates=TEMPLATES if templates is None else templates,
@@ -271,10 +274,11 @@ async def test_an_unexpected_error_of_a_driver_ends_nothing_else() -> None:
         world.driver.errors = [ValueError("a bug")]
         await world.has_ready("p")
         assert world.programs.story[0][:2] == ("p", "failed")
-        assert "ValueError('a bug')" in world.programs.story[0][2]
+        assert "failed unexpectedly" in world.programs.story[0][2]
+        assert "a bug" not in world.programs.story[0][2]  # it may hold what a stranger's service answered
         world.driver.reclaim_error = ValueError("another")
         world.releases("p")
-        await world.until(lambda: "another" in (world.manager.all()[0]["why"] or ""))
+        await world.until(lambda: "failed unexpectedly" in (world.manager.all()[0]["why"] or ""))
         world.driver.reclaim_error = None
         await world.until(lambda: world.stage_of("s1") == "gone")
 
@@ -651,6 +655,37 @@ async def test_clients_templates_can_be_refused() -> None:
         with pytest.raises(SandboxRefusedError, match="may not send templates"):
             await world.asks("p", handle="anybodys")
         assert await world.asks("p", template="plain")
+
+
+async def test_a_clients_template_is_refused_before_its_urls_are_called() -> None:
+    """The program that asked for it is not opened."""
+
+    def check(template: Template) -> None:
+        raise SandboxRefusedError(f"{template.prepare_url} is not listed")
+
+    async with running(settings=replace(FAST, check_callback=check), templates={}, kind="callback") as world:
+        spec = {"driver": "callback", "prepare_url": "http://h/a", "reclaim_url": "http://h/b"}
+        with pytest.raises(SandboxRefusedError, match="http://h/a is not listed"):
+            await world.asks("p", spec=spec)
+        assert not world.programs.opened
+
+
+async def test_what_a_service_answered_is_in_the_log_alone() -> None:
+    """Clients are told the kind of failure: in reports and stories, of preparations and of reclaims."""
+    error = SandboxConflictError("the sandbox service has a conflict")
+    error.for_operators = "10.0.0.1 answered 409: inner secret"
+    async with running() as world:
+        world.driver.errors = [error]
+        with structlog.testing.capture_logs() as logs:
+            await world.has_ready("p")
+            world.driver.reclaim_error = error
+            world.releases("p")
+            await world.until(lambda: world.manager.all()[0]["why"])
+        world.driver.reclaim_error = None
+        await world.until(lambda: world.stage_of("s1") == "gone")
+        assert "secret" not in json.dumps([world.manager.all(), world.programs.story], default=str)
+    told = [each["event"] for each in logs if "inner secret" in str(each.get("why"))]
+    assert set(told) == {"sandbox_failed", "sandbox_not_reclaimed"}
 
 
 async def test_of_several_requests_all_are_carried_out_or_none() -> None:

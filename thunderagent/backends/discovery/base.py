@@ -80,7 +80,7 @@ def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
         has_address = bool(parts.hostname) and parts.port != 0  # an invalid port raises
     except ValueError as error:
         raise DiscoveryError(f"{shown!r} is not a URL") from error  # its text may contain a part of the password
-    if parts.scheme not in {"http", "https"} or not has_address or any(sign.isspace() for sign in url):
+    if parts.scheme not in {"http", "https"} or not has_address or not _is_clean(url):
         raise DiscoveryError(f"{shown!r} is not an http or https URL")
     if parts.query:
         raise DiscoveryError(f"{shown!r}: a replica's URL must have no query")
@@ -89,6 +89,11 @@ def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
     if fragment:
         ranks_count = _ranks_count_of(shown, fragment)
     return Wanted(url, ranks_count)
+
+
+def _is_clean(url: str) -> bool:
+    """Return whether a URL has nothing that a damaged file has: controls, spaces, what is no text."""
+    return url.isprintable() and not any(sign.isspace() for sign in url)
 
 
 def ranks_count_of(text: str) -> RanksCount:

@@ -35,6 +35,10 @@ SETTLE_S = 0.05
 _COMMENT = re.compile(r"(^|\s)#.*")  # a # within a URL begins its number of ranks
 
 
+_DAMAGE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+"""What no editor writes, and a crash of the machine may leave; some of it ends a line for Python. CR goes before LF."""
+
+
 class Entry(BaseModel):
     """A replica as an object: with more than its URL."""
 
@@ -92,7 +96,9 @@ def parse(content: bytes, suffix: str) -> list[Wanted]:
     if not content.strip():
         raise DiscoveryError("the file is empty; write an empty list, or only a comment, to name no replica")
     try:
-        text = content.decode()
+        text = content.decode().replace("\r\n", "\n")
+        if damage := _DAMAGE.search(text):
+            raise DiscoveryError(f"the file is damaged: it has the control character {damage[0]!r}")
         if suffix == ".toml":
             entries = _list_of(tomllib.loads(text))
         elif suffix == ".json":

@@ -29,7 +29,7 @@ from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes, Sandbox
 from thunderagent.proxy.admin.story import program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
-from thunderagent.proxy.gate.bodies import Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import Name, Report, read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id, outcome_of
@@ -68,10 +68,10 @@ class OpenRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
     program_id: str
-    group_id: str = Field("", max_length=256)
-    parent_id: str = Field("", max_length=256)
-    tenant: str = Field("", max_length=256)
-    program_class: str = Field("", max_length=256)
+    group_id: Name = ""
+    parent_id: Name = ""
+    tenant: Name = ""
+    program_class: Name = ""
     sandboxes: list[dict[str, Any]] | None = None
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S
-from thunderagent.proxy.gate.bodies import Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import Name, Report, read_model, report_response
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id
 from thunderagent.runtime import Runtime
@@ -21,7 +21,7 @@ class ToolRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
-    tool: str = Field("", max_length=256)
+    tool: Name = ""
 
 
 class HintRequest(BaseModel):
@@ -40,7 +40,7 @@ class HintRequest(BaseModel):
     keep: Literal["retain", "offload", "drop"] | None = Field(
         None, description="of a branch that is named: drop, it has ended"
     )
-    branch: str = Field("", max_length=256)
+    branch: Name = ""
 
 
 class ToolReport(Report):

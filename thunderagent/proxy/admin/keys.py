@@ -62,6 +62,11 @@ class RevokedKeyReport(Report):
 
     name: str
     revoked: bool
+    stored: bool = Field(description="whether it is out of the file of keys; if not, that is tried again")
+    why: str | None = Field(
+        None,
+        description="why the file could not be changed: a restart before it is, or another process, accepts the key",
+    )
 
 
 @contextmanager
@@ -105,14 +110,12 @@ class KeyHandlers:
         return report_response(NewKeyReport(name=wanted.name, key=key))
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Revoke a key, at once. Turns that began with it go on."""
+        """Revoke a key, at once, even if the file cannot be written. Turns that began with it go on."""
         name = request.match_info["name"]
         if self._keyring.named(name) is None:
             raise NotFoundError(f"there is no key {name!r}")
-        file = self._writable()
-        with _told():
-            await file.remove(name)
-        return report_response(RevokedKeyReport(name=name, revoked=True))
+        why = await self._writable().remove(name)
+        return report_response(RevokedKeyReport(name=name, revoked=True, stored=not why, why=why or None))
 
     def _writable(self) -> KeysFile:
         if self._file is None:

@@ -13,6 +13,11 @@ which). A replica that refused is not paused, so turns go on there. If a replica
 what was there. Programs and their claims stay as they are: no program may be taken for gone because an engine is silent
 for minutes.
 
+**What was told keeps its effect.** An engine does not stop because the caller's client gave up. So a call that was sent
+lives on until its engines answered or `timeout_s` is over, whoever waits for it. If no answer comes, nobody knows what
+the engine does: grants stay stopped there (`unanswered`), the engine is asked where it has an answer to that, and
+otherwise the next call that it answers, or its restart, ends the doubt.
+
 The answer is the engine's own if all replicas gave the same. Otherwise it is the first one's, with a yes only where all
 said yes, and with each replica's answer beside it. If not all did what they were told, it is an error with each
 replica's answer.
@@ -24,7 +29,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,17 +45,25 @@ from thunderagent.errors import (
     ReplicaRemovedError,
     ReplicasDisagreeError,
     ReplicaTimeoutError,
+    ReplicaUnreachableError,
 )
+from thunderagent.programs.model.decisions import Decision
+from thunderagent.programs.model.events import Event
+from thunderagent.programs.model.fleet_events import ReplicaDown
 from thunderagent.proxy.fleet.client import MAX_REPLY_BYTES, ReplicaClient
 from thunderagent.proxy.fleet.commands import (
     CALL,
     COMMANDS,
+    PAUSED,
+    QUESTIONS,
     REPLICA_COMMANDS,
+    UNANSWERED,
     UPDATE_PREFIX,
     Asked,
     Command,
     command_of,
 )
+from thunderagent.proxy.fleet.observer import ask_state, says_paused
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.dialects.openai import error_body
 from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, is_cheap
@@ -71,7 +84,19 @@ OVERTAKING_S = 1.0
 ABORT_AGAIN_AFTER_S = (0.02, 0.05, 0.1, 0.2, 0.4)
 """While there is such a turn, its engine gets the abort again after each of these times."""
 
+ASK_AGAIN_S = 1.0
+"""How often an engine that left a call unanswered is asked what became of it."""
+
+REPEATS_COUNT = 3
+"""An engine that says as often that it did not do it will not: one that begins late would have begun by then."""
+
+QUESTION_LIMIT_S = 5.0
+"""For the answer to such a question."""
+
 REPLIES_HEADER = "X-Engine-Control-Replies"
+
+_BETWEEN_US = frozenset({502, 504, 524})
+"""Statuses of a gateway that gave up: what the engine behind it does is unknown."""
 
 
 class Reply(NamedTuple):
@@ -82,6 +107,8 @@ class Reply(NamedTuple):
     body: bytes
     content_type: str
     value: Any
+    is_unanswered: bool = False
+    """Whether the call was sent, and nobody knows what became of it."""
 
     @property
     def ok(self) -> bool:
@@ -109,6 +136,8 @@ class EngineControlSettings:
     """For a weight sync that its trainer does not end."""
     lease_limit_s: float
     """For a lease whose caller sends no news."""
+    lease_total_s: float
+    """For a lease whose caller does; infinite if answers have no limit."""
 
 
 class EngineControl:
@@ -124,6 +153,12 @@ class EngineControl:
         self._settings = settings
         self._one_at_a_time = asyncio.Lock()
         self._calls_count: Counter[str | None] = Counter()
+        self._under_way: set[asyncio.Task[Any]] = set()
+        """Calls that were sent, and questions to engines that did not answer one."""
+        self._left: dict[str, set[str]] = {}
+        """By replica, the causes that it was told and can be asked about."""
+        runtime.observe(self._went_down, ReplicaDown)
+        replicas.on_removed.append(self._forget)
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of calls to all replicas, and of those that never go to all."""
@@ -140,13 +175,44 @@ class EngineControl:
         assert command is not None
         body = await request.read()
         asked = await read_call(request, body)
-        ordered = contextlib.nullcontext() if command.reads or command.is_abort else self._one_at_a_time
-        async with ordered:
-            engines = self._replicas.engines()  # now: some may have come or gone during another call
-            if not engines:
-                raise NoReplicaError("there is no replica to tell")
-            replies = await self._tell(request, target, body, command, asked, engines, only_one=False)
-        return _joined(target.engine_path, replies)
+        ordered = None if command.reads or command.is_abort else self._one_at_a_time
+        if ordered is not None:
+            await ordered.acquire()
+        engines = self._replicas.engines()  # now: some may have come or gone during another call
+        telling = self._tell(request, target, body, command, asked, engines, only_one=False)
+        return _joined(target.engine_path, await self._to_the_end(telling, command, ordered))
+
+    async def _to_the_end(
+        self, telling: Coroutine[Any, Any, list[Reply]], command: Command, ordered: asyncio.Lock | None = None
+    ) -> list[Reply]:
+        """Return what a call brought. If its caller leaves it goes on, unless it only reads; then `ordered` is free."""
+        if command.reads:
+            return await telling
+        task = self._begin(telling)
+        if ordered is not None:
+            task.add_done_callback(lambda _: ordered.release())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                log.info("caller_left", effect="the call goes on")
+            raise
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever still waits for it gets it; otherwise it is no news
+
+    def close(self) -> None:
+        """End the calls that are under way, and the questions."""
+        for task in self._under_way:
+            task.cancel()
 
     async def tell_one(self, request: web.Request, target: Target, replica_id: str, command: Command) -> web.Response:
         """Call one replica with `target`, and return its own answer.
@@ -158,8 +224,8 @@ class EngineControl:
         engine = next((engine for engine in self._replicas.engines() if replica_id in engine), None)
         if engine is None:
             raise ReplicaRemovedError(f"replica {replica_id} was removed", replica_id=replica_id)
-        replies = await self._tell(request, target, body, command, asked, [engine], only_one=True)
-        return replies[0].answer()
+        telling = self._tell(request, target, body, command, asked, [engine], only_one=True)
+        return (await self._to_the_end(telling, command))[0].answer()
 
     async def refuse(self, request: web.Request) -> web.Response:
         """Say why a call does not go to all replicas, and how to send it to each."""
@@ -180,7 +246,14 @@ class EngineControl:
         *,
         only_one: bool,
     ) -> list[Reply]:
-        """Stop grants (on the one engine, or anywhere), call engines, and record what each did, for each rank."""
+        """Stop grants (on the one engine, or anywhere), call engines, and record what each did, for each rank.
+
+        Raises `NoReplicaError` if there is none.
+        """
+        if not engines:
+            raise NoReplicaError("there is no replica to tell")
+        known = [self._replicas.known[engine[0]] for engine in engines if engine[0] in self._replicas.known]
+        asked.kinds = {each.endpoint.backend.kind for each in known}
         suspended_ids: Sequence[str | None] = engines[0] if only_one else (None,)
         aborts = command.aborts(asked)
         suspends = command.suspends and (aborts or not command.is_abort)
@@ -190,16 +263,18 @@ class EngineControl:
             if aborts:
                 aborted_count = sum(map(self._runtime.abort_held, suspended_ids))
                 log.info("held_turns_aborted", path=target.engine_path, turns_count=aborted_count)
+            elif command.is_abort and (aborted_count := self._runtime.abort_named(asked.client_ids)):
+                log.info("held_turns_aborted", path=target.engine_path, turns_count=aborted_count)
 
             async def tell(engine: Sequence[str]) -> list[Reply]:
                 recently_s = self._runtime.now_s() - OVERTAKING_S
                 send = partial(self.call, engine[0], request, target, body, names_rank=False)
                 reply = await send()
                 replies = [reply._replace(replica_id=replica_id) for replica_id in engine]
-                for each in (
-                    replies if reply.done else ()
-                ):  # at once: the caller may leave before the others have finished
+                for each in replies if reply.done else ():  # at once: others may take much longer
                     self._did(each, command, asked)
+                if reply.is_unanswered and command.needs_answer:
+                    self._left_unanswered(engine, target, command)
                 if aborts and command.is_abort and reply.done:
                     await self._abort_overtaken(engine, recently_s, send)
                 return replies
@@ -250,8 +325,9 @@ class EngineControl:
             why = f"replica {replica_id} took longer than {self._settings.timeout_s:g} s"
             return _failure(ReplicaTimeoutError(why, replica_id=replica_id))
         content_type = response.headers.get("Content-Type", "")
+        gave_up = response.status in _BETWEEN_US
         value = await read_aside(partial(_value, content), len(content))
-        return Reply(replica_id, response.status, content, content_type, value)
+        return Reply(replica_id, response.status, content, content_type, value, gave_up)
 
     def _did(self, reply: Reply, command: Command, asked: Asked) -> None:
         """Record that a replica did what it was told, while nothing is granted there yet."""
@@ -263,12 +339,109 @@ class EngineControl:
         if command.clears(asked):
             runtime.replica_flushed(replica_id)
         if command.leaves:
-            runtime.suspend_grants(command.leaves, replica_id)
+            self._leave(replica_id, command.leaves)
         if _is_whole(reply, asked):
             for cause in command.ends:
-                runtime.continue_grants(cause, replica_id)
+                self._end(replica_id, cause)
+        if command.suspends and not command.is_abort:
+            runtime.continue_grants(UNANSWERED, replica_id)  # it answers again, and does one call after another
         if not command.reads and asked.weight_version:
             self._replicas.known[replica_id].weight_version = asked.weight_version
+
+    # --- an engine that was told, and did not answer
+
+    def _left_unanswered(self, engine: Sequence[str], target: Target, command: Command) -> None:
+        """Keep grants stopped on an engine of which nobody knows what it does, and ask it where it can say that."""
+        for replica_id in filter(self._replicas.known.__contains__, engine):
+            self._replicas.known[replica_id].told_count += 1
+            if not command.ends:  # otherwise it is stopped as it was, for what the call was to end
+                self._runtime.suspend_grants(UNANSWERED, replica_id)
+            if command.leaves in QUESTIONS:
+                self._left.setdefault(replica_id, set()).add(command.leaves)  # perhaps: it is asked after a silence
+        effect = "nothing is granted there until it answers a call, or is started again"
+        log.error("control_call_unanswered", replica_id=engine[0], path=target.engine_path, effect=effect)
+        causes = [cause for cause in (command.leaves, *command.ends) if cause in QUESTIONS]
+        if causes:
+            doubt = UNANSWERED if command.leaves else causes[0]
+            self._begin(self._find_out(engine, causes, doubt, repeats_count=REPEATS_COUNT))
+
+    def _went_down(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
+        """Stop grants on a replica that was paused and comes up again: only its silence was noticed, or it restarted.
+
+        It is asked then. One that cannot say counts as restarted.
+        """
+        assert isinstance(event, ReplicaDown)
+        if causes := self._left.pop(event.replica_id, None):
+            self._begin(self._ask_when_up(event.replica_id, sorted(causes)))
+
+    async def _ask_when_up(self, replica_id: str, causes: Sequence[str]) -> None:
+        if replica_id in self._replicas.known:
+            self._runtime.suspend_grants(UNANSWERED, replica_id)
+            await self._find_out([replica_id], causes, UNANSWERED, repeats_count=1, if_it_cannot_say=False)
+
+    def _forget(self, replica_id: str) -> None:
+        self._left.pop(replica_id, None)
+
+    async def _find_out(
+        self,
+        engine: Sequence[str],
+        causes: Sequence[str],
+        doubt: str,
+        *,
+        repeats_count: int,
+        if_it_cannot_say: bool | None = None,
+    ) -> None:
+        """Ask an engine which of the causes hold there, until it has said so, or the `doubt` is over.
+
+        What it was told to do last counts at once; the contrary only if it says that `repeats_count` times. If it has
+        no answer, `if_it_cannot_say` is its answer; None leaves it in doubt.
+        """
+        runtime, as_before_count, ends = self._runtime, 0, doubt != UNANSWERED
+        while True:
+            await asyncio.sleep(ASK_AGAIN_S)
+            state = runtime.replicas.get(engine[0])
+            if state is None or doubt not in state.suspended_for:
+                return  # a later call, or a restart, was faster
+            said = [await self._holds(engine[0], cause) for cause in causes] if state.is_up else [(0, None)]
+            if not all(status for status, _ in said):
+                as_before_count = 0
+                continue
+            holds = [if_it_cannot_say if each is None else each for _, each in said]
+            if None in holds:
+                return
+            as_before_count += 1
+            if any(holds) is not ends or as_before_count >= repeats_count:
+                break
+        log.info(
+            "engine_said", replica_id=engine[0], holds=[cause for cause, it in zip(causes, holds, strict=True) if it]
+        )
+        for replica_id in filter(self._replicas.known.__contains__, engine):
+            for cause, it_holds in zip(causes, holds, strict=True):
+                (self._leave if it_holds else self._end)(replica_id, cause)
+            runtime.continue_grants(UNANSWERED, replica_id)
+
+    async def _holds(self, replica_id: str, cause: str) -> tuple[int, bool | None]:
+        """Return the status with which an engine answers whether a cause holds, 0 if it does not, and what it says."""
+        known = self._replicas.known.get(replica_id)
+        if known is None:
+            return 0, None
+        backend, question, url = known.endpoint.backend, QUESTIONS[cause], known.endpoint.url
+        if backend.readiness_path and cause == PAUSED:
+            status, _ = await ask_state(self._client, replica_id, url, backend.readiness_path, QUESTION_LIMIT_S)
+            return status, says_paused(status)
+        status, state = await ask_state(self._client, replica_id, url, question.path, QUESTION_LIMIT_S)
+        said = state.get(question.field)
+        return status, said if isinstance(said, bool) else None
+
+    def _leave(self, replica_id: str, cause: str) -> None:
+        """Keep grants stopped on a replica for a cause that it was told, until it is told the end of it."""
+        self._runtime.suspend_grants(cause, replica_id)
+        if cause in QUESTIONS:
+            self._left.setdefault(replica_id, set()).add(cause)
+
+    def _end(self, replica_id: str, cause: str) -> None:
+        self._runtime.continue_grants(cause, replica_id)
+        self._left.get(replica_id, set()).discard(cause)
 
     @contextmanager
     def _suspended(self, replica_id: str | None) -> Iterator[None]:
@@ -304,7 +477,8 @@ def _is_whole(reply: Reply, asked: Asked) -> bool:
 
 def _failure(error: ReplicaError) -> Reply:
     value = error_body(error.status, error.code, error.message)
-    return Reply(error.replica_id, error.status, json.dumps(value).encode(), "application/json", value)
+    was_sent = not isinstance(error, ReplicaUnreachableError | ReplicaRemovedError)
+    return Reply(error.replica_id, error.status, json.dumps(value).encode(), "application/json", value, was_sent)
 
 
 def _value(content: bytes) -> Any:

@@ -4,6 +4,12 @@
 with the engine's usage. A caller that closes the connection while it waits leaves the queue. A lease without news for
 too long is ended, because its caller is gone.
 
+A lease counts for every limit that a turn of its key has, from its request to its end; its prompt counts as a body.
+Only its own tenant, or an admin key, may report on it or end it; to others it is unknown, whatever else they may touch.
+A lease for a program waits for room as a turn does. But one without a program runs even without room, and nobody sees
+whether what a caller says of its progress is true. So these together may claim only a part of the replicas' memory for
+each data key.
+
 Only the caller saw how such a turn went. So a data key's report teaches only its own program, and only sizes. The
 report of an admin key, or of any caller if no key is needed, teaches what all share: times, and what engines keep.
 """
@@ -11,9 +17,12 @@ report of an admin key, or of any caller if no key is needed, teaches what all s
 from __future__ import annotations
 
 import asyncio
-import uuid
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from math import inf
+from secrets import token_hex
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -26,9 +35,9 @@ from thunderagent.errors import ReplicaRemovedError
 from thunderagent.leases import LeaseSource, TurnAsk
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import ModelName, Name, Report, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurn, HeldTurns
-from thunderagent.proxy.gate.keys import caller_key
+from thunderagent.proxy.gate.keys import Key, caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin, write_eof
@@ -51,11 +60,11 @@ class LeaseRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
     program_id: str | None = None
-    branch_id: str = Field("", max_length=256)
-    group_id: str = Field("", max_length=256)
-    parent_id: str = Field("", max_length=256)
-    tenant: str = Field("", max_length=256)
-    model: str = Field("", max_length=512)
+    branch_id: Name = ""
+    group_id: Name = ""
+    parent_id: Name = ""
+    tenant: Name = ""
+    model: ModelName = ""
     prompt_tokens: Tokens = 0
     patience_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
@@ -77,7 +86,7 @@ class LeaseEnd(BaseModel):
     prompt_tokens: Tokens | None = None
     output_tokens: Tokens | None = None
     cached_tokens: Tokens | None = None
-    tool: str = Field("", max_length=256)
+    tool: Name = ""
 
 
 class LeaseReport(Report):
@@ -106,6 +115,30 @@ class LeaseEndedReport(Report):
     ended: bool
 
 
+class _Claim:
+    """What a lease of a data key claims although the scheduler found no room for it."""
+
+    __slots__ = ("_by_key", "_tokens", "key_name")
+
+    def __init__(self, by_key: Counter[str], key_name: str) -> None:
+        """Count in `by_key`, nothing yet."""
+        self._by_key = by_key
+        self._tokens = 0
+        self.key_name = key_name
+
+    def grow(self, tokens: int) -> None:
+        """Count more."""
+        self._tokens += tokens
+        self._by_key[self.key_name] += tokens
+
+    def close(self) -> None:
+        """Stop counting it."""
+        self._by_key[self.key_name] -= self._tokens
+        if not self._by_key[self.key_name]:
+            del self._by_key[self.key_name]
+        self._tokens = 0
+
+
 @dataclass(slots=True)
 class _Held:
     """A lease that its caller holds."""
@@ -113,9 +146,16 @@ class _Held:
     lease: OpenLease
     prompt_tokens: int
     watchdog: asyncio.TimerHandle
+    ends_s: float
+    """When it is over in any case, by the loop's clock."""
+    counted: ExitStack
+    """What counts it until its end."""
+    owner: str | None
+    """Its key's tenant, empty without a key; None is an admin."""
+    claim: _Claim | None
+    """What it claims without room, if it was taken with a data key."""
+    output_tokens: int = 0
     started: bool = False
-    is_strangers: bool = False
-    """Whether it was taken with a data key."""
 
 
 class Leases:
@@ -129,9 +169,11 @@ class Leases:
         held: HeldTurns,
         *,
         limit_s: float,
+        total_s: float = inf,
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Take `leases`; one without news for `limit_s` is ended. `aliases` are of models."""
+        """Take `leases`; one without news for `limit_s` is ended, and any after `total_s`. `aliases` are of models."""
+        self._total_s = total_s
         self._aliases = aliases
         self._leases = leases
         self._replicas = replicas
@@ -139,6 +181,7 @@ class Leases:
         self._waiting = held
         self._limit_s = limit_s
         self._held: dict[str, _Held] = {}
+        self._unplaced_by_key: Counter[str] = Counter()
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of leases."""
@@ -166,17 +209,26 @@ class Leases:
             tenant=self._tenancy.named(wanted.tenant),
             model=self._aliases.get(wanted.model, wanted.model),
         )
-        lease = await self._leases.lease(ask, HeldTurn(self._waiting, request.get(KEPT_BODY), len(body)))
-        granted = lease.granted
-        try:
-            url = self._replicas.url_of(granted.replica_id)
-        except ReplicaRemovedError:  # after the grant; nobody could end this lease
-            lease.failed()
-            raise
-        lease_id, key = uuid.uuid4().hex, caller_key()
-        held = self._held[lease_id] = _Held(lease, prompt_tokens, self._watch(lease_id))
-        if key is not None and not key.is_admin:
-            held.is_strangers = True
+        key, claim = caller_key(), None
+        with ExitStack() as counted:
+            counted.enter_context(self._waiting.lease(ask.prompt_bytes))
+            counted.enter_context(self._tenancy.naming(program_id))
+            if key is not None and not key.is_admin:
+                claim = counted.enter_context(closing(_Claim(self._unplaced_by_key, key.name)))
+                if program_id is None:
+                    self._claim_all(claim, prompt_tokens)
+            lease = await self._leases.lease(ask, HeldTurn(self._waiting, request.get(KEPT_BODY), len(body)))
+            granted = lease.granted
+            try:
+                url = self._replicas.url_of(granted.replica_id)
+            except ReplicaRemovedError:  # after the grant; nobody could end this lease
+                lease.failed()
+                raise
+            lease_id, ends_s = token_hex(16), asyncio.get_running_loop().time() + self._total_s
+            watchdog = self._watch(lease_id, ends_s)
+            held = _Held(lease, prompt_tokens, watchdog, ends_s, counted.pop_all(), _owner(key), claim)
+        self._held[lease_id] = held
+        if claim is not None:
             lease.unverified()
         report = LeaseReport(
             lease_id=lease_id,
@@ -215,14 +267,14 @@ class Leases:
         lease_id = request.match_info["lease_id"]
         body = await request.read()
         report = read_model(ProgressReport, body) if body else ProgressReport()
-        held = self._held.get(lease_id)
+        held = self._of_caller(lease_id)
         if held is not None:
             held.watchdog.cancel()
-            held.watchdog = self._watch(lease_id)
+            held.watchdog = self._watch(lease_id, held.ends_s)
             if not held.started:
                 held.started = True
                 held.lease.started()
-            held.lease.progressed(self._believed(report.output_tokens, beside_tokens=held.prompt_tokens) or 0)
+            held.lease.progressed(self._believed_progress(held, report.output_tokens))
         return report_response(LeaseHeldReport(lease_id=lease_id, held=held is not None))
 
     async def end(self, request: web.Request) -> web.Response:
@@ -230,14 +282,14 @@ class Leases:
         lease_id = request.match_info["lease_id"]
         body = await request.read()
         said = read_model(LeaseEnd, body) if body else LeaseEnd()
-        held = self._held.pop(lease_id, None)
+        held = self._of_caller(lease_id)
         if held is not None:
-            held.watchdog.cancel()
+            self._let_go(lease_id)
             if said.outcome == "finished":
                 prompt_tokens = self._believed(said.prompt_tokens)
                 beside_tokens = held.prompt_tokens if prompt_tokens is None else prompt_tokens
                 output_tokens = self._believed(said.output_tokens, beside_tokens=beside_tokens)
-                cached_tokens = None if held.is_strangers else self._believed(said.cached_tokens)
+                cached_tokens = None if held.claim is not None else self._believed(said.cached_tokens)
                 held.lease.finished(prompt_tokens, output_tokens, cached_tokens, said.tool)
             else:
                 {
@@ -247,22 +299,67 @@ class Leases:
                 }[said.outcome]()
         return report_response(LeaseEndedReport(lease_id=lease_id, ended=held is not None))
 
+    def _of_caller(self, lease_id: str) -> _Held | None:
+        """Return a lease that the request's caller may report on."""
+        held, owner = self._held.get(lease_id), _owner(caller_key())
+        return held if held is not None and owner in (None, held.owner) else None
+
+    def _let_go(self, lease_id: str) -> _Held:
+        """Stop counting a lease."""
+        held = self._held.pop(lease_id)
+        held.watchdog.cancel()
+        held.counted.close()
+        return held
+
+    def _room_tokens(self, key_name: str) -> int | None:
+        """Return how much more the leases of a data key may claim without room; None if no capacity is known."""
+        states = self._leases.replicas.states.values()
+        capacity_tokens = sum(state.capacity_tokens or 0 for state in states)
+        if not capacity_tokens:
+            return None
+        return max(0, int(self._waiting.key_leased_ratio * capacity_tokens) - self._unplaced_by_key[key_name])
+
+    def _claim_all(self, claim: _Claim, tokens: int) -> None:
+        """Count what a lease claims. Raises `KeyHeldLimitError` if its key may not claim so much."""
+        room_tokens = self._room_tokens(claim.key_name)
+        if room_tokens is not None and tokens > room_tokens:
+            raise self._waiting.key_leased_error(self._unplaced_by_key[claim.key_name], tokens)
+        claim.grow(tokens)
+
+    def _believed_progress(self, held: _Held, output_tokens: int) -> int:
+        """Return a lease's progress as far as it is plausible, and no more than its key may still claim."""
+        tokens = self._believed(output_tokens, beside_tokens=held.prompt_tokens) or 0
+        if held.claim is None or held.lease.granted.program_id is None or tokens <= held.output_tokens:
+            return tokens  # what an anonymous turn generates claims nothing
+        room_tokens = self._room_tokens(held.claim.key_name)
+        if room_tokens is not None:
+            tokens = min(tokens, held.output_tokens + room_tokens)
+        held.claim.grow(tokens - held.output_tokens)
+        held.output_tokens = tokens
+        return tokens
+
     def close(self) -> None:
         """End what is left."""
         for lease_id in list(self._held):
             self._give_back(lease_id)
 
-    def _watch(self, lease_id: str) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._limit_s, self._over_limit, lease_id)
+    def _watch(self, lease_id: str, ends_s: float) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_at(min(ends_s, loop.time() + self._limit_s), self._over_limit, lease_id)
 
     def _over_limit(self, lease_id: str) -> None:
         log.warning("lease_over_limit", lease_id=lease_id, limit_s=self._limit_s)
         self._give_back(lease_id)
 
     def _give_back(self, lease_id: str) -> None:
-        held = self._held.pop(lease_id)
-        held.watchdog.cancel()
-        held.lease.abandoned()
+        self._let_go(lease_id).lease.abandoned()
+
+
+def _owner(key: Key | None) -> str | None:
+    """Return whose leases a request with this key may report on; None is everybody's."""
+    if key is None:
+        return ""
+    return None if key.is_admin else key.tenant
 
 
 def _is_connected(request: web.Request) -> bool:

@@ -55,12 +55,12 @@ class Observer:
         backend = known.endpoint.backend
         for path in (*backend.observed_paths, *filter(None, [backend.readiness_path])):
             told_count = known.told_count
-            status, state = await self._ask(replica_id, known.endpoint.url, path)
+            status, state = await ask_state(self._client, replica_id, known.endpoint.url, path, self._deadline_s)
             if self._replicas.known.get(replica_id) is not known or self._runtime.replicas.get(replica_id) is None:
                 return  # it was removed meanwhile
             if known.told_count != told_count:
                 return  # its answer may be older than the call
-            paused = state.get("is_paused") if path != backend.readiness_path else _SAYS_PAUSED.get(status)
+            paused = state.get("is_paused") if path != backend.readiness_path else says_paused(status)
             if isinstance(paused, bool):
                 self._take_paused(replica_id, paused=paused)
             if isinstance(version := state.get("weight_version"), str):
@@ -85,19 +85,34 @@ class Observer:
             self._runtime.replica_flushed(replica_id)  # the cache of other weights is useless
         known.weight_version = version
 
-    async def _ask(self, replica_id: str, url: str, path: str) -> tuple[int, dict[str, Any]]:
-        """Return an engine's status and answer; 0 and nothing if it does not answer."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                response = await self._client.send(replica_id, url, "GET", path, CIMultiDict(), None)
-                try:
-                    body = await self._client.read(replica_id, response)
-                finally:
-                    response.close()
-        except (ReplicaError, TimeoutError):
-            return 0, {}
-        try:
-            state = msgspec.json.decode(body) if response.status == 200 else {}
-        except UNREADABLE:
-            state = {}
-        return response.status, state if isinstance(state, dict) else {}
+
+def says_paused(status: int) -> bool | None:
+    """Return whether an engine is paused, by the status of its readiness; None if that says nothing."""
+    return _SAYS_PAUSED.get(status)
+
+
+async def ask_state(
+    client: ReplicaClient, replica_id: str, url: str, path: str, deadline_s: float
+) -> tuple[int, dict[str, Any]]:
+    """Return an engine's status and its answer as an object; 0 and nothing if it does not answer."""
+    status, body = await ask_plainly(client, replica_id, url, path, deadline_s)
+    try:
+        state = msgspec.json.decode(body) if status == 200 else {}
+    except UNREADABLE:
+        state = {}
+    return status, state if isinstance(state, dict) else {}
+
+
+async def ask_plainly(
+    client: ReplicaClient, replica_id: str, url: str, path: str, deadline_s: float
+) -> tuple[int, bytes]:
+    """Return an engine's status and answer to a GET; 0 and nothing if it does not answer."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            response = await client.send(replica_id, url, "GET", path, CIMultiDict(), None)
+            try:
+                return response.status, await client.read(replica_id, response)
+            finally:
+                response.close()
+    except (ReplicaError, TimeoutError):
+        return 0, b""

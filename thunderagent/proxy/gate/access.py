@@ -62,6 +62,12 @@ METRICS = frozenset({"/metrics", SCHEDULER_METRICS_PATH})
 OF_OWN_TENANT = frozenset({"/programs", "/programs/{program_id:.+}"})
 """GET routes on which a data key with a tenant sees its own programs, and an admin key all."""
 
+SHOWN = METRICS | {
+    *("/summary", "/replicas", "/queue", "/history", "/events"),
+    *("/programs", "/programs/{}", "/programs/{}/sandboxes"),
+}
+"""GET routes that an operator's login opens: what the dashboard shows, and metrics. Anything else takes a key."""
+
 OWN_BODY_BYTES: Final = 64 * 1024
 """The largest body of a route of ours that says nothing else: its handler reads it at once, while others wait."""
 
@@ -141,6 +147,13 @@ _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     (ENGINE, "*", "/v1/audio/translations"),
     (ENGINE, "*", "/v1/files**"),
     (ENGINE, "*", "/v1/classify"),
+    (ENGINE, "*", "/v1/decisions"),
+    (ENGINE, "*", "/v1/systemone"),
+    (ENGINE, "*", "/generative_scoring"),
+    (ENGINE, "*", "/cohere/v2/chat**"),
+    (ENGINE, "*", "/parse_function_call"),
+    (ENGINE, "*", "/separate_reasoning"),
+    (ENGINE, "*", "/tokenizer_info"),
     (ENGINE, "*", "/v1/score"),
     (ENGINE, "*", "/v1/rerank"),
     (ENGINE, "*", "/v2/rerank"),
@@ -179,7 +192,8 @@ _KEEP_NOTHING = (
     *("/v1/chat/completions/render", "/v1/completions/render"),
     *("/v1/chat/completions/derender", "/v1/completions/derender"),
     *("/v1/embeddings", "/v2/embed", "/encode", "/pooling", "/classify", "/v1/classify"),
-    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/generative_scoring", "/parse_function_call", "/separate_reasoning", "/cohere/v2/chat/render"),
+    *("/v1/decisions", "/v1/systemone", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     *("/model_info", "/get_model_info", "/api/show", "/version", "/ping", "/v1/files**"),
 )
 """Paths on which a POST generates nothing. On any other it may, and takes a lease."""
@@ -200,7 +214,9 @@ ENGINE_CONTROL = frozenset(
         *("pause_generation", "continue_generation", "flush_cache", "abort_request", "slow_down", "freeze_gc"),
         *("send_weights_to_remote_instance", "get_remote_instance_transfer_engine_info", "check_weights"),
         *("get_weights_by_name", "get_weight_version", "get_server_info", "get_internal_state", "get_load"),
-        *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache"),
+        *("get_loads", "weights_checker", "post_process_weights", "dumper", "hicache", "pd_role_switch"),
+        *("open_session", "close_session", "add_external_corpus", "remove_external_corpus", "list_external_corpora"),
+        *("remote_instance_transfer_engine_info", "get_transfer_engine_info", "get_hicache_l3_cache_layout"),
     }
 )
 """First words of paths that control an engine or expose its inside, with or without `/v1`, and `/skyrl/v1` of SkyRL's
@@ -209,6 +225,7 @@ engines."""
 _CONTROL_PREFIXES = (
     *("init_", "update_", "start_", "stop_", "finish_", "finalize_", "destroy_", "reset_", "release_", "resume_"),
     *("load_", "unload_", "set_", "configure_", "dump_", "attach_", "detach_", "clear_", "hicache_"),
+    *("begin_", "end_", "register_"),
 )
 """Prefixes of other such words, including those of future engines."""
 
@@ -259,6 +276,11 @@ def body_limit_of_route(method: str, route_path: str, max_body_bytes: int) -> in
     return max_body_bytes if carries_weights else min(CONTROL_BODY_BYTES, max_body_bytes)
 
 
+def is_shown(method: str, route_path: str) -> bool:
+    """Return whether an operator's login opens our route with this registered path."""
+    return method == "GET" and _NAMED_PART.sub("{}", route_path) in SHOWN
+
+
 def is_engines(method: str, route_path: str) -> bool:
     """Return whether a route's input and answers are an engine's to describe."""
     row = _row_of(method, route_path)
@@ -275,7 +297,8 @@ def _row_of(method: str, route_path: str) -> Row | None:
     for row in ROUTES:
         if row.methods != "*" and method not in row.methods.split():
             continue
-        if path == row.pattern or (row.pattern.endswith("**") and path.startswith(row.pattern.removesuffix("**"))):
+        begin = row.pattern.removesuffix("**")
+        if path == begin or (begin != row.pattern and path.startswith(begin.rstrip("/") + "/")):
             return row
     return None
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 from aiohttp import web
 from multidict import CIMultiDictProxy
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, ExpectationError, RequestError
 from thunderagent.faults import faults_of
 from thunderagent.proxy.gate.held import KeptBody
+from thunderagent.proxy.reading.header_words import check_model, check_name
 
 Model = TypeVar("Model", bound=BaseModel)
+
+Name = Annotated[str, AfterValidator(check_name)]
+"""A name in a body, or none: what a header may not say, a body may not, either."""
+
+ModelName = Annotated[str, Field(max_length=512), AfterValidator(check_model)]
+"""A model's name in a body, or none."""
 
 
 class Report(BaseModel):

@@ -20,7 +20,7 @@ from multidict import CIMultiDict, CIMultiDictProxy, istr
 from thunderagent.errors import HostRefusedError, OriginRefusedError
 from thunderagent.proxy.gate.bodies import Visitor
 from thunderagent.proxy.gate.keys import KEY_HEADER
-from thunderagent.proxy.wire.request_id import REQUEST_ID_HEADER
+from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 
 ANY: Final = "*"
 

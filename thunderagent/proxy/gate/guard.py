@@ -30,6 +30,7 @@ from thunderagent.proxy.gate.access import (
     access_of_route,
     body_limit_of_route,
     engine_access,
+    is_shown,
     use_of,
 )
 from thunderagent.proxy.gate.bodies import Visitor, come, too_large
@@ -88,10 +89,11 @@ class Guard:
         *,
         forwards: Callable[[Handler], bool] = lambda _handler: False,
     ) -> None:
-        """Ask for keys of `keyring`, if it has any, or for one of `logins`; count in `registry`, bodies in `held`.
+        """Ask for keys of `keyring`, if it has any; count in `registry`, bodies in `held`.
 
-        `quotas` delays turns of keys that have used their share. `forwards` says whether a handler asks another
-        process, which knows its own logins: a request with only a login is let through to that.
+        One of `logins` is enough for what the dashboard shows, and for nothing else: browsers send a cookie with what
+        any page of the same host asks. `quotas` delays turns of keys that have used their share. `forwards` says
+        whether a handler asks another process, which knows its own logins: a request with only a login is let through.
         """
         self._settings = settings
         self.origins = Origins(settings.cors_origins)
@@ -126,7 +128,8 @@ class Guard:
         """Wrap the handler of a route; errors are raised to the next wrapper."""
         access = self._access_of(method, route_path)
         checks_keys_or_rate = access is not Access.OPEN and self._checks_keys_or_rate
-        forwards = self._forwards(handler)
+        takes_login = is_shown(method, route_path)
+        forwards = takes_login and self._forwards(handler)
         route_max_bytes = body_limit_of_route(method, route_path, self._settings.max_body_bytes)
 
         may_be_turn = access is Access.ENGINE or (method == "POST" and route_path == "/leases")
@@ -148,8 +151,9 @@ class Guard:
             if checks_keys_or_rate:
                 is_turn = may_be_turn and self._quotas is not None and _is_turn(request)
                 for_admin = needs is Access.ADMIN
+                logins = self._logins if takes_login else None
                 await self._check_key_and_rate(
-                    request, for_admin=for_admin, is_turn=is_turn, has_only_login=has_only_login
+                    request, logins, for_admin=for_admin, is_turn=is_turn, has_only_login=has_only_login
                 )
             is_small = access is Access.OPEN or has_only_login
             max_bytes = min(MAX_OPEN_BODY_BYTES, route_max_bytes) if is_small else route_max_bytes
@@ -232,12 +236,21 @@ class Guard:
         return access_of_route(method, route_path) or Access.ADMIN
 
     async def _check_key_and_rate(
-        self, request: Visitor, *, for_admin: bool, is_turn: bool, has_only_login: bool = False
+        self,
+        request: Visitor,
+        logins: Logins | None = None,
+        *,
+        for_admin: bool,
+        is_turn: bool,
+        has_only_login: bool = False,
     ) -> None:
+        """Check the key of a request, or its login if one of `logins` is enough; wait for its turn."""
         caller, waited = f"address {request.remote}", False
         key: Key | None = None
         if self._keyring:
-            key = self._keyring.key_of(request.headers) or self._keyring.still(self._logins.key_of(request.headers))
+            key = self._keyring.key_of(request.headers)
+            if key is None and logins is not None:
+                key = self._keyring.still(logins.key_of(request.headers))
             if not has_only_login:
                 check_key(key, self._keyring, for_admin=for_admin)
             if key is not None:

@@ -8,7 +8,7 @@ part of a key's name before a slash.
 A running turn keeps its body, too, until it ends: for retries, and to recognise the same turn if it comes again. So
 turns that are never held, such as anonymous ones, might take all memory. All bodies of turns, held and running, have a
 limit of their own, for all and for each key, which is checked before a turn asks for a lease. So do websockets, each of
-which may keep its lease for an hour.
+which may keep its lease for an hour, and leases over the API, whose prompts count as if they were bodies here.
 """
 
 # compiled: each turn is counted
@@ -41,6 +41,9 @@ Bound = Literal[
     "key_running_bytes",
     "websockets",
     "key_websockets",
+    "leases",
+    "key_leases",
+    "key_leased_tokens",
 ]
 
 
@@ -58,6 +61,11 @@ class HeldLimits:
     """Bodies of turns, held or running, until they end; a key may have half of it."""
     websockets_count: int = 1000
     key_websockets_count: int | None = None
+    leases_count: int = 20_000
+    """Leases over the API."""
+    key_leases_count: int | None = None
+    key_leased_ratio: float = 0.5
+    """Part of the replicas' memory that leases of one data key may claim without the scheduler's having found room."""
 
 
 NO_LIMITS: Final = HeldLimits()
@@ -80,10 +88,11 @@ class HeldTurns:
         self._running_bytes = 0
         self._running_by_key: dict[str, int] = {}
         self._websockets_by_key: Counter[str] = Counter()
+        self._leases_by_key: Counter[str] = Counter()
         self.set(limits)
         self._refused = CounterMetric(
             "thunderagent_held_refused",
-            "Turns and websockets that were refused, by the limit that was reached.",
+            "Turns, websockets and leases that were refused, by the limit that was reached.",
             ["bound"],
             registry=registry,
         )
@@ -125,21 +134,55 @@ class HeldTurns:
     @contextmanager
     def websocket(self) -> Iterator[None]:
         """Count a websocket for the length of the block. Raises `KeyHeldLimitError` or `TooManyHeldError`."""
-        key, limits, counts = caller_key(), self._limits, self._websockets_by_key
-        name = key.name if key is not None else ""
-        own_limit = limits.key_websockets_count
-        most_own_count = max(1, limits.websockets_count // 2) if own_limit is None else own_limit
-        if key is not None and counts[name] >= most_own_count:
-            raise self._owner_error("key_websockets", f"{counts[name]:,} websockets of this key are open")
-        if counts.total() >= limits.websockets_count:
-            raise self._error("websockets", f"{counts.total():,} websockets are open")
-        counts[name] += 1
+        limits = self._limits
+        name = self._one_more(
+            "websockets", self._websockets_by_key, limits.websockets_count, limits.key_websockets_count
+        )
         try:
             yield
         finally:
-            counts[name] -= 1
-            if not counts[name]:
-                del counts[name]
+            _one_less(self._websockets_by_key, name)
+
+    @contextmanager
+    def lease(self, prompt_bytes: int) -> Iterator[None]:
+        """Count a lease over the API for the length of the block, and its prompt as a body. Raises as `websocket`."""
+        limits = self._limits
+        name = self._one_more("leases", self._leases_by_key, limits.leases_count, limits.key_leases_count)
+        try:
+            owner = self.runs(prompt_bytes)
+            try:
+                yield
+            finally:
+                self.ran(owner, prompt_bytes)
+        finally:
+            _one_less(self._leases_by_key, name)
+
+    def _one_more(
+        self, what: Literal["websockets", "leases"], counts: Counter[str], most_count: int, key_most_count: int | None
+    ) -> str:
+        """Count one more of the request's key, half of all by default; return the key's name."""
+        key = caller_key()
+        name = key.name if key is not None else ""
+        most_own_count = max(1, most_count // 2) if key_most_count is None else key_most_count
+        if key is not None and counts[name] >= most_own_count:
+            raise self._owner_error(f"key_{what}", f"{counts[name]:,} {what} of this key are open")
+        if counts.total() >= most_count:
+            raise self._error(what, f"{counts.total():,} {what} are open")
+        counts[name] += 1
+        return name
+
+    def key_leased_error(self, leased_tokens: int, wanted_tokens: int) -> KeyHeldLimitError:
+        """Count and return the refusal of a lease beyond its key's part of the replicas' memory."""
+        self._refused.labels("key_leased_tokens").inc()
+        return KeyHeldLimitError(
+            f"leases of this key claim {leased_tokens:,} tokens without room, and {wanted_tokens:,} more are over its "
+            f"limit; a lease for a program waits for room instead"
+        )
+
+    @property
+    def key_leased_ratio(self) -> float:
+        """The limit of that name."""
+        return self._limits.key_leased_ratio
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is kept now; the scheduler counts turns."""
@@ -205,6 +248,12 @@ class HeldTurns:
     def _owner_error(self, bound: str, why: str) -> KeyHeldLimitError:
         self._refused.labels(bound).inc()
         return KeyHeldLimitError(f"{why}, which is the limit; nothing was forwarded")
+
+
+def _one_less(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]
 
 
 def _owners(key: Key | None) -> tuple[tuple[str, str], ...]:

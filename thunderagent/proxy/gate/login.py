@@ -1,7 +1,8 @@
 """Login for browsers: an admin key is exchanged for a token in a cookie that no script and no other site can use.
 
 The token is not the key: a browser sends its cookies to every port of a host, so any listener there may see it. It
-expires with this process, or after `LIFETIME_S`, and opens nothing else.
+expires with this process, or after `LIFETIME_S`. It comes with what a page of any of these ports asks, too, so it opens
+only what the dashboard shows (`access.py`): no turn, and nothing that changes something.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Final, Protocol
 from multidict import CIMultiDict, istr
 
 from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring
-from thunderagent.proxy.wire.request_id import REQUEST_ID, REQUEST_ID_HEADER
+from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
+from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 _KEY_HEADER: Final = istr(KEY_HEADER)
 

@@ -10,7 +10,9 @@ An engine has one order for all, so a stranger's `priority` takes from everybody
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Literal, Protocol
 
 from multidict import CIMultiDict, istr
 
@@ -23,6 +25,7 @@ from thunderagent.proxy.reading.identity import IdentityRules
 ClientPriority = Literal["keep", "drop"]
 
 _PRIORITY_HEADER = istr(PRIORITY_HEADER)
+_NOTHING_NAMED: Final = nullcontext()
 
 
 class Tenants(Protocol):
@@ -109,3 +112,13 @@ class Tenancy:
             raise OtherTenantError(f"program {program_id!r} belongs to another tenant; use another id")
         if self._quotas is not None and program_id is not None:
             self._quotas.open_program(program_id)
+
+    def naming(self, program_id: str | None) -> AbstractContextManager[None]:
+        """Return the block for which a request of a limited key names a program; entering it raises as `check` does."""
+        if self._quotas is None or not program_id:
+            return _NOTHING_NAMED
+        return self._quotas.naming(program_id)
+
+    def bytes_counter(self) -> Callable[[int], None] | None:
+        """Return a function that counts bytes of this request's key as tokens; None if nothing is to be counted."""
+        return None if self._quotas is None else self._quotas.bytes_counter()

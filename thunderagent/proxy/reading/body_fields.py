@@ -16,6 +16,7 @@ from thunderagent.errors import BodyTooLargeError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
+from thunderagent.proxy.reading.header_words import check_model
 from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, list_of, others_run
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, may_hold_media, media_of
 from thunderagent.proxy.reading.sse import UNREADABLE
@@ -41,6 +42,8 @@ _BUILT_FIELDS: Final[tuple[str, ...]] = (
     "extra_body",
     "stream",
     "stream_options",
+    "rid",
+    "request_id",
     "previous_response_id",
     "user",
     "priority",
@@ -104,8 +107,12 @@ def recoded(body: bytes, encoding: str) -> bytes:
     """
     if len(body) <= COUNTED_BYTES:
         return body.decode(encoding).encode("utf-8", "surrogatepass")
-    if body[:64].decode(encoding, "replace").lstrip("\ufeff \t\r\n")[:1] == "{":
-        raise BodyTooLargeError(f"a body in {encoding} has at most {COUNTED_BYTES} bytes: send UTF-8")
+    for at in range(0, len(body), LARGE_FIELD_BYTES):  # whose white space may be longer
+        begin = body[at : at + LARGE_FIELD_BYTES].decode(encoding, "replace").lstrip("\ufeff \t\r\n\v\f")
+        if begin.startswith(("{", "/", "#")):  # parsers accept comments before it
+            raise BodyTooLargeError(f"a body in {encoding} has at most {COUNTED_BYTES} bytes: send UTF-8")
+        if begin:
+            break
     return body
 
 
@@ -168,7 +175,10 @@ FORM_ENDS_BYTES: Final = 64 * 1024
 
 
 def model_named(model: Raw, body: bytes) -> str:
-    """Return the model that a request names, by that field of its body, or by its form; empty if none."""
+    """Return the model that a request names, by that field of its body, or by its form; empty if none.
+
+    Raises `InvalidProgramIdError` if it has control characters.
+    """
     if len(model) > COUNTED_BYTES:  # it is a name of nothing, and long to read
         return "?" * (MAX_MODEL_CHARS + 1)
     if model:
@@ -176,13 +186,13 @@ def model_named(model: Raw, body: bytes) -> str:
             name = msgspec.json.decode(model)
         except (ValueError, RecursionError):  # as the engine will say
             return ""
-        return name[: MAX_MODEL_CHARS + 1] if isinstance(name, str) else ""
+        return check_model(name[: MAX_MODEL_CHARS + 1]) if isinstance(name, str) else ""
     if body[:2] == b"--":
         for part in (body[:FORM_ENDS_BYTES], body[-FORM_ENDS_BYTES:]):
             at = part.find(_FORM_MODEL)
             value = _FORM_VALUE.match(part, at + len(_FORM_MODEL)) if at >= 0 else None
             if value is not None:
-                return value[1].decode("utf-8", "replace")
+                return check_model(value[1].decode("utf-8", "replace"))
     return ""
 
 
@@ -205,6 +215,19 @@ def _read_large(body: bytes) -> BodyFields:
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
             setattr(fields, name, msgspec.json.decode(value))
     return fields
+
+
+_FLAGS: Final[dict[object, bool]] = {
+    **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False),
+}
+
+
+def flag_of(value: object) -> bool | None:
+    """Return a field as engines read it: pydantic takes numbers and words for booleans; None for anything else."""
+    if isinstance(value, str):
+        return _FLAGS.get(value.lower())
+    return _FLAGS.get(value) if isinstance(value, bool | int | float) else None
 
 
 def begins_with(value: bytes | memoryview, first: bytes) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
+from thunderagent.leases import TurnAsk
 from thunderagent.programs.model.advice.verdicts import OUTCOMES
 
 MAX_PROGRAM_ID_BYTES: Final = 256
@@ -55,6 +56,8 @@ ROLE_HEADER: Final = "X-Program-Role"
 OUTCOME_HEADER: Final = istr("X-Program-Outcome")
 """The outcome of a program, with its last turn or its release."""
 
+REQUEST_ID_HEADER: Final = istr("X-Request-Id")
+
 CLASS_HEADER: Final = istr("X-Program-Class")
 """The program's class: decides which sandboxes it gets."""
 
@@ -72,7 +75,8 @@ _SPELT: Final = {
 """The headers to look for, spelt as above, by lower-case name."""
 
 _OURS, *_OTHERS = PROGRAM_HEADERS
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters, and Unicode's ends of lines: readers of logs and tables take them for their own."""
 
 Said = Mapping[str, Sequence[str]]
 """Headers of a turn that matter: their values, by name as spelt above."""
@@ -180,6 +184,29 @@ def check_program_id(value: object, what: str = "program id") -> str:
     if _CONTROL.search(value):
         raise InvalidProgramIdError(f"a {what} must not contain control characters")
     return value
+
+
+def check_name(value: str, what: str = "name") -> str:
+    """Return a name that may be empty, of a tenant, group, branch, role or tool. Raises as `check_program_id`."""
+    return check_program_id(value, what) if value else value
+
+
+def check_model(name: str) -> str:
+    """Return the name of a model. Raises `InvalidProgramIdError` if it has control characters."""
+    if not name.isprintable() and _CONTROL.search(name):
+        raise InvalidProgramIdError("a model must not contain control characters")
+    return name
+
+
+def check_names(ask: TurnAsk) -> None:
+    """Check all names in what another process asks for. Raises `InvalidProgramIdError`."""
+    if ask.program_id is not None:
+        check_program_id(ask.program_id)
+    for name in (ask.branch_id, ask.parent_branch_id, ask.parent_id, ask.tenant, ask.group_id):
+        check_name(name)
+    check_name(ask.program_class)
+    check_name(ask.role)
+    check_model(ask.model)
 
 
 def _id_in(said: Said, names: Sequence[str], what: str) -> str:

@@ -19,13 +19,14 @@ import msgspec
 from msgspec import UNSET, Raw
 from multidict import CIMultiDictProxy
 
-from thunderagent.errors import InvalidProgramIdError
+from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
+    flag_of,
     hint_in,
     media_in,
     model_named,
@@ -36,6 +37,7 @@ from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.dialects.structs import BodyFields
 from thunderagent.proxy.reading.header_words import (
+    REQUEST_ID_HEADER,
     Said,
     check_program_id,
     heard_in,
@@ -44,12 +46,21 @@ from thunderagent.proxy.reading.header_words import (
     words_in,
 )
 from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, check_cost
-from thunderagent.proxy.reading.json_splice import has_member, remove_member, set_include_usage, set_value
+from thunderagent.proxy.reading.json_splice import (
+    has_member,
+    is_spelt_as_json,
+    remove_member,
+    set_include_usage,
+    set_value,
+)
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound
 from thunderagent.proxy.reading.outline import MIN_BODY_BYTES, Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 
 _OPENAI: Final = OpenAI()
+
+MAX_ID_CHARS: Final = 256
+"""A longer id of a request is not kept: nobody could abort it by that."""
 
 
 class TurnRequest(NamedTuple):
@@ -90,6 +101,8 @@ class TurnRequest(NamedTuple):
     """The body's field of that name, as sent; see `model_named`."""
     hint: TurnHint | None = None
     """The body's hint on the program's next turn."""
+    engine_request_id: str = ""
+    """The client's own id for the request, by which engines abort it; empty if it gave none."""
 
 
 class SideCallRequest(NamedTuple):
@@ -157,7 +170,7 @@ def identify(
     said, header = heard_in(headers, rules.program_headers, notes)
     program_id, source = _program_of(path_id, headers, said, header, fields, rules)
     words = words_in(said, header, program_id)
-    streams = fields.stream is True
+    streams = fields.stream is True or flag_of(fields.stream) is True
     told = _without_ours(text, fields, rules)
     usage_added = streams and dialect.asks_for_usage and _leaves_usage_out(fields.stream_options)
     if usage_added:
@@ -196,6 +209,7 @@ def identify(
         media,
         fields.model,
         hint,
+        _engine_request_id(fields, headers),
     )
 
 
@@ -221,15 +235,29 @@ def identify_side_call(
 
 
 def _without_priority_unread(body: bytes) -> bytes:
-    """Return an unread body without its `priority`: an engine's parser may accept more than ours."""
+    """Return an unread body without its `priority`: an engine's parser may accept more than ours.
+
+    Raises `RequestError` for an object in which nobody can say where its keys are: other quotes, no end, no text.
+    """
     try:
         encoding = json.detect_encoding(body)
         plain = body if encoding == "utf-8" and len(body) > COUNTED_BYTES else recoded(body, encoding)
-        if plain[:64].lstrip()[:1] == b"{" and has_member(plain, "priority"):
-            return remove_member(plain, ("priority",))
-    except ValueError:  # no JSON for anybody
+    except ValueError:
+        plain = body
+    first = plain.lstrip(_BEFORE_OBJECTS)[:1]
+    if not first or first not in _BEGIN_OBJECTS:
+        return body
+    try:
+        if is_spelt_as_json(plain):
+            return remove_member(plain, ("priority",)) if has_member(plain, "priority") else body
+    except ValueError:  # it has no end
         pass
-    return body
+    raise RequestError("the body cannot be read as JSON, so nobody can say which priority it asks for")
+
+
+_BEFORE_OBJECTS: Final = b" \t\r\n\x0b\x0c\xef\xbb\xbf"
+_BEGIN_OBJECTS: Final = b"{/#"
+"""What an object begins with, or a comment before it, which some parsers accept."""
 
 
 def _without_ours(text: bytes, fields: BodyFields, rules: IdentityRules) -> bytes:
@@ -289,12 +317,16 @@ def _id_at(fields: BodyFields, way: tuple[str, ...]) -> str | None:
 
 
 def _leaves_usage_out(stream_options: object) -> bool:
-    """Return whether a stream as requested has no usage; odd values are the engine's to judge.
-
-    Options that do not mention usage are left alone: some versions of vLLM take them as a request for it, others (0.32)
-    do not.
-    """
+    """Return whether a stream as requested has no usage; odd values are the engine's to judge."""
     if isinstance(stream_options, dict):
-        wish = stream_options.get("include_usage", True)
-        return wish is None or wish is False
+        wish = stream_options.get("include_usage")
+        return wish is None or flag_of(wish) is False
     return stream_options is None
+
+
+def _engine_request_id(fields: BodyFields, headers: CIMultiDictProxy[str]) -> str:
+    """Return the client's id for a request: SGLang's field, vLLM's header, or its field, which the header overrides."""
+    named = fields.rid
+    if not isinstance(named, str):
+        named = headers.get(REQUEST_ID_HEADER) or fields.request_id
+    return named if isinstance(named, str) and len(named) <= MAX_ID_CHARS else ""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from thunderagent.proxy.reading.json_cost import SLICE_BYTES, end_of_text
+from thunderagent.proxy.reading.json_cost import SLICE_BYTES, end_of_text, others_run
 
 _SHORT_STRING = rb'"[^"\\]{0,4096}+(?:\\.[^"\\]{0,4096}+){0,4096}+"'
 _AT_DEPTH = re.compile(rb'["{}\[\],:]')
@@ -121,6 +121,46 @@ def has_member(body: bytes, key: str) -> bool:
     if body.find(b'"%s"' % key.encode()) < 0 and not _may_escape_keys(body):
         return False
     return _last(body, body.index(b"{"), key) is not None
+
+
+def is_spelt_as_json(body: bytes) -> bool:
+    """Return whether a body has only what JSON has, in any order: text in double quotes, with JSON's escapes.
+
+    Python's `NaN` and `Infinity` count. Then a key is where `members` finds one, for every reader that takes all JSON.
+    Cost: one pass in bounded steps, so that other threads may run between them.
+    """
+    at, size = 0, len(body)
+    while at < size:
+        end = _end_of(_PARTS, body, at)
+        if end == at and (body[at : at + 1] != b'"' or (end := _end_of_string(body, at + 1)) < 0):
+            return False
+        at = end
+    return True
+
+
+_CHARACTERS = rb'(?:[^"\\]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}){0,1000}+'
+_CHARACTERS_OF_STRING = re.compile(_CHARACTERS, re.DOTALL)
+_PARTS = re.compile(
+    rb"(?:[\s{}\[\],:0-9+\-.eE]++|true|false|null|NaN|Infinity|" + b'"' + _CHARACTERS + b'"' + rb"){0,1000}+", re.DOTALL
+)
+"""Bounded, because a match remembers each repetition."""
+
+
+def _end_of(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
+    others_run()
+    found = pattern.match(body, at, at + SLICE_BYTES)
+    return found.end() if found is not None else at
+
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """Return the offset past a string's closing quote, -1 if it has none; `at` is within it."""
+    while True:
+        end = _end_of(_CHARACTERS_OF_STRING, body, at)
+        if body[end : end + 1] == b'"':
+            return end + 1
+        if end == at:
+            return -1
+        at = end
 
 
 def _without(body: bytes, found: Iterable[Member], key: str) -> bytes:

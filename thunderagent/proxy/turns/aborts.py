@@ -3,7 +3,8 @@
 Trainers with tokens in and tokens out abort everything before they change the weights, and send the prompt again with
 what came so far. They recognise an abort by its finish reason. So a held turn of theirs must get that, in the format of
 the engine that it was meant for (SGLang: `TokenizerManager._handle_abort_req`; vLLM 0.32:
-`entrypoints/scale_out/token_in_token_out/protocol.py`, `entrypoints/openai/completion/protocol.py`).
+`entrypoints/scale_out/token_in_token_out/protocol.py`, `entrypoints/openai/completion/protocol.py`). A single turn may
+be aborted by its id, in any API.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
-from thunderagent.proxy.reading.body_fields import mended
+from thunderagent.proxy.reading.body_fields import flag_of, mended
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids
 from thunderagent.proxy.reading.sse import UNREADABLE
@@ -26,6 +28,7 @@ SGLANG_PATH = "/generate"
 VLLM_PATH = "/inference/v1/generate"
 SKYRL_PATH = "/skyrl/v1/generate"
 COMPLETIONS_PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
 
 MOST_CHOICES_COUNT = 2**16
 """Of an answer: no engine makes more for one request, and its client could ask for any number."""
@@ -76,12 +79,17 @@ def is_abortable(path: str, *, has_token_prompt: bool) -> bool:
     return path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH) or (path == COMPLETIONS_PATH and has_token_prompt)
 
 
-def abort_answer(path: str, body: bytes) -> AbortAnswer:
-    """Return the engine's answer to this request had it been aborted before its first token."""
+def abort_answer(path: str, body: bytes) -> AbortAnswer | None:
+    """Return the engine's answer to this request had it been aborted before its first token.
+
+    None in an API in which that cannot be said.
+    """
+    build = _BUILDERS.get(path)
+    if build is None:
+        return None
     fields = _read(body)
-    build = {SGLANG_PATH: _sglang, VLLM_PATH: _vllm, SKYRL_PATH: _vllm, COMPLETIONS_PATH: _completion}[path]
     whole, events = build(fields)
-    if not fields.stream:
+    if flag_of(fields.stream) is not True:
         return AbortAnswer("application/json", msgspec.json.encode(whole))
     data = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
     return AbortAnswer("text/event-stream", data + b"data: [DONE]\n\n")
@@ -176,11 +184,36 @@ def _completion(fields: _Fields) -> tuple[object, list[Json]]:
     return {**head, "choices": choices, "usage": usage}, events
 
 
+def _chat(fields: _Fields) -> tuple[object, list[Json]]:
+    head: Json = {
+        "id": fields.rid or f"chatcmpl-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": fields.model,
+    }
+    usage, indexes = _usage(0), range(_count(fields.n))
+    message: Json = {"role": "assistant", "content": ""}
+    ends: Json = {"logprobs": None, "finish_reason": "abort"}
+    choices: list[Json] = [{"index": index, "message": message, **ends} for index in indexes]
+    head["object"] = "chat.completion.chunk"
+    events: list[Json] = [{**head, "choices": [{"index": index, "delta": message, **ends}]} for index in indexes]
+    events += _usage_event(fields, head, usage)
+    return {**head, "object": "chat.completion", "choices": choices, "usage": usage}, events
+
+
+_BUILDERS: Mapping[str, Callable[[_Fields], tuple[object, list[Json]]]] = {
+    SGLANG_PATH: _sglang,
+    VLLM_PATH: _vllm,
+    SKYRL_PATH: _vllm,
+    COMPLETIONS_PATH: _completion,
+    CHAT_PATH: _chat,
+}
+
+
 def _usage(prompt_tokens: int) -> Json:
     return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens, "completion_tokens": 0}
 
 
 def _usage_event(fields: _Fields, head: Json, usage: Json) -> list[Json]:
     options = fields.stream_options
-    asked = isinstance(options, dict) and options.get("include_usage") is True
+    asked = isinstance(options, dict) and flag_of(options.get("include_usage")) is True
     return [{**head, "choices": [], "usage": usage}] if asked else []

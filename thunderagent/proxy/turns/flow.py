@@ -56,7 +56,7 @@ from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, 
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, done
 from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.request_id import REQUEST_ID, take_named_request_id
 from thunderagent.proxy.wire.websockets import Websockets
 
 log = structlog.get_logger("thunderagent.turns")
@@ -161,13 +161,13 @@ class Turns:
         attempt = self._attempt(exchange, record)
         self._budget.turn_came(attempt.since_s)
         self._attempts.begin(attempt, attempt.since_s)
-        running = None
+        running, run = None, self._run if tenancy is None else self._run_named
         try:
             running = self._held.runs(record.held_bytes)
-            await self._run(exchange, record, attempt)
-        except TurnAbortedError:
-            await self._say_aborted(exchange, record)
+            await run(exchange, record, attempt)
         except ThunderAgentError as error:
+            if isinstance(error, TurnAbortedError) and await self._say_aborted(exchange, record):
+                return
             record.status = error.status
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
             if record.held_stream is None or not exchange.begun:
@@ -216,12 +216,20 @@ class Turns:
         except RequestError as error:
             tell_with_error(error, identity_headers(turn.program_id, turn.source))
             raise
+        if turn.engine_request_id:
+            take_named_request_id(turn.engine_request_id, exchange.headers)
         self._loop = self._loop or asyncio.get_running_loop()
         task = asyncio.current_task(self._loop)
         path = target.sent if record.chosen_id is None else target.prefix + target.sent
         return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
 
     # --- its way -----------------------------------------------------------------------------------------------------
+
+    async def _run_named(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
+        """Run a turn, and count the program that it names meanwhile, which may not live: a websocket opens none."""
+        assert record.tenancy is not None
+        with record.tenancy.naming(record.turn.program_id or record.turn.told_id):
+            await self._run(exchange, record, attempt)
 
     async def _run(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
@@ -340,11 +348,14 @@ class Turns:
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
-    async def _say_aborted(self, exchange: Exchange, record: Record) -> None:
-        """Answer like an engine that aborts a request before it ran."""
+    async def _say_aborted(self, exchange: Exchange, record: Record) -> bool:
+        """Answer like an engine that aborts a request before it ran; return False if its API has no such answer."""
         turn = record.turn
         make = partial(abort_answer, record.target.engine_path, turn.body)
-        content_type, answer = await read_aside(make, len(turn.body))
+        made = await read_aside(make, len(turn.body))
+        if made is None:
+            return False
+        content_type, answer = made
         record.status, record.outcome = 200, "aborted"
         if record.held_stream is not None and exchange.begun:
             await record.held_stream.end_with(answer)
@@ -352,6 +363,7 @@ class Turns:
             headers = CIMultiDict({"Content-Type": content_type})
             headers.update(record.headers())
             await done(exchange.answer(200, "OK", headers, answer))
+        return True
 
     def _is_through(self, record: Record) -> None:
         """End a program with its last turn; otherwise tell the judge of it. A restarted program is another one."""

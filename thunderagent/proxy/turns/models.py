@@ -1,11 +1,13 @@
-"""`/v1/models`: the union of what all replicas serve."""
+"""`/v1/models`, and `/v1/models/{model}`: the union of what all replicas serve, and each of it."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
@@ -13,7 +15,7 @@ from msgspec import Raw
 from multidict import CIMultiDict
 
 from thunderagent.backends.asking import MAX_PARTS_COUNT, aside
-from thunderagent.errors import NoReplicaError, ReplicaError
+from thunderagent.errors import NoReplicaError, ReplicaError, UnknownModelError
 from thunderagent.leases import ReplicaMap
 from thunderagent.proxy.fleet.breaker import BreakerState
 from thunderagent.proxy.fleet.client import ReplicaClient
@@ -21,10 +23,20 @@ from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.body_fields import begins_with
 from thunderagent.proxy.reading.json_cost import list_of
 from thunderagent.proxy.reading.sse import UNREADABLE
+from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 
 DEADLINE_S = 5.0
 MAX_ID_BYTES = 8192
+
+_SEPARATED = re.compile(r"^(?:[/\\]+[^/\\]+){2}[/\\]+")
+"""What is before the name, in each spelling that `Target.words` reads so."""
+
+SHOWN_CHARS = 200
+"""At most this much of a wrong name is repeated."""
+
+MODELS = ("v1", "models")
+"""The words of the list's path; a name may follow, with slashes."""
 
 
 class _Answer(NamedTuple):
@@ -52,6 +64,24 @@ class Models:
 
         If all refuse in the same way, answer as the first does. Raises `NoReplicaError` if none answers otherwise.
         """
+        found = await self._union(request)
+        return found if isinstance(found, web.Response) else _json({"object": "list", "data": list(found.values())})
+
+    async def retrieve(self, request: web.Request) -> web.Response:
+        """Answer with the one model that the path names: what is listed can be retrieved.
+
+        Raises `UnknownModelError` if it is not listed; otherwise like `handle`.
+        """
+        found = await self._union(request)
+        if isinstance(found, web.Response):
+            return found
+        name = unquote(_SEPARATED.sub("", target_of(request).engine_path, count=1)).rstrip("/")
+        if name not in found:
+            raise UnknownModelError(f"the model {name[:SHOWN_CHARS]!r} does not exist")
+        return _json(found[name])
+
+    async def _union(self, request: web.Request) -> dict[str, Any] | web.Response:
+        """Return each model by its name, aliases too, or an answer without any."""
         headers = forwarded_request_headers(request.headers)
         headers.popall("Accept-Encoding", None)  # the answers are read here
         answers = await asyncio.gather(*(self._ask(replica_id, headers) for replica_id in self._replica_ids()))
@@ -65,8 +95,7 @@ class Models:
             if served in models:
                 models.setdefault(alias, {**msgspec.json.decode(models[served]), "id": alias, "root": served})
         if models:
-            body = msgspec.json.encode({"object": "list", "data": list(models.values())})
-            return web.Response(body=body, content_type="application/json")
+            return models
         refusals = [answer for answer in answers if answer is not None and answer.status >= 400]
         if refusals and len({answer.status if answer is not None else 0 for answer in answers}) == 1:
             return web.Response(status=refusals[0].status, headers=refusals[0].headers, body=refusals[0].body)
@@ -95,6 +124,10 @@ class Models:
         kept = forwarded_response_headers(response.headers, keep_length=False)
         models = await aside(partial(_models_in, body), body) if response.status < 400 else {}
         return _Answer(response.status, kept, body, models)
+
+
+def _json(value: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 class _Listed(msgspec.Struct):

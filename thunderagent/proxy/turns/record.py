@@ -139,4 +139,5 @@ def ask_for(
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
         model=record.model,
         hint=attempt.patience.hint or turn.hint,
+        engine_request_id=turn.engine_request_id,
     )

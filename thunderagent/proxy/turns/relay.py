@@ -32,7 +32,7 @@ from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wa
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
-from thunderagent.proxy.wire.websockets import Websockets
+from thunderagent.proxy.wire.websockets import Counted, Websockets
 
 CONTENT_ENCODING: Final = istr("Content-Encoding")
 
@@ -190,10 +190,13 @@ class Relay:
         headers.update(record.headers())
         lease.started()
         await done(exchange.begin(upstream.status, upstream.reason, headers))
+        count = record.tenancy.bytes_counter() if record.tenancy is not None else None
         try:
             replica_id = lease.granted.replica_id
-            pipe = partial(self._client.converse, replica_id, upstream, client)
-            await self._websockets.carry(replica_id, exchange, upstream, pipe)
+            pipe = partial(
+                self._client.converse, replica_id, upstream, client if count is None else Counted(client, count)
+            )
+            await self._websockets.carry(replica_id, exchange, upstream, pipe, count)
         except ReplicaError as error:
             record.outcome = "failed"
             self._forwarding.failed(lease, error)

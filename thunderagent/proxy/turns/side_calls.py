@@ -47,7 +47,8 @@ IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 PURE_CALLS = frozenset(
     {
         *("tokenize", "detokenize", "count_tokens", "render", "derender"),
-        *("embeddings", "embed", "rerank", "score", "classify", "pooling"),
+        *("embeddings", "embed", "rerank", "score", "classify", "pooling", "decisions", "systemone"),
+        *("generative_scoring", "parse_function_call", "separate_reasoning"),
     }
 )
 """Last parts of paths on which a POST only reads."""

@@ -10,9 +10,9 @@ from itertools import count
 from secrets import token_hex
 from typing import Final
 
-from multidict import CIMultiDictProxy, istr
+from multidict import CIMultiDictProxy
 
-REQUEST_ID_HEADER: Final = istr("X-Request-Id")
+from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Of the current request: each has a context of its own."""
@@ -28,3 +28,12 @@ def take_request_id(headers: CIMultiDictProxy[str]) -> str:
     if given is not None and _USABLE.fullmatch(given):
         return given
     return _BEGIN + hex(next(_numbers))[2:]  # noqa: FURB116 - compiled, to format it costs several times that
+
+
+def take_named_request_id(named: str, headers: CIMultiDictProxy[str]) -> None:
+    """Let a request go on by the id that its body names, unless a header names one.
+
+    Otherwise vLLM would know it by ours: there a header overrides the body.
+    """
+    if REQUEST_ID_HEADER not in headers and _USABLE.fullmatch(named):
+        REQUEST_ID.set(named)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from thunderagent.errors import ReplicaError
-from thunderagent.proxy.wire.exchange import Exchange, Sink, Wait, done
+from thunderagent.proxy.wire.exchange import Channel, Exchange, Sink, Wait, done
 from thunderagent.proxy.wire.http11.answers import Answer
 
 GOING_AWAY = 1001
@@ -77,13 +77,44 @@ def close_frame(code: int, why: str) -> bytes:
     return bytes((0x80 | _CLOSE, len(data))) + data
 
 
+class Counted:
+    """A client's bytes, counted as they come."""
+
+    __slots__ = ("_client", "_count")
+
+    def __init__(self, client: Channel, count: Callable[[int], None]) -> None:
+        """Tell `count` how many bytes each piece of `client` has."""
+        self._client = client
+        self._count = count
+
+    def pour(self, sink: Callable[[bytes], None]) -> None:
+        """See `Channel`."""
+
+        def take(piece: bytes) -> None:
+            self._count(len(piece))
+            sink(piece)
+
+        self._client.pour(take)
+
+    def hold(self) -> None:
+        """See `Channel`."""
+        self._client.hold()
+
+    def go_on(self) -> None:
+        """See `Channel`."""
+        self._client.go_on()
+
+
 class _Conversation:
     """One websocket."""
 
-    __slots__ = ("_exchange", "_frames", "_timer", "_upstream", "replica_id", "was_ended", "why")
+    __slots__ = ("_count", "_exchange", "_frames", "_timer", "_upstream", "replica_id", "was_ended", "why")
 
-    def __init__(self, replica_id: str, exchange: Exchange, upstream: Answer) -> None:
+    def __init__(
+        self, replica_id: str, exchange: Exchange, upstream: Answer, count: Callable[[int], None] | None
+    ) -> None:
         self.replica_id = replica_id
+        self._count = count
         self._exchange = exchange
         self._upstream = upstream
         self._frames = Frames()
@@ -100,6 +131,8 @@ class _Conversation:
 
     def take(self, piece: bytes) -> Wait:
         """Take bytes from the engine."""
+        if self._count is not None:
+            self._count(len(piece))
         gap_at = self._frames.feed(piece)
         if not self.why or gap_at < 0:
             return self._exchange.write(piece)
@@ -151,13 +184,19 @@ class Websockets:
         return len(self._open)
 
     async def carry(
-        self, replica_id: str, exchange: Exchange, upstream: Answer, pipe: Callable[[Sink], Awaitable[None]]
+        self,
+        replica_id: str,
+        exchange: Exchange,
+        upstream: Answer,
+        pipe: Callable[[Sink], Awaitable[None]],
+        count: Callable[[int], None] | None = None,
     ) -> None:
         """Relay both sides, after the answer's head; when one closes, the other is closed.
 
-        `pipe` passes the client's bytes to the replica, and the replica's to a sink; its errors are raised.
+        `pipe` passes the client's bytes to the replica, and the replica's to a sink; its errors are raised. `count`
+        hears how many bytes each piece of the replica has.
         """
-        conversation = _Conversation(replica_id, exchange, upstream)
+        conversation = _Conversation(replica_id, exchange, upstream, count)
         self._open.add(conversation)
         conversation.due_in(self._limit_s)
         try:

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from thunderagent.compilation import build_kind
 from thunderagent.errors import SchedulerUnreachableError
 from thunderagent.proxy.admin.admin import EXPOSITION_TYPE, HealthReport, NotReadyReport, ReadyReport
-from thunderagent.proxy.app import FRONT, LOOP_LAG, MADE_ANSWERS_COUNT
+from thunderagent.proxy.app import FRONT, LOOP_LAG, MADE_ANSWERS_COUNT, OPEN_FILES
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
@@ -37,6 +37,7 @@ from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.metrics import carried, exposition
+from thunderagent.proxy.watch.open_files import OpenFiles
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S, target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
@@ -96,7 +97,7 @@ def build_gateway_app(
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
     guard.attach(app)
     app[FRONT] = front_of(flow, guard, held, None, replicas, None, simulated=False, access_log=access_log)
-    app[LOOP_LAG] = LoopLag(registry)
+    app[LOOP_LAG], app[OPEN_FILES] = LoopLag(registry), OpenFiles(registry)
     app.cleanup_ctx.append(scheduler.context)
 
     async def close(_: web.Application) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import redis.asyncio
@@ -24,6 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from thunderagent.errors import FencedError, StoreError
+from thunderagent.redis_failover import Answer, asked_anew, in_words
 from thunderagent.scale.leader.store import Seen, heeds_cancellation, seen_of
 
 ANSWER_LIMIT_S = 1.0
@@ -93,27 +94,43 @@ class RedisStore:
         )
         prefix = f"ta:{{{cell}}}"
         self._lock, self._epoch, self._log = f"{prefix}:leader", f"{prefix}:epoch", f"{prefix}:log"
-        self._standby = f"{prefix}:standby"
+        self._standby, self._probe = f"{prefix}:standby", f"{prefix}:probe"
         self._lock_ms = int(lock_s * 1000)
         self._last = ""
         """The last written entry; empty if unknown."""
+        self._refuses = False
+        """Whether the last write failed."""
         self._take, self._renew = self._client.register_script(TAKE), self._client.register_script(RENEW)
         self._append, self._give_up = self._client.register_script(APPEND), self._client.register_script(GIVE_UP)
 
     async def look(self, after: str) -> Seen:
-        """Return the current state; see `Store`, also for the other methods."""
-        async with _errors(), self._client.pipeline(transaction=True) as pipeline:
-            pipeline.mget(self._lock, self._epoch)
-            pipeline.xread({self._log: after}, count=ENTRIES_COUNT)
-            (owner, epoch), found = await pipeline.execute()
+        """Return the current state; see `Store`, also for the other methods.
+
+        A store that refused the last write does not answer until it takes one: whoever only reads would believe in a
+        server that nobody writes to any more.
+        """
+        if self._refuses:
+            await self._write(lambda: self._client.set(self._probe, b"", px=self._lock_ms))
+
+        async def read() -> Seen:
+            async with self._client.pipeline(transaction=True) as pipeline:
+                pipeline.mget(self._lock, self._epoch)
+                pipeline.xread({self._log: after}, count=ENTRIES_COUNT)
+                (owner, epoch), found = await pipeline.execute()
             entries = [each for _, of_log in found or () for each in of_log]
             return seen_of(owner, epoch, entries, has_more=len(entries) == ENTRIES_COUNT)
 
+        async with _errors():
+            return await asked_anew(self._client, read)
+
     async def take(self, owner: str, expected: str, least_epoch: int) -> int:
         """Take the lock."""
-        async with _errors():
+
+        async def take() -> int:
             keys = [self._lock, self._epoch]
-            epoch = int(await self._take(keys=keys, args=[owner, self._lock_ms, expected, least_epoch]))
+            return int(await self._take(keys=keys, args=[owner, self._lock_ms, expected, least_epoch]))
+
+        epoch = await self._write(take)
         if epoch:
             await self._replicated()
         return epoch
@@ -127,36 +144,48 @@ class RedisStore:
 
     async def renew(self, owner: str, epoch: int) -> int:
         """Renew the lock."""
-        async with _errors():
+
+        async def renew() -> int:
             return int(await self._renew(keys=[self._lock, self._epoch], args=[owner, self._lock_ms, epoch]))
+
+        return await self._write(renew)
 
     async def append(self, owner: str, epoch: int, data: bytes) -> str:
         """Write an entry. Only the leader writes: the log ends with the last written entry."""
         last, self._last = self._last, ""
-        async with _errors():
+
+        async def append() -> str:
             keys = [self._epoch, self._log, self._lock]
             where: bytes = await self._append(keys=keys, args=[epoch, data, owner, last])
-            if where == b"fenced":
-                raise FencedError(f"epoch {epoch} is over")
-            if where == b"lost":
-                raise StoreError("the store lost its epoch, or what was written last")
-            self._last = where.decode()
-            return self._last
+            return where.decode()
+
+        where = await self._write(append)
+        if where == "fenced":
+            raise FencedError(f"epoch {epoch} is over")
+        if where == "lost":
+            raise StoreError("the store lost its epoch, or what was written last")
+        self._last = where
+        return where
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""
-        async with _errors():
-            await self._client.xtrim(self._log, minid=where, approximate=False)
+        await self._write(lambda: self._client.xtrim(self._log, minid=where, approximate=False))
 
     async def give_up(self, owner: str) -> None:
         """Leave the lock empty."""
-        async with _errors():
-            await self._give_up(keys=[self._lock], args=[owner])
+        await self._write(lambda: self._give_up(keys=[self._lock], args=[owner]))
 
     async def stand_by(self, owner: str) -> None:
         """Announce a standby for as long as a lock lasts."""
+        await self._write(lambda: self._client.set(self._standby, owner, px=self._lock_ms))
+
+    async def _write(self, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Write, on a new connection if the server of this one takes no writes any more. Raises `StoreError`."""
+        self._refuses = True
         async with _errors():
-            await self._client.set(self._standby, owner, px=self._lock_ms)
+            answer = await asked_anew(self._client, ask)
+        self._refuses = False
+        return answer
 
     async def has_standby(self, owner: str) -> bool:
         """Return whether another standby was announced."""
@@ -198,6 +227,6 @@ async def _errors() -> AsyncIterator[None]:
             with heeds_cancellation():
                 yield
     except (RedisError, OSError, TimeoutError, RuntimeError) as error:
-        raise StoreError(f"the store refused a command: {error or type(error).__name__}") from error
+        raise StoreError(f"the store refused a command: {in_words(error)}") from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of the client or of ours, on strange data
         raise StoreError(f"the store does not answer as Redis does: {error}") from error

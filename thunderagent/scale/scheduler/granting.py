@@ -12,11 +12,12 @@ from types import TracebackType
 
 from msgspec.structs import replace
 
-from thunderagent.errors import ShuttingDownError, ThunderAgentError
+from thunderagent.errors import InvalidProgramIdError, ShuttingDownError, ThunderAgentError
 from thunderagent.leases import TurnAsk, TurnEnd
 from thunderagent.programs.model.events import ProgramOpened
 from thunderagent.programs.model.fleet_events import ResidencyReported
 from thunderagent.proxy.fleet.replicas import Watcher
+from thunderagent.proxy.reading.header_words import check_names
 from thunderagent.runtime import Runtime
 from thunderagent.scale.messages import Card, Digest, Progress, Released, Running
 from thunderagent.scale.scheduler.gateways import Gateways
@@ -80,6 +81,7 @@ class Granting:
 
     async def _lease(self, turn_id: int, ask: TurnAsk) -> None:
         try:
+            check_names(ask)
             if self._early is not None:
                 self.gateways.held(turn_id)
                 self._early.append(asyncio.Event())
@@ -96,7 +98,7 @@ class Granting:
 
     def adopted(self, turn_id: int, running: Running) -> None:
         """Count a turn that already runs, now or as soon as possible."""
-        ask, replica_id = replace(running.ask, turn_id=turn_id), running.lease.replica_id
+        ask, replica_id = replace(_named(running.ask), turn_id=turn_id), running.lease.replica_id
         state = self._runtime.replicas.get(replica_id)
         grants = state is not None and state.is_open and not state.suspended_for
         if not grants or not self._runtime.adopt(ask, replica_id):
@@ -150,7 +152,15 @@ class Granting:
     def card(self, card: Card) -> None:
         """Register a program that another scheduler knew, and where its cache is."""
         runtime = self._runtime
-        if card.program_id in runtime.programs:
+        named = TurnAsk(
+            turn_id=0,
+            program_id=card.program_id,
+            group_id=card.group_id,
+            parent_id=card.parent_id,
+            tenant=card.tenant,
+            program_class=card.program_class,
+        )
+        if card.program_id in runtime.programs or not _is_named(named):
             return
         opened = (card.program_id, card.group_id, card.parent_id, card.tenant, card.program_class)
         runtime.dispatch(ProgramOpened(runtime.now_s(), *opened))
@@ -167,6 +177,22 @@ class Granting:
         """Tell the runtime."""
         if not self._is_closing:
             self._runtime.replica_tripped(replica_id, tripped=tripped)
+
+
+def _is_named(ask: TurnAsk) -> bool:
+    """Return whether its names are what a client may give: a gateway of another version may judge otherwise."""
+    try:
+        check_names(ask)
+    except InvalidProgramIdError:
+        return False
+    return True
+
+
+def _named(ask: TurnAsk) -> TurnAsk:
+    """Return a turn that runs, as an anonymous one if its names are wrong: it takes its place in any case."""
+    if _is_named(ask):
+        return ask
+    return TurnAsk(turn_id=ask.turn_id, prompt_bytes=ask.prompt_bytes, media=ask.media)
 
 
 def _lets_some_go_on(early: deque[asyncio.Event]) -> bool:

@@ -61,7 +61,9 @@ def app() -> web.Application:
         Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings()),
         turn_settings=TurnSettings(),
         guard_settings=GuardSettings(),
-        engine_control_settings=EngineControlSettings(timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0),
+        engine_control_settings=EngineControlSettings(
+            timeout_s=1.0, weight_sync_limit_s=1.0, lease_limit_s=1.0, lease_total_s=1.0
+        ),
     )
 
 

@@ -6,12 +6,14 @@ import pytest
 
 from thunderagent.proxy.gate.access import (
     CATCH_ALL,
+    SHOWN,
     Access,
     ForwardUnknown,
     Use,
     access_of_route,
     engine_access,
     is_engine_control,
+    is_shown,
     use_of,
 )
 from thunderagent.proxy.reading.target import Target
@@ -176,3 +178,14 @@ def test_what_engines_do_for_programs_takes_a_data_key(method: str, path: str) -
 def test_every_request_that_can_generate_takes_a_lease(method: str, path: str, use: Use) -> None:
     """Exceptions are requests that are known to generate nothing, in any spelling that an engine may understand."""
     assert use_of(Target.parse(path), method) is use
+
+
+def test_what_a_login_opens_is_ours_to_show() -> None:
+    """No engine gets such a request, and each has a route; the same path with another method takes a key."""
+    for path in SHOWN:
+        assert access_of_route("GET", path) in (Access.OPEN, Access.DATA, Access.ADMIN)
+        assert is_shown("GET", path)
+        assert not is_shown("POST", path)
+        assert not is_shown("*", path)
+    for path in (CATCH_ALL, "/v1/models", "/replicas/{replica_id}", "/internal/lease", "/leases"):
+        assert not is_shown("GET", path)

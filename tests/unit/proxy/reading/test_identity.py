@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec import Raw
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.errors import InvalidProgramIdError
-from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8, model_named
+from thunderagent.errors import InvalidProgramIdError, RequestError
+from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8, model_named, read_fields
 from thunderagent.proxy.reading.header_words import FINAL_HEADERS, PROGRAM_HEADERS, check_program_id
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 
@@ -198,13 +199,23 @@ def test_a_body_that_is_no_object_is_the_engines_to_judge(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", None, True, False, 1.5, [], {}, "x" * 257, "é" * 129, "a\nb", "a\x00", "\x7f", "\x85"]
+    "value",
+    ["", None, True, False, 1.5, [], {}, "x" * 257, "é" * 129, "a\nb", "a\x00", "\x7f", "\x85", "\u2028", "\u2029"],
 )
 def test_an_id_that_is_none_is_refused(value: object) -> None:
     """It is empty, no text, over 256 bytes, or has control characters: 400."""
     with pytest.raises(InvalidProgramIdError) as refused:
         check_program_id(value)
     assert (refused.value.status, refused.value.code) == (400, "invalid_program_id")
+
+
+@pytest.mark.parametrize("body", [rb'{"model": "a\u2028b"}', rb'{"model": "a\u009bb"}', rb'{"model": "a\nb"}'])
+def test_a_models_name_is_checked_as_others_are(body: bytes) -> None:
+    fields = read_fields(body)
+    assert fields is not None
+    for model, form in ((fields.model, b""), (Raw(), b'--x\r\nname="model"\r\n\r\na\xc2\x9bb\r\n')):
+        with pytest.raises(InvalidProgramIdError, match="model"):
+            model_named(model, form)
 
 
 def test_bytes_of_a_header_that_are_no_text_are_refused() -> None:
@@ -328,7 +339,18 @@ def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:
     [
         (b'"stream":true', True),
         (b'"stream":true,"stream_options":null', True),
-        (b'"stream":true,"stream_options":{}', False),
+        (b'"stream":true,"stream_options":{}', True),
+        (b'"stream":true,"stream_options":{"include_usage":0}', True),
+        (b'"stream":true,"stream_options":{"include_usage":"False"}', True),
+        (b'"stream":true,"stream_options":{"include_usage":"perhaps"}', False),
+        (b'"stream":1', True),
+        (b'"stream":1.0', True),
+        (b'"stream":"Yes"', True),
+        (b'"stream":0', False),
+        (b'"stream":"false"', False),
+        (b'"stream":"perhaps"', False),
+        (b'"stream":2', False),
+        (b'"stream":[1]', False),
         (b'"stream":true,"stream_options":{"include_usage":false}', True),
         (b'"stream":true,"stream_options":{"include_usage":null}', True),
         (b'"stream":true,"stream_options":{"include_usage":true}', False),
@@ -336,7 +358,7 @@ def test_a_body_that_goes_on_from_a_response_has_no_prefix_of_its_own() -> None:
         (b'"stream":true,"stream_options":{"include_usage":1}', False),
         (b'"stream":true,"stream_options":"all"', False),
         (b'"stream":false', False),
-        (b'"stream":"true"', False),
+        (b'"stream":"true"', True),
         (b'"n":1', False),
     ],
 )
@@ -425,10 +447,12 @@ LARGE_FILLING = b'"x":"' + b"x" * SLOWLY_READ_BYTES + b'"'
         ('{"a":1,"priority":-9}'.encode("utf-32"), b'{"a":1}'),
         (b'{"a":{"priority":-9},"b":"priority"}', b'{"a":{"priority":-9},"b":"priority"}'),
         (b'["priority"', b'["priority"'),
-        (b'{"priority"', b'{"priority"'),
+        (b'{"a":[1', b'{"a":[1'),
+        (b"", b""),
+        (b'--x\r\n{"priority":1}', b'--x\r\n{"priority":1}'),
         (b"\xff\xfe{", b"\xff\xfe{"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: bytes, forwarded: bytes) -> None:
     """This is for turns and side calls, even if only an engine's parser can read them; without the rule all stays."""
@@ -438,6 +462,45 @@ def test_a_priority_is_cut_out_however_it_is_spelt_where_that_is_wanted(body: by
     assert identify_side_call(None, headers, body).body == body
     turn = identify(None, headers, in_utf8(body), rules)
     assert (turn.body if turn is not None else forwarded) == forwarded
+
+
+HALF_PAIR = rb'"a":"\ud800",'
+"""What msgspec refuses and engines read."""
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{'priority':-9}",
+        b"{'a\"':1,'priority':-9,\"b\":2}",
+        b"""{"x":'"',"priority":-9,"y":'"'}""",
+        b"{priority:-9}",
+        rb"{prior\u0069ty:-9}",
+        rb'{"prior\x69ty":-9}',
+        rb'{"\priority":-9}',
+        b"{`priority`:-9}",
+        b"{\xe2\x80\x9cpriority\xe2\x80\x9d:-9}",
+        b'{/*"*/"priority":-9/*"*/}',
+        b'// {\n{"priority":-9',
+        b'#\n{"priority":-9',
+        b'\xef\xbb\xbf{"priority":-9',
+        b'{"priority":-9',
+        b'{"priority"',
+        b'{"a":"',
+        b'{"priority":-9,"b":"\xff"',
+        "{'priority':-9}".encode("utf-16"),
+    ],
+    ids=range(18),
+)
+def test_a_body_in_which_nobody_finds_the_priority_is_refused(body: bytes, *, is_large: bool) -> None:
+    """An engine's parser may accept it; without the rule it is the engine's to judge."""
+    if is_large and body.startswith(b"{"):
+        body = b"{" + HALF_PAIR + LARGE_FILLING + b"," + body[1:]
+    headers, rules = CIMultiDictProxy(CIMultiDict()), IdentityRules(drops_priority=True)
+    with pytest.raises(RequestError, match="priority"):
+        identify_side_call(None, headers, body, rules)
+    assert identify_side_call(None, headers, body).body == body
 
 
 # --- Side calls

@@ -1,4 +1,7 @@
-"""Byte streams that are nearly HTTP: known tricks of request smuggling, mixed at random from a seed."""
+"""Byte streams that are nearly HTTP: known tricks of request smuggling, mixed at random from a seed.
+
+Histories are heads in a row, each nearly the last: they find what a reader remembers of one and takes for the next.
+"""
 
 from __future__ import annotations
 
@@ -120,6 +123,28 @@ TRAILERS = (b"",) * 16 + (
 )
 STATUS = (*(b"200",) * 8, b"201", b"204", b"304", b"400", b"404", b"500", b"100", b"102", b"103", b"101", b"99", b"600")
 REASONS = (*(b" OK",) * 8, b" OK", b"", b" ", b" Not\tso", b" \xe9", b" a\x00b", b"  two")
+NEARLY_LENGTHS = (
+    *(b"X-A-Length", b"x-a-length", b"X-Content-Length", b"Content-Length-X", b"Content_Length", b"Content-Lengt"),
+    *(b"A-Content-length", b"Length", b"X-Program-ID", b"X-Stainless-Timeout", b"Keep-Alive"),
+)
+"""Headers with a number, perhaps, that is not the length; some are ours."""
+
+VALUES = (*(b"", b"5") * 6, b"0", b"3", b"12", b"40", b"05", b"5 ", b"+5", b"9" * 19, b"5\tx", b"a: 5", b"-Length: 5")
+WAYS = (
+    *(b"/v1/chat/completions", b"/v1/chat/completions?a", b"/V1//chat/completions", b"/p/a/v1/chat/completions"),
+    *(b"http://h/v1/chat/completions", b"/v1/models", b"/v1/realtime", b"/v1/messages"),
+)
+PLAIN = (
+    *(
+        b"Connection: keep-alive",
+        b"Connection: close",
+        b"Connection: upgrade\r\nUpgrade: websocket",
+        b"Upgrade: websocket",
+    ),
+    *(b"X-Program-ID: p", b"x-session-id: s", b"X-Program-Final: 1", b"Authorization: Bearer k", b"Origin: http://o"),
+    *(b"Content-Type: application/json", b"User-Agent: Mozilla/5.0", b"X-Program-Patience: 3", b"Expect: 100-continue"),
+    *(b"Connection: X-Program-ID", b"Transfer-Encoding: chunked", b"Location: /", b"X: y"),
+)
 NOISE = (b"\r", b"\n", b"\x00", b" ", b":", b"\r\n", b";", b"0", b"\t", b"\xff", b"chunked", b",")
 
 
@@ -143,6 +168,60 @@ def pieces(rng: Random, stream: bytes) -> list[bytes]:
     """Return the stream, split at random."""
     cuts = sorted(rng.randrange(len(stream) + 1) for _ in range(rng.choice((0, 0, 1, 2, 5, 20))))
     return [piece for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True) if (piece := stream[start:end])]
+
+
+def history(rng: Random, *, of_requests: bool) -> list[bytes]:
+    """Return three to six heads of requests, or of answers: each is nearly the last, often in the same place again."""
+    line, fixed = [b"POST", b" ", rng.choice(WAYS), b" HTTP/1.1"], [b"Host: h"]
+    if not of_requests:
+        line, fixed = [b"HTTP/1.1 ", b"", rng.choice(STATUS), b" OK"], []
+        if rng.random() < 0.1:
+            line[2], fixed = b"101", [b"Connection: upgrade", b"Upgrade: websocket"]
+    headers = [
+        *(each.partition(b": ")[::2] for each in fixed),
+        *((_mostly(rng, b"Content-Length", NAMES[b"Content-Length"], 0.2), b"5") for _ in range(rng.random() < 0.8)),
+        *((rng.choice(NEARLY_LENGTHS), rng.choice(VALUES)) for _ in range(rng.choice((0, 1, 1, 2)))),
+        *(rng.choice(PLAIN).partition(b": ")[::2] for _ in range(rng.choice((0, 0, 1, 2)))),
+    ]
+    rng.shuffle(headers)
+    numbers = [at for at, (name, _) in enumerate(headers) if name in (b"Content-Length", *NEARLY_LENGTHS)] or [0]
+    place, heads = rng.choice(numbers), list[bytes]()
+    for _ in range(rng.choice((3, 4, 5, 6))):
+        if rng.random() < 0.1:
+            place = rng.randrange(len(headers) or 1)
+        _change(rng, headers, line, place, of_requests=of_requests)
+        head = b"\r\n".join((b"".join(line), *(b": ".join(each) for each in headers), b"", b""))
+        heads.append(head if rng.random() < 0.95 else _damaged(rng, head))
+    return heads
+
+
+def _change(
+    rng: Random, headers: list[tuple[bytes, bytes]], line: list[bytes], place: int, *, of_requests: bool
+) -> None:
+    """Change one thing in a head, or nothing."""
+    place = min(place, len(headers) - 1)
+    kind = rng.choice(("nothing",) * 5 + ("value",) * 10 + ("name", "case", "order", "twice", "away", "new", "line"))
+    if kind == "new" or not headers:
+        headers.insert(rng.randrange(len(headers) + 1), rng.choice(PLAIN).partition(b": ")[::2])
+        return
+    name, value = headers[place]
+    other = rng.randrange(len(headers))
+    if kind == "value":
+        headers[place] = name, rng.choice(VALUES)
+    elif kind == "name":
+        headers[place] = rng.choice((b"Content-Length", *NEARLY_LENGTHS)), value
+    elif kind == "case":
+        headers[place] = rng.choice((name.lower(), name.upper(), name.title())), value
+    elif kind == "order":
+        headers[place], headers[other] = headers[other], headers[place]
+    elif kind == "twice":
+        headers.insert(other, headers[place])
+    elif kind == "away":
+        del headers[place]
+    elif kind == "line":
+        line[2] = rng.choice(WAYS if of_requests else STATUS)
+        if of_requests:
+            line[0] = _mostly(rng, b"POST", METHODS, 0.3)
 
 
 def _request(rng: Random) -> bytes:

@@ -1,7 +1,8 @@
 """No stream of bytes has two readings: what our protocols accept, h11 and aiohttp read the same way, or refuse.
 
 Streams are seeded and nearly HTTP: 1,000 of requests and 1,000 of answers each time. SMUGGLING_CASES sets another
-number, and scripts/nightly has 20,000 of each.
+number, and scripts/nightly has 20,000 of each. Each is also read with the memory of all before. Histories are there for
+that memory: 5,000 of requests and of answers, SMUGGLING_HISTORIES of each, and 100,000 in scripts/nightly.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import h11
 import pytest
@@ -20,16 +23,24 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 
-from tests.unit.proxy.wire.streams import LENGTHS, answer, pieces, requests
+from tests.unit.proxy.wire.streams import LENGTHS, answer, history, pieces, requests
+from thunderagent.errors import RequestError
+from thunderagent.proxy.gate.browsers import comes_from_a_browser
+from thunderagent.proxy.reading.header_words import heard_in
+from thunderagent.proxy.routing import front_of
+from thunderagent.proxy.turns.patience import patience_of
 from thunderagent.proxy.wire.aiohttp_server import Server, all_lent
 from thunderagent.proxy.wire.failures import NotHttpError
+from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 from thunderagent.proxy.wire.http11 import client, server
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.heads import (
     KNOWN_BYTES,
     KNOWN_COUNT,
     MAX_HEAD_BYTES,
     MAX_HEADERS_COUNT,
     MAX_KNOWN_BYTES,
+    TO_THE_END,
     AnswerHead,
     KnownHeads,
     RequestHead,
@@ -43,9 +54,11 @@ from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from thunderagent.proxy.wire.front import Front
     from thunderagent.proxy.wire.http11.asked import Asked
 
 CASES_COUNT = int(os.environ.get("SMUGGLING_CASES", "1000"))
+HISTORIES_COUNT = int(os.environ.get("SMUGGLING_HISTORIES", "5000"))
 SEED = 20261123
 BATCHES_COUNT = 10
 
@@ -477,6 +490,172 @@ def test_heads_that_came_before_are_read_as_those_that_did_not(kind: str) -> Non
     assert changed_count > CASES_COUNT / 10, "many have a length that can be another"
 
 
+# --- histories: what is remembered of one head, and taken for the next
+
+
+def made_of(head: RequestHead | AnswerHead, notes: dict[str, Any] | None) -> Any:
+    """Return all that other parts derive from a head and note with it."""
+    if isinstance(head, AnswerHead):
+        kept = [forwarded_response_headers(head.headers, notes, keep_length=keeps) for keeps in (True, False)]
+        return [list(each.items()) for each in kept], Answer(head, cast("Any", None)).content_type
+    headers = head.headers
+    try:
+        patience: Any = patience_of(headers, None, notes)
+    except RequestError as error:
+        patience = str(error)
+    browser = comes_from_a_browser(headers, notes)
+    return heard_in(headers, (), notes), browser, patience, list(forwarded_request_headers(headers, notes).items())
+
+
+async def nothing(*_: Any) -> None: ...
+
+
+def new_front() -> Front:
+    """Return what says which requests are turns, and remembers their targets."""
+    parts: Any = SimpleNamespace(answer=nothing, origins=None, known={})
+    return front_of(parts, parts, parts, None, parts, None, simulated=False, access_log=False)
+
+
+def way_of(front: Front, head: RequestHead) -> Any:
+    handler: Any = front.handler_of(head)
+    return None if handler is None else handler.args
+
+
+class Process:
+    """Reads heads one after the other, with all that a process remembers of those before."""
+
+    def __init__(self, kind: str, reader: Any = None) -> None:
+        self.is_request = kind == "requests"
+        self.reader = reader or (known_requests() if self.is_request else known_answers())
+        self.front = new_front()
+
+    def read(self, head: bytes) -> Any:
+        try:
+            found = self.reader.read(head)
+        except NotHttpError:
+            return None
+        plain = found._replace(headers=list(found.headers.items()), notes={})
+        way = way_of(self.front, found) if self.is_request else None
+        return plain, made_of(found, found.notes), way and way[1:]
+
+
+def read_afresh(kind: str, head: bytes) -> Any:
+    """Read a head as a process that remembers nothing."""
+    try:
+        found = read_request(head) if kind == "requests" else read_answer(head, "POST")
+    except NotHttpError:
+        return None
+    way = way_of(new_front(), found) if isinstance(found, RequestHead) else None
+    return found._replace(headers=list(found.headers.items()), notes={}), made_of(found, None), way and way[1:]
+
+
+def first_difference(process: Process, kind: str, seed: object, count: int) -> tuple[int, int]:
+    """Return how many histories were read as without a memory, at most `count`, and how many heads were accepted."""
+    accepted_count = 0
+    for number in range(count):
+        for head in history(Random(f"{seed}/{kind}/history/{number}"), of_requests=kind == "requests"):
+            wanted = read_afresh(kind, head)
+            accepted_count += wanted is not None
+            if process.read(head) != wanted:
+                print(number, head, wanted)
+                return number, accepted_count
+    return count, accepted_count
+
+
+@pytest.mark.parametrize("kind", ["requests", "answers"])
+def test_a_process_reads_each_head_of_a_history_as_if_it_were_the_first(kind: str) -> None:
+    process = Process(kind)
+    same_count, accepted_count = first_difference(process, kind, SEED, HISTORIES_COUNT)
+    assert same_count == HISTORIES_COUNT
+    assert accepted_count > HISTORIES_COUNT, "the heads are not only rubbish"
+    assert len(process.reader) > min(HISTORIES_COUNT / 10, 1000), "and many are remembered"
+
+
+class FoundByTooLittle:
+    """The memory of heads of 0.1.0, which cut out the digits behind whatever ended with `-Length: `."""
+
+    def __init__(self, read: Callable[[bytes], Any]) -> None:
+        self._read = read
+        self._known: dict[bytes, tuple[bytes, Any]] = {}
+        self._came_once: set[bytes] = set()
+
+    def read(self, raw: bytes) -> Any:
+        at = raw.find(b"-Length: ") + 9
+        if at < 9:
+            at = raw.find(b"-length: ") + 9
+        key, digits = raw, b""
+        if at >= 9:
+            end = raw.find(b"\r", at)
+            key, digits = raw[:at] + raw[end:], raw[at:end]
+        if (found := self._known.get(key)) is None:
+            head = self._read(raw)
+            if not digits or raw[at - 18 : at].lower() == b"\r\ncontent-length: ":
+                if key in self._came_once:
+                    self._known[key] = digits, head
+                self._came_once.add(key)
+            return head
+        if digits == found[0]:
+            return found[1]
+        if not digits.isdigit() or len(digits) > 18:
+            return self._read(raw)
+        headers = CIMultiDict(found[1].headers)
+        headers[raw[at - 16 : at - 2].decode()] = digits.decode()
+        has_body = isinstance(found[1], RequestHead) or found[1].length != 0
+        return found[1]._replace(headers=headers, length=int(digits) if has_body else 0)
+
+
+class ForgetsTheLength(FoundByTooLittle):
+    """A memory that keys heads by their names, and by no value of a number."""
+
+    def read(self, raw: bytes) -> Any:
+        key = bytes(each for each in raw if not 48 <= each <= 57)
+        if key not in self._known:
+            self._known[key] = b"", self._read(raw)
+        return self._known[key][1]
+
+
+@pytest.mark.parametrize("planted", [FoundByTooLittle, ForgetsTheLength])
+@pytest.mark.parametrize("kind", ["requests", "answers"])
+@pytest.mark.parametrize("seed", range(5))
+def test_histories_find_a_memory_that_takes_one_head_for_another(
+    planted: type[FoundByTooLittle], kind: str, seed: int
+) -> None:
+    read: Any = read_request if kind == "requests" else lambda head: read_answer(head, "POST")
+    found_after, _ = first_difference(Process(kind, planted(read)), kind, seed, 2000)
+    assert found_after < 2000
+
+
+def with_body(head: bytes) -> bytes:
+    """Return a head with a body as long as its only Content-Length says: other requests, and a part of one."""
+    lengths = re.findall(rb"\r\ncontent-length:[ \t]*(\d{1,2})[ \t]*(?=\r\n)", head, re.IGNORECASE)
+    return head + (b"GET /in HTTP/1.1\r\nHost: h\r\n\r\n" * 4)[: int(lengths[0]) if len(lengths) == 1 else 0]
+
+
+async def test_histories_of_requests_are_read_in_one_way() -> None:
+    """All of one on one connection, by a process that remembers all before: h11 remembers nothing."""
+    heads, read_count = known_requests(), 0
+    for number in range(HISTORIES_COUNT // 5):
+        stream = b"".join(map(with_body, history(Random(f"{SEED}/streams/{number}"), of_requests=True)))
+        ours = await read_by_us([stream], heads)
+        assert not (why := conflicts(ours, requests_by_h11(stream))), (number, why, stream)
+        read_count += len(ours.messages)
+    assert read_count > HISTORIES_COUNT // 10
+
+
+async def test_histories_of_answers_are_read_in_one_way() -> None:
+    heads, read_count = known_answers(), 0
+    for number in range(HISTORIES_COUNT // 5):
+        for head in history(Random(f"{SEED}/streams/{number}"), of_requests=False):
+            stream = with_body(head)
+            ours, other = await answer_by_us([stream], "POST", heads), answer_by_h11(stream, "POST")
+            if ours.messages and other.messages:
+                assert ours.messages == other.messages, (number, stream)
+                assert (ours.end, other.end) != ("idle", "closed"), (number, stream)
+            assert not ours.messages or other.messages or other.end == "refused", (number, stream)
+            read_count += len(ours.messages)
+    assert read_count > HISTORIES_COUNT // 10
+
+
 def test_what_was_made_of_a_head_is_kept_from_the_second_time_on_that_it_came() -> None:
     known = known_requests()
     head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
@@ -510,6 +689,25 @@ def test_of_large_heads_fewer_are_known() -> None:
             known.read(b"POST / HTTP/1.1\r\nHost: h%d\r\n%b\r\n" % (number, more))
     assert len(known) * len(more) <= 2 * (KNOWN_BYTES + MAX_KNOWN_BYTES)
     assert len(known) * len(more) >= KNOWN_BYTES
+
+
+def test_of_a_known_answer_without_a_body_the_length_means_nothing() -> None:
+    """A websocket's lasts as long as its connection, whatever length its head has."""
+    known = known_answers()
+    for status, more, length in ((101, "Connection: upgrade\r\nUpgrade: websocket\r\n", TO_THE_END), (204, "", 0)):
+        for told in (5, 5, 5, 7, 7):
+            head = f"HTTP/1.1 {status} OK\r\n{more}Content-Length: {told}\r\n\r\n"
+            assert known.read(head.encode()).length == length
+
+
+@pytest.mark.parametrize("spelt", ["X-A-Length", "x-a-length", "X-Content-Length", "A-content-length"])
+def test_the_length_is_nowhere_but_in_the_header_of_that_name(spelt: str) -> None:
+    """One that only ends like it says nothing, however often a head like it came before."""
+    requests, answers = known_requests(), known_answers()
+    for value in ("", "", "", "5", "5", "6", "x"):
+        lines = f"Host: h\r\n{spelt}: {value}\r\nContent-Length: 100\r\n\r\n"
+        assert requests.read(f"POST / HTTP/1.1\r\n{lines}".encode()).length == 100
+        assert answers.read(f"HTTP/1.1 200 OK\r\n{lines}".encode()).length == 100
 
 
 def test_of_a_known_head_the_length_is_spelt_as_it_came() -> None:

@@ -3,6 +3,9 @@
 It is JSON: {"keys": [{"name": "ci", "sha256": "...", "expires": "2027-01-01T00:00:00Z", "turns_per_min": 60}]}. To
 change it, write another file and rename that, so that nobody reads half of it. The proxy reads it again when it has
 changed; an invalid file changes nothing, and is logged.
+
+A key that is revoked over the API is out at once, whatever becomes of the file. If that cannot be written, the key
+stays out while this process runs, and the file is tried again until it is.
 """
 
 from __future__ import annotations
@@ -97,11 +100,16 @@ def write_keys(path: Path, entries: list[KeyEntry]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
         part.unlink()
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE), "w") as file:
-        file.write(json.dumps({"keys": rows}, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE), "w") as file:
+            file.write(json.dumps({"keys": rows}, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()  # half a file takes room on a full disk
+        raise
 
 
 def add_key(path: Path, name: str, *, admin: bool, expires: datetime | None, limits: KeyLimitsEntry) -> str:
@@ -130,6 +138,8 @@ class KeysFile:
         self._keyring = keyring
         self._seen = self._stamp()
         self._lock = asyncio.Lock()
+        self._revoked: dict[bytes, str] = {}
+        """Names of revoked keys that may still be in the file, by digest."""
         keyring.set_filed(entry.key() for entry in read_keys(path))
 
     def __repr__(self) -> str:
@@ -139,6 +149,8 @@ class KeysFile:
         """Check until cancelled whether it has changed."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
+            if self._revoked:
+                await asyncio.shield(self._store_again())
             if self._stamp() != self._seen:
                 await self.reload()
 
@@ -162,28 +174,57 @@ class KeysFile:
             await self._read()
             return key
 
-    async def remove(self, name: str) -> None:
-        """Remove a key from the file: it is no longer accepted. Raises `NotFoundError`, `ConfigurationError`."""
-        await asyncio.shield(self._remove(name))
+    async def remove(self, name: str) -> str:
+        """Revoke a key of the file, at once; return why the file could not be changed, empty if it was.
 
-    async def _remove(self, name: str) -> None:
+        Raises `NotFoundError`.
+        """
+        return await asyncio.shield(self._remove(name))
+
+    async def _remove(self, name: str) -> str:
+        revoked = [key for key in self._keyring.filed if key.name == name]
+        if not revoked:
+            raise NotFoundError(f"there is no key {name!r} in the file of keys")
+        self._revoked.update((key.digest, name) for key in revoked)
+        self._keyring.set_filed(key for key in self._keyring.filed if key.name != name)  # before anything may fail
         async with self._lock:
-            entries = await asyncio.to_thread(read_keys, self.path)
-            rest = [entry for entry in entries if entry.name != name]
-            if len(rest) == len(entries):
-                raise NotFoundError(f"there is no key {name!r} in the file of keys")
+            try:
+                await self._store_revoked()
+            except ConfigurationError as error:
+                with suppress(OSError):  # the log may be on the same full disk
+                    log.error("keys_not_stored", why=error.message, name=name)  # noqa: TRY400 - no bug, so no trace
+                return error.message
+        return ""
+
+    async def _store_again(self) -> None:
+        """Take out of the file what was revoked, if that works by now."""
+        async with self._lock:
+            with suppress(ConfigurationError):
+                await self._store_revoked()
+                log.info("keys_stored")
+
+    async def _store_revoked(self) -> None:
+        """Take revoked keys out of the file. Raises `ConfigurationError`."""
+        entries = await asyncio.to_thread(read_keys, self.path)
+        rest = [entry for entry in entries if not self._is_revoked(entry.key())]
+        if len(rest) < len(entries):
             try:
                 await asyncio.to_thread(write_keys, self.path, rest)
             except OSError as error:
                 raise ConfigurationError(f"keys_file: cannot write {self.path}: {error.strerror}") from error
-            await self._read()
+        self._revoked.clear()
+        await self._read()
+
+    def _is_revoked(self, key: Key) -> bool:
+        return key.digest in self._revoked or key.name in self._revoked.values()
 
     async def _read(self) -> None:
         self._seen = self._stamp()
         before = {key.name: key for key in self._keyring.filed}
         try:
             entries = await asyncio.to_thread(read_keys, self.path)
-            self._keyring.set_filed(entry.key() for entry in entries)
+            keys = [entry.key() for entry in entries]
+            self._keyring.set_filed(key for key in keys if not self._is_revoked(key))
         except ConfigurationError as error:
             log.error("keys_not_reloaded", why=error.message)  # noqa: TRY400 - no bug, so no trace
             return

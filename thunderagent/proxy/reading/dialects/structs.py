@@ -49,6 +49,8 @@ class BodyFields(PromptFields):
     user: Any = None
     stream: Any = None
     stream_options: Any = None
+    rid: Any = None
+    request_id: Any = None
     previous_response_id: Any = None
     priority: Any = UNSET
 

@@ -16,8 +16,10 @@ a callback for each header.
 Headers are text here and bytes on the wire: UTF-8; invalid bytes come out as they came in.
 
 Clients and engines send the same head again and again, except for the number in Content-Length. So a repeated head is
-not read again: it is found by its bytes without that number, together with what other parts derived from it. Equal
-bytes are read in one way, so this is no second reading.
+not read again: it is found by all of its bytes but that number, together with what other parts derived from it. Equal
+bytes are read in one way, so this is no second reading, if the number is nothing but the length. It is: it stands alone
+in a line that begins with `Content-Length: `, and the parser, which accepts one such header, read it as the length in a
+head with the same other bytes.
 """
 
 # compiled: each turn passes here, on both sides
@@ -62,6 +64,8 @@ _HEADER: Final = re.compile(r"([^:]++):[ \t]*+([^\r]*+)\r\n")
 without backtracking: twice as fast as excluding line feeds, too."""
 _BARE_LINE_FEED: Final = re.compile(rb"(?<!\r)\n")
 _LENGTH: Final = re.compile(f"[0-9]{{1,{MAX_LENGTH_DIGITS}}}")
+_LENGTH_LINES: Final = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
+"""Where a length stands, as nearly all spell it. A head that spells it in another way is known by all of its bytes."""
 _HOST, _CONNECTION = istr("Host"), istr("Connection")
 TRANSFER_ENCODING: Final = istr("Transfer-Encoding")
 CONTENT_LENGTH: Final = istr("Content-Length")
@@ -178,7 +182,12 @@ def read_answer(head: bytes, method: str) -> AnswerHead:
     )
 
 
-Head = TypeVar("Head")
+Head = TypeVar("Head", bound=RequestHead | AnswerHead)
+
+_Around = tuple[bytes, bytes]
+"""The bytes of a head before and after the digits of its Content-Length; the second are empty if no digits are cut out.
+
+A pair, because together they would not say where the digits were."""
 
 
 class KnownHeads(Generic[Head]):
@@ -191,9 +200,9 @@ class KnownHeads(Generic[Head]):
         """Start empty. `read` reads a head; `of_length` returns one with another Content-Length, spelt as received."""
         self._read = read
         self._of_length = of_length
-        self._recent: dict[bytes, tuple[bytes, Head]] = {}
-        self._older: dict[bytes, tuple[bytes, Head]] = {}
-        """By their bytes without the digits of a length; with these digits, as they were when it was read."""
+        self._recent: dict[_Around, tuple[bytes, Head]] = {}
+        self._older: dict[_Around, tuple[bytes, Head]] = {}
+        """Each with the digits of its length when it was read; none if its length is among the bytes around."""
         self._recent_bytes = 0
         self._came_once: set[int] = set()
 
@@ -202,44 +211,45 @@ class KnownHeads(Generic[Head]):
 
     def read(self, raw: bytes) -> Head:
         """Return a head as read. Raises what reading it raises."""
-        at = raw.find(b"-Length: ") + 9
-        if at < 9:
-            at = raw.find(b"-length: ") + 9
-        key, digits = raw, b""
-        if at >= 9:
+        at = raw.find(_LENGTH_LINES[0])
+        if at < 0:
+            at = raw.find(_LENGTH_LINES[1])
+        around, digits = (raw, b""), b""
+        if at >= 0:
+            at += len(_LENGTH_LINES[0])
             end = raw.find(b"\r", at)
-            key, digits = raw[:at] + raw[end:], raw[at:end]
-        found = self._recent.get(key)
+            around, digits = (raw[:at], raw[end:]), raw[at:end]
+            if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
+                return self._read(raw)
+        found = self._recent.get(around)
         if found is None:
-            found = self._older.get(key)
+            found = self._older.get(around)
             if found is None:
-                return self._read_anew(raw, key, digits, at)
-            self._keep(key, found)
+                return self._read_anew(raw, around, digits)
+            self._keep(around, found)
         if digits == found[0]:
             return found[1]
-        if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
-            return self._read(raw)
         return self._of_length(found[1], raw[at - 16 : at - 2].decode(), digits.decode())
 
-    def _read_anew(self, raw: bytes, key: bytes, digits: bytes, at: int) -> Head:
+    def _read_anew(self, raw: bytes, around: _Around, digits: bytes) -> Head:
         head = self._read(raw)
-        if len(raw) > MAX_KNOWN_BYTES or (digits and raw[at - 18 : at].lower() != b"\r\ncontent-length: "):
+        if len(raw) > MAX_KNOWN_BYTES or (digits and head.headers[CONTENT_LENGTH] != digits.decode()):
             return head
-        number = hash(key)
+        number = hash(around)
         if number in self._came_once:
             self._came_once.discard(number)
-            self._keep(key, (digits, head))
+            self._keep(around, (digits, head))
         else:
             if len(self._came_once) >= CAME_ONCE_COUNT:
                 self._came_once.clear()
             self._came_once.add(number)
         return head
 
-    def _keep(self, key: bytes, found: tuple[bytes, Head]) -> None:
+    def _keep(self, around: _Around, found: tuple[bytes, Head]) -> None:
         if len(self._recent) >= KNOWN_COUNT or self._recent_bytes >= KNOWN_BYTES:
             self._older, self._recent, self._recent_bytes = self._recent, {}, 0
-        self._recent[key] = found
-        self._recent_bytes += len(key)
+        self._recent[around] = found
+        self._recent_bytes += len(around[0]) + len(around[1])
 
 
 def known_requests() -> KnownHeads[RequestHead]:
@@ -258,7 +268,7 @@ def known_answers() -> KnownHeads[AnswerHead]:
 
     def of_length(head: AnswerHead, name: str, digits: str) -> AnswerHead:
         has_body = head.status >= 200 and head.status not in BODILESS_STATUSES
-        headers, length = _with_length(head.headers, name, digits), int(digits) if has_body else 0
+        headers, length = _with_length(head.headers, name, digits), int(digits) if has_body else head.length
         return AnswerHead(head.status, head.reason, headers, length, head.keeps_alive, head.notes)
 
     return KnownHeads(lambda raw: read_answer(raw, "POST"), of_length)

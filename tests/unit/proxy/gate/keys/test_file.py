@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import stat
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from thunderagent.proxy.gate.keys import KeyLimits, Keyring, mint_key
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, KeysFile, add_key, expires_of, read_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 NONE = KeyLimitsEntry()
@@ -146,6 +149,42 @@ async def test_keys_are_added_and_removed_at_once(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError):
             await file.remove(name)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """Let nothing be written, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_key_is_revoked_on_a_full_disk(tmp_path: Path) -> None:
+    """The answer says that it is not stored. It stays out whatever happens to the file, and goes when there is room."""
+    path, keyring = tmp_path / "keys.json", Keyring(has_file=True)
+    key, other = (add_key(path, name, admin=False, expires=None, limits=NONE) for name in ("ci", "other"))
+    file = KeysFile(path, keyring)
+    with no_room(), capture_logs() as logs:
+        assert "cannot write" in await file.remove("ci")
+        assert keyring.find(key) is None
+        assert list(tmp_path.iterdir()) == [path], "half a file takes room"
+        await file.reload()
+        assert keyring.find(key) is None
+    assert logs[0]["event"] == "keys_not_stored"
+    assert [entry.name for entry in read_keys(path)] == ["ci", "other"]
+    path.touch()
+    await file.reload()
+    assert (keyring.find(key), keyring.find(other) is not None) == (None, True)
+    running = asyncio.create_task(file.run())
+    async with asyncio.timeout(30):
+        while [entry.name for entry in read_keys(path)] != ["other"]:
+            await asyncio.sleep(0.05)
+    running.cancel()
+    again = await file.add("ci", admin=False, expires=None, limits=NONE)
+    assert (keyring.find(key), keyring.find(again) is not None) == (None, True)
 
 
 async def test_a_change_is_made_to_its_end_though_its_caller_leaves(tmp_path: Path) -> None:

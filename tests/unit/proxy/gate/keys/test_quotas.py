@@ -20,13 +20,14 @@ from thunderagent.programs.model.events import (
     TurnFailed,
     TurnFinished,
     TurnProgressed,
+    TurnUnverified,
 )
 from thunderagent.proxy.gate.guard import Guard, GuardSettings
 from thunderagent.proxy.gate.held import NO_LIMITS as NO_HELD_LIMITS
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.gate.keys import Key, KeyLimits, Keyring, check_key
 from thunderagent.proxy.gate.keys.keyring import digest_of
-from thunderagent.proxy.gate.keys.quotas import Quotas
+from thunderagent.proxy.gate.keys.quotas import UNSAID_TOKENS, Quotas
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import keep_target
@@ -152,6 +153,72 @@ async def test_a_turn_that_reports_no_usage_counts_by_its_sizes(end: TurnFinishe
     assert not await world.begins(ours)
     world.now_s += 0.3
     assert await world.begins(ours)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_trusted", "used_tokens"),
+    [
+        (TurnFinished(0.0, 1, 0, 0), False, 700),
+        (TurnFinished(0.0, 1, 700, 50), False, 750),
+        (TurnFailed(0.0, 1), False, 700),
+        (TurnAbandoned(0.0, 1), False, 700),
+        (TurnFinished(0.0, 1, 650, 0), True, 650),
+        (TurnFailed(0.0, 1), True, 0),
+    ],
+)
+async def test_what_was_granted_counts_until_somebody_trusted_knows_better(
+    end: TurnFinished, is_trusted: bool, used_tokens: int
+) -> None:
+    """A stranger's report of less is not believed, and one of more is."""
+    world, ours = World(), key(tokens_per_min=600)
+    check_key(ours, Keyring(), for_admin=False)
+    assert await world.begins(ours)
+    world.quotas.heard(TurnArrived(0.0, 1, "p", prompt_bytes=2800), [Grant(1, "p", "r", Reason.FITS)])
+    assert not await world.begins(ours)  # 700 of 600 tokens, before it has ended
+    if not is_trusted:
+        world.quotas.heard(TurnUnverified(0.0, 1), [])
+    world.quotas.heard(end, [])
+    debt_s = max(0, used_tokens - 600) / 10
+    world.now_s += max(0.0, debt_s)
+    assert await world.begins(ours) is (debt_s == 0)
+    world.now_s += 0.2
+    assert await world.begins(ours)
+
+
+async def test_a_turn_of_no_size_counts_as_one_of_some() -> None:
+    world, ours = World(), key(tokens_per_min=UNSAID_TOKENS)
+    check_key(ours, Keyring(), for_admin=False)
+    assert await world.begins(ours)
+    world.quotas.heard(TurnArrived(0.0, 1, None), [Grant(1, None, "r", Reason.FITS)])
+    assert not await world.begins(ours)
+    world.quotas.heard(TurnFinished(0.0, 1, 5, 5), [])  # its engine says that it was small
+    assert await world.begins(ours)
+
+
+async def test_bytes_count_as_they_flow() -> None:
+    world, ours = World(), key(tokens_per_min=600)
+    for limits, is_counted in ((key(), False), (ours, True)):
+        check_key(limits, Keyring(), for_admin=False)
+        assert (world.quotas.bytes_counter() is not None) is is_counted
+    count = world.quotas.bytes_counter()
+    assert count is not None
+    assert await world.begins(ours)
+    count(4 * 600)
+    assert not await world.begins(ours)
+
+
+async def test_a_program_that_a_request_names_counts_before_it_lives_and_after() -> None:
+    world, ours = World(), key(programs_count=1)
+    check_key(ours, Keyring(), for_admin=False)
+    with world.quotas.naming("a"):
+        with pytest.raises(KeyProgramsLimitError), world.quotas.naming("b"):
+            pass
+        with world.quotas.naming("a"):
+            pass
+        with pytest.raises(KeyProgramsLimitError):
+            world.quotas.open_program("b")
+        assert world.quotas.programs_count("ci") == 1
+    world.quotas.open_program("b")
 
 
 async def test_a_program_too_many_is_refused_until_another_has_ended() -> None:
