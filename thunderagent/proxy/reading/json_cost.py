@@ -23,8 +23,8 @@ SLICE_BYTES: Final = 2**20
 COUNTED_BYTES: Final = 4 * 2**20
 """Something smaller is read in some 20 ms, whatever it is."""
 
-MAX_COST: Final = 2**24
-"""What is read in some 100 ms: 16 million numbers or escapes, 5 million lists, or 3 million members of objects."""
+MAX_COST: Final = 2**23
+"""What is read in some 50 ms: 8 million numbers or escapes, 3 million lists, or 2 million members of objects."""
 
 MIN_LISTED_COUNT: Final = 65_536
 BYTES_PER_LISTED: Final = 16
