@@ -434,6 +434,12 @@ class ReplicaClosedEarlyError(ReplicaError):
     code = "replica_closed_early"
 
 
+class ReplicaAnswerTooLargeError(ReplicaError):
+    """The replica answered with more than can be kept, where the answer must be whole."""
+
+    code = "replica_answer_too_large"
+
+
 class ReplicaTimeoutError(ReplicaError):
     """The replica sent no byte for longer than the configured limit."""
 

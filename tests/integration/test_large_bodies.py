@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
-from contextlib import asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.integration.measuring import Watch
 from tests.integration.support import (
     CHAT,
     Gate,
@@ -28,7 +27,7 @@ from tests.integration.support import (
 from thunderagent.serving.process import keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
 TEXT = 'once upon a time, there was "quoted" text; ' * 185_000
 Json = dict[str, Any]
@@ -74,38 +73,6 @@ BODIES: dict[str, tuple[str, Callable[[], Json]]] = {
     "generate": ("/generate", lambda: {"input_ids": token_ids()}),
     "token in": ("/inference/v1/generate", lambda: {"token_ids": token_ids(), "sampling_params": {}}),
 }
-
-
-class Watch:
-    """The longest time for which the event loop did nothing else."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-
-    @asynccontextmanager
-    async def on(self) -> AsyncIterator[None]:
-        """Watch for the length of the block.
-
-        Time in which this process did not run because others did does not count. The garbage collector's work on the
-        test's own hundred thousand values does not count either.
-        """
-        watching = asyncio.create_task(self._watch())
-        gc.disable()
-        try:
-            await asyncio.sleep(0)
-            yield
-            await asyncio.sleep(0.01)
-        finally:
-            gc.enable()
-            watching.cancel()
-
-    async def _watch(self) -> None:
-        at_s, worked_s = time.perf_counter(), time.process_time()
-        while True:
-            await asyncio.sleep(0)
-            now_s, now_worked_s = time.perf_counter(), time.process_time()
-            self.longest_s = max(self.longest_s, min(now_s - at_s, now_worked_s - worked_s))
-            at_s, worked_s = now_s, now_worked_s
 
 
 def body_of(fields: dict[str, Any], **more: Any) -> bytes:

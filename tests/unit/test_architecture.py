@@ -94,7 +94,9 @@ ARROWS: dict[str, frozenset[str]] = {
     # Small parts that both backends and tools need; these two do not know each other.
     "faults": frozenset(),
     "cluster": frozenset(),
-    "backends": frozenset({"errors", "programs", "faults", "cluster"}),
+    # How much is read of what others answer.
+    "bounded": frozenset(),
+    "backends": frozenset({"errors", "programs", "faults", "cluster", "bounded"}),
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader", "tools"}),
     "leases": frozenset({"programs"}),
@@ -130,7 +132,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # Lets an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
     "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
     # A client of engines and of a proxy, which it can start itself.
-    "doctor": frozenset({"errors", "backends", "config", "serving"}),
+    "doctor": frozenset({"errors", "backends", "bounded", "config", "serving"}),
     "cli": EVERY_ROOM
     | {
         "config",

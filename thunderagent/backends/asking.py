@@ -6,18 +6,21 @@ The asker need not draw the conclusions: `Found` is the whole result of a poll, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields
+from functools import partial
 from ssl import SSLContext
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
-from thunderagent.backends.ranks import of_rank, rank_count_of
+from thunderagent.backends.base import Backend, ReplicaReading
+from thunderagent.backends.exposition import check_exposition
+from thunderagent.backends.ranks import by_rank_of, rank_count_of
+from thunderagent.bounded import UNPACKED_ONLY, BoundedBody, ExcessError
 from thunderagent.errors import ConfigurationError
 
 MODELS_PATH = "/v1/models"
@@ -26,6 +29,25 @@ MODELS_EVERY_POLLS = 10
 
 MOST_WHY_CHARS = 200
 
+MAX_POLL_BYTES = 8 * 2**20
+"""An answer to a poll that is larger, packed or not, takes the replica down. Engines' metrics are below 1 MiB."""
+
+MAX_LIST_BYTES = 2 * 2**20
+"""The same for a list of models, and for an engine's information about itself."""
+
+MAX_MODELS_COUNT = 2_000
+"""A replica that lists more models is down: each name costs the scheduler time. vLLM writes 1 kB for each."""
+
+MAX_MODEL_CHARS = 512
+MAX_BYTES_PER_CHAR = 12  # half of a surrogate pair takes six
+"""A longer name is left out: no turn can ask for it."""
+
+MAX_PARTS_COUNT = 16 * MAX_MODELS_COUNT
+"""Objects in a list of models; vLLM writes two for each model."""
+
+ASIDE_BYTES = 64 * 1024
+"""A larger answer is read on a thread."""
+
 KEEPALIVE_S = 4.0
 """uvicorn, which engines run on, closes a connection that is idle for 5 s."""
 
@@ -33,6 +55,8 @@ _GOLDEN_RATIO = 0.6180339887
 
 _TIMER_ERROR_S = 0.001
 """A timer may fire half of this early: uvloop rounds to whole milliseconds."""
+
+Read = TypeVar("Read")
 
 _FIGURES = tuple(each.name for each in fields(ReplicaReading) if each.compare)
 
@@ -55,6 +79,8 @@ class Failure(Struct, frozen=True, array_like=True):
     is_refusal: bool = False
     is_silence: bool = False
     is_answer: bool = False
+    is_excess: bool = False
+    """Whether the answer was beyond a bound: the engine is not one that can be polled."""
 
 
 class RankReading(Struct, frozen=True, array_like=True):
@@ -109,8 +135,8 @@ class Answers(NamedTuple):
 class Asker:
     """Polls one URL, with a deadline for each answer."""
 
-    def __init__(self, url: str, backend: Backend, deadline_s: float) -> None:
-        """Ask at `url`, for `backend`. Raises `ConfigurationError` for an invalid URL."""
+    def __init__(self, url: str, backend: Backend, deadline_s: float, max_bytes: int = MAX_POLL_BYTES) -> None:
+        """Ask at `url`, for `backend`, for answers of `max_bytes`. Raises `ConfigurationError` for an invalid URL."""
         self.url = url
         self.backend = backend
         self.health_url = url_of(url, backend.health_path)
@@ -118,16 +144,18 @@ class Asker:
         self.polls_to_models = 0
         """How many polls until it is asked for its models."""
         self._deadline_s = deadline_s
+        self.max_bytes = max_bytes
 
     def client(self, authorization: str, ssl_context: SSLContext | None) -> aiohttp.ClientSession:
         """Return a client of its own, so that its connections close with it; without a context it trusts the system."""
-        headers = {"User-Agent": "thunderagent"}
+        headers = {"User-Agent": "thunderagent", **UNPACKED_ONLY}
         if authorization and self.health_url.user is None:  # a login in the URL goes first
             headers["Authorization"] = authorization
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=ssl_context or True, keepalive_timeout=KEEPALIVE_S, use_dns_cache=False),
             timeout=aiohttp.ClientTimeout(),  # of its parts; the deadline is for the whole answer
             headers=headers,
+            auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -138,34 +166,60 @@ class Asker:
             asking = group.create_task(self._get(client, self.health_url))
             asking_metrics = group.create_task(self._get(client, self.metrics_url))
         health, metrics = asking.result(), asking_metrics.result()
+        reading, metrics = await self._checked(metrics, self._read, self.backend.metrics_path)
         failure = health if isinstance(health, Failure) else None
+        needs_info = reading is None or reading.capacity_tokens is None
         models = None
         if failure is not None and isinstance(metrics, Failure):
             self.polls_to_models = 0  # the next to answer may be another engine
         if self.polls_to_models <= 0 and (isinstance(metrics, str) or failure is None):
-            models = await self._get(client, url_of(self.url, MODELS_PATH))  # on an open connection
+            models = await self._get(client, url_of(self.url, MODELS_PATH), MAX_LIST_BYTES)  # on an open connection
+            _, models = await self._checked(models, models_in, MODELS_PATH)
             if isinstance(models, str) or models.is_answer:
                 self.polls_to_models = MODELS_EVERY_POLLS
         self.polls_to_models -= 1
-        return Answers(asked_s, failure, metrics, await self._info(metrics, client), models)
+        for answer in (metrics, models):
+            if isinstance(answer, Failure) and answer.is_excess:
+                failure, self.polls_to_models = answer, 0
+        return Answers(asked_s, failure, metrics, await self._info(client) if needs_info else None, models)
 
-    async def _info(self, metrics: str | Failure, client: aiohttp.ClientSession) -> str | None:
-        """Ask for the capacity if its kind reports it beside the metrics, and those lack it."""
-        reading = NOTHING_READ if isinstance(metrics, Failure) else self.backend.read_metrics(metrics)
-        if reading.capacity_tokens is None:
-            for path in self.backend.info_paths:
-                info = await self._get(client, url_of(self.url, path))
-                if not isinstance(info, Failure):
-                    return info
+    def _read(self, metrics: str) -> ReplicaReading:
+        check_exposition(metrics)
+        return self.backend.read_metrics(metrics)
+
+    async def _checked(
+        self, answer: str | Failure, read: Callable[[str], object], path: str
+    ) -> tuple[Any, str | Failure]:
+        """Return what an answer says and the answer, which is a failure if it is beyond a bound."""
+        if isinstance(answer, Failure):
+            return None, answer
+        try:
+            return await aside(partial(read, answer), answer), answer
+        except ExcessError as error:
+            return None, Failure(f"{path} {error}", is_excess=True)
+
+    async def _info(self, client: aiohttp.ClientSession) -> str | None:
+        """Ask for the capacity, if its kind reports it beside the metrics."""
+        for path in self.backend.info_paths:
+            info = await self._get(client, url_of(self.url, path), MAX_LIST_BYTES)
+            if not isinstance(info, Failure):
+                return info
         return None
 
-    async def _get(self, client: aiohttp.ClientSession, url: URL) -> str | Failure:
+    async def _get(self, client: aiohttp.ClientSession, url: URL, max_bytes: int | None = None) -> str | Failure:
         """Return the body of a 2xx answer, or how the request failed. Expected failures end here."""
-        deadline_s = self._deadline_s
+        deadline_s, max_bytes = self._deadline_s, min(self.max_bytes, max_bytes or self.max_bytes)
         try:
             async with asyncio.timeout(deadline_s), client.get(url, allow_redirects=False) as response:
+                body = BoundedBody(max_bytes, response.headers.get("Content-Encoding"))
+                async for piece in response.content.iter_any():
+                    body.add(piece)
                 # Both formats are UTF-8; other charsets that Python knows would produce what is no text.
-                text = (await response.read()).decode(errors="replace")
+                text = body.taken().decode(errors="replace")
+        except ExcessError as error:
+            if not 200 <= response.status < 300:
+                return Failure(f"{url.path} answered {response.status}", is_answer=True)
+            return Failure(f"{url.path} {error}", is_excess=True)
         except TimeoutError:
             return Failure(f"no answer within {deadline_s:g} s", is_silence=True)
         except (aiohttp.ClientError, ValueError) as error:  # also what cannot be sent
@@ -177,17 +231,24 @@ class Asker:
             return Failure(f"{url.path} answered {response.status}", is_answer=True)
         return text
 
-    def found(self, answers: Answers, rank_ids: Collection[int | None], *, finds_ranks: bool) -> Found:
-        """Read the answers, for these ranks and, if they are to be found, for all."""
+    async def found(self, answers: Answers, rank_ids: Collection[int | None], *, finds_ranks: bool) -> Found:
+        """Read the answers, for these ranks and, if they are to be found, for all; on a thread if they are large."""
+        age_s = asyncio.get_running_loop().time() - answers.asked_s
+        return await aside(partial(self._found, answers, rank_ids, age_s, finds_ranks=finds_ranks), *answers[2:])
+
+    def _found(self, answers: Answers, rank_ids: Collection[int | None], age_s: float, *, finds_ranks: bool) -> Found:
         metrics, models, backend = answers.metrics, answers.models, self.backend
         ranks_count = 0
         if isinstance(metrics, str) and (finds_ranks or any(each is not None for each in rank_ids)):
             ranks_count = rank_count_of(metrics, backend.rank_label)
         all_ids = dict.fromkeys([*rank_ids, *(range(ranks_count) if finds_ranks and ranks_count > 1 else ())])
-        readings = tuple(RankReading(each, self._figures(metrics, each, ranks_count)) for each in all_ids)
+        by_rank = {} if isinstance(metrics, Failure) else by_rank_of(metrics, backend.rank_label, all_ids)
+        readings = tuple(
+            RankReading(each, self._figures(metrics, each, by_rank.get(each, ""), ranks_count)) for each in all_ids
+        )
         info = answers.info
         return Found(
-            asyncio.get_running_loop().time() - answers.asked_s,
+            age_s,
             answers.failure,
             metrics if isinstance(metrics, Failure) else None,
             readings,
@@ -199,24 +260,53 @@ class Asker:
             lists_no_models=isinstance(models, Failure) and models.is_answer,
         )
 
-    def _figures(self, metrics: str | Failure, rank_id: int | None, ranks_count: int) -> tuple[int | float | None, ...]:
+    def _figures(
+        self, metrics: str | Failure, rank_id: int | None, of_rank: str, ranks_count: int
+    ) -> tuple[int | float | None, ...]:
         if isinstance(metrics, Failure):
             return ()
         if rank_id is None:
             reading = self.backend.read_metrics(metrics)
         else:
-            text = of_rank(metrics, self.backend.rank_label, rank_id)
-            reading = self.backend.read_metrics(text, max(1, ranks_count))
+            reading = self.backend.read_metrics(of_rank, max(1, ranks_count))
         return tuple(getattr(reading, name) for name in _FIGURES)
 
 
+async def aside(read: Callable[[], Read], *texts: object) -> Read:
+    """Call `read`, on a thread if what it reads is large."""
+    size_chars = sum(len(text) for text in texts if isinstance(text, str))
+    return read() if size_chars <= ASIDE_BYTES else await asyncio.to_thread(read)
+
+
+class _Listed(Struct):
+    """A model in a list, as far as it matters: nothing else is built."""
+
+    id: msgspec.Raw = msgspec.Raw()
+
+
+class _Models(Struct):
+    data: list[_Listed] = []
+
+
+_decode_models = msgspec.json.Decoder(_Models).decode
+
+
 def models_in(answer: str) -> tuple[str, ...]:
-    """Return the names in a list of models of OpenAI's API, each once; none if it is no such list."""
+    """Return the names in a list of models of OpenAI's API, each once; none if it is no such list.
+
+    Raises `ExcessError` if there are more than `MAX_MODELS_COUNT`.
+    """
+    if len(answer) > ASIDE_BYTES and answer.count("{") > MAX_PARTS_COUNT:
+        raise ExcessError(f"lists more than {MAX_MODELS_COUNT} models")
     try:
-        data = msgspec.json.decode(answer)["data"]
-        return tuple(dict.fromkeys(each["id"] for each in data if each["id"] and isinstance(each["id"], str)))
-    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
+        ids = [each.id for each in _decode_models(answer).data if len(each.id) <= MAX_MODEL_CHARS * MAX_BYTES_PER_CHAR]
+        names = [msgspec.json.decode(each) for each in ids if bytes(memoryview(each)[:1]) == b'"']
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
+    kept = tuple(dict.fromkeys(name for name in names if 0 < len(name) <= MAX_MODEL_CHARS))
+    if len(kept) > MAX_MODELS_COUNT:
+        raise ExcessError(f"lists more than {MAX_MODELS_COUNT} models")
+    return kept
 
 
 def url_of(url: str, path: str) -> URL:

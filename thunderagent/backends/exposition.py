@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from thunderagent.bounded import ExcessError
+
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
+MAX_LINES_COUNT = 100_000
+MAX_LINE_CHARS = 16 * 1024
+MAX_SAMPLES_COUNT = 5_000
+"""Of the dozen metrics that are read: one for each rank, and for each kind of cache."""
+
+_LONG_LINE = re.compile(rf"[^\n]{{{MAX_LINE_CHARS + 1}}}")
+
+
+def check_exposition(exposition: str) -> None:
+    """Raise `ExcessError` for more lines, or a longer one, than an engine writes."""
+    if exposition.count("\n") > MAX_LINES_COUNT:
+        raise ExcessError(f"has more than {MAX_LINES_COUNT} lines")
+    if len(exposition) > MAX_LINE_CHARS and _LONG_LINE.search(exposition) is not None:
+        raise ExcessError(f"has a line of more than {MAX_LINE_CHARS} characters")
+
 
 def samples_of(exposition: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
-    """Return the samples of the metrics with exactly these names, in order; never raise. About 1 ms for 500 KB."""
+    """Return the samples of the metrics with exactly these names, in order. About 1 ms for 500 KB.
+
+    Raises `ExcessError` for more than `MAX_SAMPLES_COUNT` of them, and nothing else.
+    """
     # An engine's exposition is up to several hundred KB of histogram buckets, and the parser is pure Python:
     # some 70 ms for 500 KB, in which every stream on the event loop stands still. So only the dozen lines we
     # need reach it. Each is parsed on its own: a broken line costs that line and no other. With no TYPE line
     # before it, a sample keeps the name it is exposed with (the parser would rename counters).
     samples: dict[str, list[Sample]] = {}
+    lines_count = 0
     for line in exposition.split("\n"):
         if not line.startswith(names):
             continue
+        lines_count += 1
+        if lines_count > MAX_SAMPLES_COUNT:
+            raise ExcessError(f"has more than {MAX_SAMPLES_COUNT} samples of the metrics that are read")
         for sample in _parse_line(line):
             # The prefix also matches vllm:num_requests_waiting_by_reason; the whole name does not.
             if sample.name in names:

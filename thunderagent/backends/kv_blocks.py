@@ -29,10 +29,16 @@ MAX_BLOCKS: Final = 1_000_000
 """A pool that seems to hold more was not followed correctly: the caller then starts a new index."""
 MAX_PROGRAMS: Final = 50_000
 """Ended programs leave shared blocks behind; beyond this number, those longest without a new block are forgotten."""
+MAX_WALK_BLOCKS: Final = 50_000
+"""How many blocks behind one that comes or goes out of order are looked at; engines evict the ends of chains first."""
 MAX_CHAINS: Final = 8
 """Ends of chains kept per program; the one longest without a new block is dropped first."""
 _NEAR_BLOCKS: Final = 8
 """How far before new blocks their chain's old end is searched. A leftover end costs time, not tokens."""
+
+
+class WalkError(ValueError):
+    """A report concerns more blocks than are followed; only the subscriber sees this error."""
 
 
 class _Block:
@@ -58,9 +64,14 @@ class KvBlocks:
         self._children: dict[BlockHash, set[_Block]] = {}
         self._chains: OrderedDict[str, list[_Block]] = OrderedDict()
         """Ends of chains by program, the newest last; programs in order of their last new block."""
+        self._emptied: dict[str, None] = {}
+        """Programs that have nothing here since the pool was cleared, until that is taken."""
         self._changed: dict[str, None] = {}
+        self.walked_count = 0
+        """How many blocks were looked at because others came or went out of order."""
         self._reported_tokens: dict[str, int] = {}
         self._group_id: int | None = None
+        self._walk_count = 0
 
     def __repr__(self) -> str:
         return f"<KvBlocks {len(self._blocks)} blocks, {len(self._chains)} programs>"
@@ -71,7 +82,10 @@ class KvBlocks:
         return len(self._blocks)
 
     def apply(self, event: KvEvent) -> None:
-        """Apply an event of the pool. Of a model's groups of layers only the first is followed."""
+        """Apply an event of the pool. Raises `WalkError` for one that concerns too many blocks, and is useless then.
+
+        Of a model's groups of layers only the first is followed.
+        """
         if type(event) is BlocksStored:
             if self._group_id is None:
                 self._group_id = event.group_id
@@ -86,17 +100,20 @@ class KvBlocks:
 
     def clear(self) -> None:
         """Note that the pool is empty."""
-        self._changed.update(dict.fromkeys(self._chains))
-        for chain_ends in self._chains.values():
-            chain_ends.clear()
-        self._blocks.clear()
-        self._children.clear()
+        if not self._blocks:  # an engine may say so again and again
+            return
+        gone = dict.fromkeys(self._chains)
+        self._changed.update(gone)
+        self._emptied.update(gone)
+        self._chains, self._blocks, self._children = OrderedDict(), {}, {}
+        while len(self._emptied) > MAX_PROGRAMS:
+            self._drop_program(next(iter(self._emptied)))
 
     def resident_tokens(self, program_id: str) -> int | None:
         """Return how many tokens of a program are there; None is unknown. O(1) for a program with one chain."""
         chain_ends = self._chains.get(program_id)
         if chain_ends is None:
-            return None
+            return 0 if program_id in self._emptied else None
         if len(chain_ends) == 1:
             return chain_ends[0].depth_tokens
         return self._union_tokens(chain_ends)
@@ -158,6 +175,7 @@ class KvBlocks:
                 if child.depth_tokens is None:
                     child.depth_tokens = parent.depth_tokens + child.own_tokens
                     reached.append(child)
+            self._walk(parent, block)
 
     def _extend(self, program_id: str, event: BlocksStored) -> None:
         """End a chain of a program at new blocks, instead of at the block that they continue."""
@@ -165,6 +183,7 @@ class KvBlocks:
         if end.depth_tokens is None:
             self._drop_program(program_id)
             return
+        self._emptied.pop(program_id, None)
         chain_ends = self._chains.pop(program_id, [])
         self._chains[program_id] = chain_ends
         self._changed[program_id] = None
@@ -210,6 +229,7 @@ class KvBlocks:
         while lost:
             block = lost.pop()
             block.depth_tokens = None
+            self._walk(block, gone)
             for program_id in tuple(block.programs or ()):
                 chain_ends = self._chains[program_id]
                 self._take_end(program_id, chain_ends, block)
@@ -218,11 +238,22 @@ class KvBlocks:
                 self._changed[program_id] = None
             lost.extend(child for child in self._children.get(block.block_hash, ()) if child.depth_tokens is not None)
 
+    def _walk(self, block: _Block, first: _Block) -> None:
+        """Count a block that is looked at because of another one. Raises `WalkError` beyond the bound."""
+        if block is first:
+            self._walk_count = 0
+            return
+        self._walk_count += 1
+        self.walked_count += 1
+        if self._walk_count > MAX_WALK_BLOCKS:
+            raise WalkError(f"more than {MAX_WALK_BLOCKS} blocks are behind one that came or went out of order")
+
     def _drop_program(self, program_id: str) -> None:
         """Forget a program; its blocks stay."""
         for end in tuple(self._chains.get(program_id, ())):
             self._take_end(program_id, self._chains[program_id], end)
         self._chains.pop(program_id, None)
+        self._emptied.pop(program_id, None)
         self._changed.pop(program_id, None)
         self._reported_tokens.pop(program_id, None)
 
@@ -245,11 +276,13 @@ class KvBlocks:
         return None if block.parent_hash is None else self._blocks.get(block.parent_hash)
 
     def _union_tokens(self, chain_ends: list[_Block]) -> int:
-        """Count the tokens of several chains, shared ones once. O(blocks of all)."""
+        """Count the tokens of several chains, shared ones once; of very long ones the longest. O(blocks of all)."""
         seen: set[_Block] = set()
         for end in chain_ends:
             block: _Block | None = end
             while block is not None and block not in seen:
                 seen.add(block)
                 block = self._parent(block)
+                if len(seen) > MAX_WALK_BLOCKS:
+                    return max(each.depth_tokens or 0 for each in chain_ends)
         return sum(block.own_tokens for block in seen)

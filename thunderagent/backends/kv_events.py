@@ -26,8 +26,15 @@ from typing import Protocol
 
 import structlog
 
-from thunderagent.backends.kv_blocks import MAX_BLOCKS, KvBlocks
-from thunderagent.backends.kv_messages import KvMessage, KvMessageError, read_events, read_message
+from thunderagent.backends.kv_blocks import MAX_BLOCKS, KvBlocks, WalkError
+from thunderagent.backends.kv_messages import (
+    MAX_MESSAGE_BYTES,
+    KvMessage,
+    KvMessageError,
+    PoolCleared,
+    read_events,
+    read_message,
+)
 from thunderagent.errors import ConfigurationError
 
 try:
@@ -37,6 +44,12 @@ except ImportError as error:
     raise ConfigurationError("kv_events needs pyzmq: install thunderagent with the extra `kv-events`") from error
 
 _log = structlog.get_logger(__name__)
+
+SLICE_BLOCKS_COUNT = 8_192
+"""Blocks of a message that are processed before yielding the event loop; each takes about 1 us."""
+
+MAX_MESSAGE_WALK_BLOCKS = 500_000
+"""Blocks that a message may concern without naming them; beyond it the index begins anew."""
 
 
 class ResidencyListener(Protocol):
@@ -185,23 +198,37 @@ class _Followed:
             await self._catch_up(message)
         self._next_id = message.sequence_id + 1
         if self._last is None or message.sequence_id > self._last.sequence_id:
-            self._take(message)
+            await self._take(message)
 
-    def _take(self, message: KvMessage) -> None:
-        """Process a message; an unreadable one may have contained anything."""
+    async def _take(self, message: KvMessage) -> None:
+        """Process a message, in slices; an unreadable one may have contained anything."""
         self._last = message
+        blocks, done_count, walked_count = self._blocks, 0, self._blocks.walked_count
         try:
-            events = read_events(message.payload)
+            for event in read_events(message.payload):
+                blocks.apply(event)
+                done_count += 1 + (0 if isinstance(event, PoolCleared) else len(event.block_hashes))
+                if done_count + blocks.walked_count - walked_count >= SLICE_BLOCKS_COUNT:
+                    self._check(blocks, walked_count)
+                    done_count = 0
+                    await asyncio.sleep(0)
+            self._check(blocks, walked_count)
         except KvMessageError as error:
             self._is_unreadable(error)
             self._blocks = KvBlocks()
             return
-        self._is_readable = True
-        for event in events:
-            self._blocks.apply(event)
-        if self._blocks.blocks_count > MAX_BLOCKS:
-            self._log.warning("kv_events_out_of_bounds", blocks_count=self._blocks.blocks_count)
+        except WalkError as error:
+            self._log.warning("kv_events_out_of_bounds", blocks_count=blocks.blocks_count, why=str(error))
             self._blocks = KvBlocks()
+            return
+        self._is_readable = True
+
+    def _check(self, blocks: KvBlocks, walked_before_count: int) -> None:
+        """Raise `WalkError` for an index that was not followed correctly, or costs too much."""
+        if blocks.blocks_count > MAX_BLOCKS:
+            raise WalkError(f"the pool seems to hold more than {MAX_BLOCKS} blocks")
+        if blocks.walked_count - walked_before_count > MAX_MESSAGE_WALK_BLOCKS:
+            raise WalkError(f"a message concerns more than {MAX_MESSAGE_WALK_BLOCKS} blocks that it does not name")
 
     # --- what was not published to us -------------------------------------------------------------------------------
 
@@ -229,7 +256,7 @@ class _Followed:
                         return
                 elif self._last is not None and message.sequence_id != self._last.sequence_id + 1:
                     return
-                self._take(message)
+                await self._take(message)
                 await self._give_way()
 
     def _goes_on(self, known: KvMessage, message: KvMessage) -> bool:
@@ -277,6 +304,7 @@ class _Followed:
         """Return a socket that connects, now or as soon as somebody listens there."""
         socket = self._context.socket(kind)
         socket.rcvhwm = self._settings.queue_messages_count
+        socket.maxmsgsize = MAX_MESSAGE_BYTES  # beyond, ZeroMQ drops the connection, and makes a new one
         _connect(socket, address)
         return socket
 

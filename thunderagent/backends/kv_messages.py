@@ -10,10 +10,17 @@ An answer to a replay request has an empty frame before the same three; in some 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import msgspec
+
+MAX_MESSAGE_BYTES: Final = 8 * 2**20
+"""An engine writes what one of its steps stored and removed: some hundred kilobytes."""
+
+MAX_PARTS_COUNT: Final = 2**16
+"""Events of a batch, and blocks of an event."""
 
 BlockHash = int | bytes
 """Of a block and all before it: a 64-bit number, or all bytes, depending on VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
@@ -79,11 +86,14 @@ _REMOVED_FIELDS: Final = ("type", "block_hashes", "medium", "group_idx", "locali
 _SKIPPED_FIELDS: Final = {"token_ids", "extra_keys"}
 
 
+NO_HASHES: Final = msgspec.Raw(b"\x90")
+
+
 class _WireEvent(msgspec.Struct):
     """The fields of all kinds of events that matter; all others are skipped, not built."""
 
     kind: str = msgspec.field(name="type")
-    block_hashes: list[BlockHash] = []
+    raw_hashes: msgspec.Raw = msgspec.field(name="block_hashes", default=NO_HASHES)
     parent_hash: BlockHash | None = msgspec.field(name="parent_block_hash", default=None)
     block_tokens: int = msgspec.field(name="block_size", default=0)
     medium: str | None = None
@@ -93,6 +103,7 @@ class _WireEvent(msgspec.Struct):
     program_id: str | None = msgspec.field(name="session_id", default=None)
 
 
+_decode_hashes = msgspec.msgpack.Decoder(tuple[BlockHash, ...]).decode
 _decode_batch = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_map = msgspec.msgpack.Decoder(_WireEvent).decode
 _decode_kind = msgspec.msgpack.Decoder(str).decode
@@ -105,14 +116,28 @@ def read_message(frames: list[bytes]) -> KvMessage:
     return KvMessage(int.from_bytes(frames[-2], "big", signed=True), frames[-1])
 
 
-def read_events(payload: bytes) -> list[KvEvent]:
-    """Read a batch: the pool's events, in order; nothing of other media. Raises `KvMessageError`."""
+def read_events(payload: bytes) -> Iterator[KvEvent]:
+    """Read a batch: the pool's events, in order, one after the other; nothing of other media. Raises `KvMessageError`.
+
+    More than are asked for are not built: a byte of a message may be an object of many.
+    """
     try:
+        _check_size(payload)
         _, raw_events, *_ = _decode_batch(payload)
-        read = [_read_event(bytes(raw)) for raw in _decode_batch(raw_events)]
+        _check_size(memoryview(raw_events))
+        for raw in _decode_batch(raw_events):
+            event = _read_event(bytes(raw))
+            if event is not None:
+                yield event
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise KvMessageError(f"no batch of events: {error}") from error
-    return [event for event in read if event is not None]
+
+
+def _check_size(array: bytes | memoryview) -> None:
+    """Raise `KvMessageError` for an array of more than `MAX_PARTS_COUNT` parts, by its first bytes."""
+    first = bytes(array[:5])
+    if first[:1] == b"\xdd" and int.from_bytes(first[1:], "big") > MAX_PARTS_COUNT:
+        raise KvMessageError(f"an array of more than {MAX_PARTS_COUNT} parts")
 
 
 def _read_event(raw: bytes) -> KvEvent | None:
@@ -122,18 +147,26 @@ def _read_event(raw: bytes) -> KvEvent | None:
     if wire.kind == "AllBlocksCleared":
         return PoolCleared()
     if wire.kind == "BlockRemoved":
-        return BlocksRemoved(tuple(wire.block_hashes), wire.group_id or 0)
-    if wire.kind != "BlockStored" or not _is_followed(wire.attention) or not wire.block_hashes:
+        return BlocksRemoved(_hashes(wire.raw_hashes), wire.group_id or 0)
+    if wire.kind != "BlockStored" or not _is_followed(wire.attention):
+        return None
+    block_hashes = _hashes(wire.raw_hashes)
+    if not block_hashes:
         return None
     if wire.block_tokens <= 0:
         raise KvMessageError(f"blocks of {wire.block_tokens} tokens")
     return BlocksStored(
-        block_hashes=tuple(wire.block_hashes),
+        block_hashes=block_hashes,
         parent_hash=wire.parent_hash,
         block_tokens=wire.block_tokens,
         program_id=_program_id(wire.program_id),
         group_id=wire.group_id or 0,
     )
+
+
+def _hashes(raw: msgspec.Raw) -> tuple[BlockHash, ...]:
+    _check_size(memoryview(raw))
+    return _decode_hashes(raw)
 
 
 def _is_map(raw: bytes) -> bool:
@@ -151,7 +184,7 @@ def _read_array(raw: bytes) -> _WireEvent | None:
         return None
     # Versions may end, or order, the later fields differently, so implausible values are dropped.
     fields: dict[str, Any] = {
-        name: msgspec.msgpack.decode(value)
+        name: value if name == "block_hashes" else msgspec.msgpack.decode(value)
         for name, value in zip(names, values, strict=False)
         if name not in _SKIPPED_FIELDS
     }

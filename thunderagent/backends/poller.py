@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Protocol
 import aiohttp
 import structlog
 
-from thunderagent.backends.asking import Asker, Failure, Found, Watch, first_poll_after_s, next_poll_after_s
+from thunderagent.backends.asking import (
+    MAX_POLL_BYTES,
+    Asker,
+    Failure,
+    Found,
+    Watch,
+    first_poll_after_s,
+    next_poll_after_s,
+)
 from thunderagent.backends.base import NOTHING_READ, Backend, ReplicaReading
 from thunderagent.backends.detection import learn_kind
 from thunderagent.errors import ConfigurationError
@@ -83,6 +91,8 @@ class PollerSettings:
     authorization: str = ""
     # Which certificates to trust if a replica speaks https; None is the system's.
     ssl_context: SSLContext | None = None
+    # A larger answer, packed or not, takes a replica down.
+    max_bytes: int = MAX_POLL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +160,7 @@ class Poller:
         watched = self._by_url.get(key)
         if watched is None:
             try:
-                asker = Asker(replica.url, replica.backend, self.settings.deadline_s)
+                asker = Asker(replica.url, replica.backend, self.settings.deadline_s, self.settings.max_bytes)
             except ConfigurationError as error:
                 raise ConfigurationError(f"replica {replica.replica_id!r}: {error.message}") from error
             first_s = first_poll_after_s(self._added_count, self.settings.interval_s)
@@ -272,7 +282,9 @@ class Poller:
         if not watched.endpoints:  # it was removed meanwhile
             return
         watch = _watch_of(watched)
-        self._heard(watched, watched.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks))
+        found = await watched.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks)
+        if watched.endpoints:
+            self._heard(watched, found)
 
     def _heard(self, watched: _Watched, found: Found) -> None:
         """Process the result of a poll, unless a later one was processed."""

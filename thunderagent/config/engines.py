@@ -81,6 +81,11 @@ class Engines(Slice):
     poll_silence_limit_s: float = Field(
         30.0, gt=0, description="a replica whose polls only time out is down after this time, in seconds"
     )
+    max_poll_bytes: int = Field(
+        8 * 2**20,
+        ge=64 * 1024,
+        description="largest answer to a poll, in bytes, unpacked; a replica that sends more is down",
+    )
     kv_events: Listed = Field(
         (),
         description="ZeroMQ addresses (tcp://HOST:PORT) where the replicas publish their KV events, one for each "

@@ -44,11 +44,19 @@ class Pool:
         """Find out which names only some of its replicas serve; return what its scheduler must hear of that.
 
         A name that nobody lists any more, but a program asked for, stays with the replicas that had it: it may be
-        loaded again. Cost: O(names and replicas).
+        loaded again. Cost: O(names of all replicas), times the replicas that list nothing.
         """
         before, self.partly = self.partly, {}
-        for name in dict.fromkeys((*self.models, *before)):
-            ids = [each for each, names in self.listed.items() if name in names or not names]
+        having: dict[str, list[str]] = {}
+        for each, names in self.listed.items():
+            for name in dict.fromkeys(names):
+                having.setdefault(name, []).append(each)
+        any_name = [each for each, names in self.listed.items() if not names]
+        order = {each: number for number, each in enumerate(self.listed)}
+        for name in dict.fromkeys((*having, *before)):
+            ids = having.get(name, [])
+            if any_name:
+                ids = sorted((*ids, *any_name), key=order.__getitem__)
             route = self.scheduler.core.routing.routes.by_model.get(name)  # None until its scheduler has heard of it
             if not ids and route is not None and route.programs:
                 ids = [each for each in before[name] if each in self.listed]

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from thunderagent.backends.asking import Found, Watch
+from thunderagent.backends.asking import MAX_POLL_BYTES, Found, Watch
 from thunderagent.errors import BadFrameError
 from thunderagent.leases import Lease, ReplicaState, TurnAsk, TurnEnd
 
@@ -210,11 +210,12 @@ class Replicas(Struct, frozen=True, array_like=True, tag="replicas"):
 
 
 class PollShare(Struct, frozen=True, array_like=True, tag="polls"):
-    """All that a gateway is to poll, how often, and the limit for each answer."""
+    """All that a gateway is to poll, how often, and the limits for each answer."""
 
     watches: tuple[Watch, ...] = ()
     interval_s: float = 1.0
     deadline_s: float = 2.0
+    max_bytes: int = MAX_POLL_BYTES
 
 
 class Look(Struct, frozen=True, array_like=True, tag="look"):

@@ -166,6 +166,7 @@ async def proxy(
             silence_limit_s=config.poll_silence_limit_s,
             authorization=f"Bearer {api_key}" if api_key else "",
             ssl_context=ssl_context,
+            max_bytes=config.max_poll_bytes,
         ),
     )
     runtime.served.ask_anew = poller.suspect_all

@@ -192,7 +192,7 @@ async def found_in(answer: bytes) -> Found:
         url = f"http://u:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}"
         asker = Asker(url, backend_of("sglang"), DEADLINE_S)
         async with asker.client("", None) as client:
-            return asker.found(await asker.ask(client), [None], finds_ranks=False)
+            return await asker.found(await asker.ask(client), [None], finds_ranks=False)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", b"not\nHTTP\r\n\r\n"])
@@ -703,7 +703,7 @@ async def test_of_blocks_that_all_ranks_report_each_has_its_part(
     )
     asker = Asker("http://engine", backend_of("auto"), DEADLINE_S)
     asker.backend.read_metrics(exposition)
-    found = asker.found(Answers(0.0, None, exposition, None, None), rank_ids, finds_ranks=finds_ranks)
+    found = await asker.found(Answers(0.0, None, exposition, None, None), rank_ids, finds_ranks=finds_ranks)
     assert {each.rank_id: each.reading.capacity_tokens for each in found.readings} == {
         None: 32_000,
         0: 16_000,

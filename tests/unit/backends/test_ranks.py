@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thunderagent.backends.ranks import of_rank, rank_count_of
+from thunderagent.backends.ranks import by_rank_of, rank_count_of
 from thunderagent.backends.vllm import VllmBackend
 
 EXPOSITION = """\
@@ -22,10 +22,10 @@ process_open_fds 9.0
 
 def test_the_lines_of_a_rank_are_read_alone() -> None:
     """The label may stand anywhere; lines of rank 10, or of a label that ends alike, are not read."""
-    reading = VllmBackend().read_metrics(of_rank(EXPOSITION, "engine", 1))
+    reading = VllmBackend().read_metrics(by_rank_of(EXPOSITION, "engine", [1])[1])
     assert (reading.capacity_tokens, reading.running_count, reading.waiting_count) == (2000, 2, 4)
     assert reading.kv_used_ratio is None
-    assert of_rank(EXPOSITION, "engine", 7) == ""
+    assert by_rank_of(EXPOSITION, "engine", [7, None]) == {7: "", None: ""}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ from thunderagent.errors import (
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaDown
-from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.client import MAX_REPLY_BYTES, ReplicaClient
 from thunderagent.proxy.fleet.commands import (
     CALL,
     COMMANDS,
@@ -66,6 +66,7 @@ from thunderagent.proxy.fleet.commands import (
 from thunderagent.proxy.fleet.observer import ask_state, says_paused
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.dialects.openai import error_body
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, is_cheap
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import target_of
@@ -315,7 +316,7 @@ class EngineControl:
                     names_rank=names_rank,
                 )
                 try:
-                    content = await self._client.read(replica_id, response)
+                    content = await self._client.read(replica_id, response, MAX_REPLY_BYTES)
                 finally:
                     response.close()
         except ReplicaError as error:
@@ -325,7 +326,8 @@ class EngineControl:
             return _failure(ReplicaTimeoutError(why, replica_id=replica_id))
         content_type = response.headers.get("Content-Type", "")
         gave_up = response.status in _BETWEEN_US
-        return Reply(replica_id, response.status, content, content_type, _value(content), gave_up)
+        value = await read_aside(partial(_value, content), len(content))
+        return Reply(replica_id, response.status, content, content_type, value, gave_up)
 
     def _did(self, reply: Reply, command: Command, asked: Asked) -> None:
         """Record that a replica did what it was told, while nothing is granted there yet."""
@@ -480,6 +482,8 @@ def _failure(error: ReplicaError) -> Reply:
 
 
 def _value(content: bytes) -> Any:
+    if len(content) > COUNTED_BYTES or not is_cheap(content):
+        return content[:SHOWN_BYTES].decode(errors="replace")
     try:
         return json.loads(content)
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from math import inf
 from ssl import SSLContext
-from typing import Protocol, Self, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 from multidict import CIMultiDict
 
@@ -17,6 +17,7 @@ from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import (
     ConnectTimeoutError,
     FirstByteTimeoutError,
+    ReplicaAnswerTooLargeError,
     ReplicaClosedEarlyError,
     ReplicaRefusedError,
     ReplicaRemovedError,
@@ -31,6 +32,12 @@ from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.pool import Pool
 
 Found = TypeVar("Found")
+
+MAX_READ_BYTES: Final = 2 * 2**20
+"""The largest answer about an engine itself, or with an error, that is read whole."""
+
+MAX_REPLY_BYTES: Final = 64 * 2**20
+"""The largest reply to a control call: some tell weights."""
 
 
 class Outgoing(Protocol):
@@ -181,9 +188,14 @@ class ReplicaClient:
             answer.limit_silence(settings.silence_timeout_s)  # the first byte had another limit
         return answer
 
-    async def read(self, replica_id: str, answer: Answer) -> bytes:
-        """Read the whole body of an answer. Raises like `next_chunk`."""
-        return await (answer.read() if answer.is_whole else _received(replica_id, answer.read()))
+    async def read(self, replica_id: str, answer: Answer, max_bytes: int = MAX_READ_BYTES) -> bytes:
+        """Read the whole body of an answer. Raises like `next_chunk`, and `ReplicaAnswerTooLargeError`."""
+        if not answer.is_whole:
+            await _received(replica_id, answer.whole_within(max_bytes))
+        if not answer.is_whole or len(answer.whole()) > max_bytes:
+            why = f"replica {replica_id} answered with more than {max_bytes} bytes"
+            raise ReplicaAnswerTooLargeError(why, replica_id=replica_id)
+        return answer.whole()
 
     async def whole_within(self, replica_id: str, answer: Answer, max_bytes: int) -> bool:
         """Wait for the whole body of an answer; return False as soon as it is larger. Raises like `next_chunk`."""

@@ -52,7 +52,23 @@ class _Fields(msgspec.Struct):
 
 _ENGINES_PREFIX = re.compile(r"(?:chatcmpl|cmpl|generate-tokens)-")
 
-_decode_fields = msgspec.json.Decoder(_Fields).decode
+_RawFields = msgspec.defstruct("_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _Fields.__struct_fields__])
+_decode_raw_fields = msgspec.json.Decoder(_RawFields).decode
+
+MAX_VALUE_BYTES = 256 * 1024
+"""A larger value of a control call is not built, and counts as a true one that says nothing."""
+
+
+def _decode_fields(body: bytes) -> _Fields:
+    raw = _decode_raw_fields(body)
+    fields = _Fields()
+    for name in _Fields.__struct_fields__:
+        value = getattr(raw, name)
+        if name == "update_info":
+            fields.update_info = value  # only its presence matters
+        elif value:
+            setattr(fields, name, msgspec.json.decode(value) if len(value) <= MAX_VALUE_BYTES else True)
+    return fields
 
 
 class Asked:

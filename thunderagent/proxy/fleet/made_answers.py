@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from hashlib import blake2b
 from urllib.parse import unquote
 
 _ID_IN_PATH = re.compile(r"^/v1/responses/(?P<answer_id>[^/]+)")
 
 PARTS_COUNT = 16
+
+MAX_ID_CHARS = 128
+"""Of a longer id only a digest is kept: an engine decides how long its ids are."""
 
 
 class MadeAnswers:
@@ -34,10 +38,11 @@ class MadeAnswers:
         if len(self._newest) >= self._part_count:
             self._older.appendleft(self._newest)
             self._newest = {}
-        self._newest[answer_id] = replica_id
+        self._newest[_kept(answer_id)] = replica_id
 
     def maker(self, answer_id: str) -> str | None:
         """Return the replica that made an answer; None if unknown."""
+        answer_id = _kept(answer_id)
         for part in (self._newest, *self._older):
             if answer_id in part:
                 return part[answer_id]
@@ -47,3 +52,10 @@ class MadeAnswers:
         """Return the replica that made the answer in a path; None if the path names none, or an unknown one."""
         match = _ID_IN_PATH.match(path)
         return self.maker(unquote(match["answer_id"])) if match is not None else None
+
+
+def _kept(answer_id: str) -> str:
+    """Return what is kept of an id: itself, or of a long one its digest, which no id of ours begins like."""
+    if len(answer_id) <= MAX_ID_CHARS:
+        return answer_id
+    return "\0" + blake2b(answer_id.encode(errors="surrogatepass"), digest_size=16).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from typing import Final, NamedTuple
 
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
@@ -67,8 +68,29 @@ SHOWN = METRICS | {
 }
 """GET routes that an operator's login opens: what the dashboard shows, and metrics. Anything else takes a key."""
 
-ROUTES: tuple[tuple[Access, str, str], ...] = (
-    # Access, methods, path: {} is a part of the path that may hold anything, ** is whatever follows.
+OWN_BODY_BYTES: Final = 64 * 1024
+"""The largest body of a route of ours that says nothing else: its handler reads it at once, while others wait."""
+
+IDS_BODY_BYTES: Final = 256 * 1024
+"""For some thousand ids, or for requests for sandboxes."""
+
+CONTROL_BODY_BYTES: Final = 1024 * 1024
+"""For a call that controls engines, unless it carries weights."""
+
+
+class Row(NamedTuple):
+    """A row of the access table."""
+
+    access: Access
+    methods: str
+    pattern: str
+    """{} is a part of the path that may hold anything, ** is whatever follows."""
+    body_bytes: int = OWN_BODY_BYTES
+    """The largest body; of what goes to engines `max_body_bytes` is."""
+
+
+_ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
+    # Access, methods, path, largest body
     (OPEN, "GET", "/health"),
     (OPEN, "GET", "/ready"),
     (OPEN, "GET", "/metrics"),  # `metrics_need_key` closes these
@@ -77,19 +99,19 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (OPEN, "GET", "/dashboard**"),  # a page without any data, which asks for the key
     (OPEN, "POST", "/dashboard/login"),
     # What a program's agent calls.
-    (DATA, "POST", "/programs"),
+    (DATA, "POST", "/programs", IDS_BODY_BYTES),
     (DATA, "GET", "/programs"),  # of its tenant; for all, the handler asks for an admin key
     (DATA, "GET", "/programs/{}"),
-    (DATA, "POST", "/programs/release"),  # for all programs, the handler asks for an admin key
+    (DATA, "POST", "/programs/release", IDS_BODY_BYTES),  # for all programs, the handler asks for an admin key
     (DATA, "DELETE", "/programs/{}"),
     (DATA, "POST", "/programs/{}/tools/start"),
     (DATA, "POST", "/programs/{}/tools/end"),
     (DATA, "POST", "/programs/{}/hints"),
-    (DATA, "GET POST", "/programs/{}/sandboxes"),
+    (DATA, "GET POST", "/programs/{}/sandboxes", IDS_BODY_BYTES),
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
     (DATA, "GET", "/sandboxes/events"),  # for all programs, the handler asks for an admin key
     (DATA, "POST", "/finish_session"),
-    (DATA, "POST", "/sessions/batch_delete"),
+    (DATA, "POST", "/sessions/batch_delete", IDS_BODY_BYTES),
     (DATA, "DELETE", "/sessions/{}"),
     (DATA, "*", "/leases**"),
     (DATA, "GET", "/concurrency"),
@@ -161,6 +183,9 @@ ROUTES: tuple[tuple[Access, str, str], ...] = (
     (ENGINE, "*", "/{}"),  # the route of everything that is not ours
 )
 
+ROUTES: tuple[Row, ...] = tuple(Row(*row) for row in _ROWS)
+"""The access table."""
+
 _KEEP_NOTHING = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens"),
     *("/v1/responses/input_tokens", "/v1/responses/{}/cancel"),
@@ -204,6 +229,9 @@ _CONTROL_PREFIXES = (
 )
 """Prefixes of other such words, including those of future engines."""
 
+_WITH_WEIGHTS = ("/update_weights_from_", "/load_lora_adapter_from_", "/v1/load_lora_adapter")
+"""Calls whose body may hold tensors."""
+
 _NAMED_PART = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _BEFORE_CONTROL = frozenset({"v1", "skyrl", "inference"})
 """What may come before the word that controls an engine."""
@@ -222,7 +250,9 @@ def _matches(words: tuple[str, ...], pattern: str) -> bool:
 
 
 _TURN_WORDS = frozenset(_words(path) for path in TURN_DIALECTS)
-_ENGINE_ROWS = tuple((methods, pattern) for access, methods, pattern in ROUTES if access is ENGINE and pattern != "/{}")
+_ENGINE_ROWS = tuple(
+    (methods, pattern) for access, methods, pattern, _ in ROUTES if access is ENGINE and pattern != "/{}"
+)
 _READING = frozenset({"HEAD", "OPTIONS"})
 """Methods that a path accepts wherever it accepts GET."""
 
@@ -230,7 +260,20 @@ _READING = frozenset({"HEAD", "OPTIONS"})
 def access_of_route(method: str, route_path: str) -> Access | None:
     """Return what our route with this registered path needs; None if it has no row."""
     row = _row_of(method, route_path)
-    return ADMIN if row is None and _is_controls(route_path) else row
+    if row is None:
+        return ADMIN if _is_controls(route_path) else None
+    return row.access
+
+
+def body_limit_of_route(method: str, route_path: str, max_body_bytes: int) -> int:
+    """Return the size of the largest body of our route with this path, in bytes; `max_body_bytes` of an engine's."""
+    row = _row_of(method, route_path)
+    if row is not None:
+        return max_body_bytes if row.access is ENGINE else min(row.body_bytes, max_body_bytes)
+    if not _is_controls(route_path):
+        return min(OWN_BODY_BYTES, max_body_bytes)
+    carries_weights = route_path.startswith(_WITH_WEIGHTS)
+    return max_body_bytes if carries_weights else min(CONTROL_BODY_BYTES, max_body_bytes)
 
 
 def is_shown(method: str, route_path: str) -> bool:
@@ -241,7 +284,7 @@ def is_shown(method: str, route_path: str) -> bool:
 def is_engines(method: str, route_path: str) -> bool:
     """Return whether a route's input and answers are an engine's to describe."""
     row = _row_of(method, route_path)
-    return row is ENGINE or (row is None and _is_controls(route_path))
+    return row.access is ENGINE if row is not None else _is_controls(route_path)
 
 
 def _is_controls(route_path: str) -> bool:
@@ -249,14 +292,14 @@ def _is_controls(route_path: str) -> bool:
     return is_engine_control(Target.parse(_NAMED_PART.sub("{}", route_path)))
 
 
-def _row_of(method: str, route_path: str) -> Access | None:
+def _row_of(method: str, route_path: str) -> Row | None:
     path = _NAMED_PART.sub("{}", route_path)
-    for access, methods, pattern in ROUTES:
-        if methods != "*" and method not in methods.split():
+    for row in ROUTES:
+        if row.methods != "*" and method not in row.methods.split():
             continue
-        begin = pattern.removesuffix("**")
-        if path == begin or (begin != pattern and path.startswith(begin.rstrip("/") + "/")):
-            return access
+        begin = row.pattern.removesuffix("**")
+        if path == begin or (begin != row.pattern and path.startswith(begin.rstrip("/") + "/")):
+            return row
     return None
 
 

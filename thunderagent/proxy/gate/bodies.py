@@ -64,6 +64,11 @@ class Visitor(Protocol):
         """The address that it came from."""
 
 
+def too_large(size_bytes: int, max_bytes: int) -> str:
+    """Return why a body is refused."""
+    return f"the body has {size_bytes} bytes, the limit of this path is {max_bytes}"
+
+
 async def come(
     next_piece: Callable[[], Awaitable[bytes]],
     headers: CIMultiDictProxy[str],
@@ -78,7 +83,7 @@ async def come(
     It is counted as it arrives: merely announcing a large one takes nothing from others.
     """
     if length_bytes > max_bytes:
-        raise BodyTooLargeError(f"the body has {length_bytes} bytes, the limit is {max_bytes}")
+        raise BodyTooLargeError(too_large(length_bytes, max_bytes))
     pieces, size_bytes = [], 0
     kept.check(length_bytes)
     if "Expect" in headers and invite is not None:
@@ -91,7 +96,7 @@ async def come(
                 pieces.append(piece)
                 size_bytes += len(piece)
                 if size_bytes > max_bytes:
-                    raise BodyTooLargeError(f"the body is larger than the limit of {max_bytes} bytes")
+                    raise BodyTooLargeError(f"the body is larger than the limit of this path, {max_bytes} bytes")
                 kept.grow(len(piece))
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from error

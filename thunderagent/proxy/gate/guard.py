@@ -28,11 +28,12 @@ from thunderagent.proxy.gate.access import (
     ForwardUnknown,
     Use,
     access_of_route,
+    body_limit_of_route,
     engine_access,
     is_shown,
     use_of,
 )
-from thunderagent.proxy.gate.bodies import Visitor, come
+from thunderagent.proxy.gate.bodies import Visitor, come, too_large
 from thunderagent.proxy.gate.browsers import Hosts, Origins, comes_from_a_browser
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.gate.keys import NO_LIMITS, Key, Keyring, check_key
@@ -129,6 +130,7 @@ class Guard:
         checks_keys_or_rate = access is not Access.OPEN and self._checks_keys_or_rate
         takes_login = is_shown(method, route_path)
         forwards = takes_login and self._forwards(handler)
+        route_max_bytes = body_limit_of_route(method, route_path, self._settings.max_body_bytes)
 
         may_be_turn = access is Access.ENGINE or (method == "POST" and route_path == "/leases")
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
@@ -153,11 +155,13 @@ class Guard:
                 await self._check_key_and_rate(
                     request, logins, for_admin=for_admin, is_turn=is_turn, has_only_login=has_only_login
                 )
+            is_small = access is Access.OPEN or has_only_login
+            max_bytes = min(MAX_OPEN_BODY_BYTES, route_max_bytes) if is_small else route_max_bytes
             if request.content.is_eof():  # most bodies arrive with their head
+                if request.content.total_bytes > max_bytes:
+                    raise BodyTooLargeError(too_large(request.content.total_bytes, max_bytes))
                 return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
-            is_small = access is Access.OPEN or has_only_login
-            max_bytes = MAX_OPEN_BODY_BYTES if is_small else self._settings.max_body_bytes
             try:
                 await self._read_body(request, kept, max_bytes)
                 return await handler(request)
@@ -214,7 +218,7 @@ class Guard:
     def _take_whole(self, asked: Asked) -> None:
         asked.body = body = asked.taken()
         if len(body) > self._settings.max_body_bytes:
-            raise BodyTooLargeError(f"the body is larger than the limit of {self._settings.max_body_bytes} bytes")
+            raise BodyTooLargeError(too_large(len(body), self._settings.max_body_bytes))
 
     def _needs(self, request: web.Request, access: Access) -> Access:
         """Return what a request needs on a route of this access. Raises `RequestError` for an odd target."""

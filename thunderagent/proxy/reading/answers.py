@@ -19,6 +19,7 @@ from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Diale
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import Calls
 from thunderagent.proxy.reading.dialects.tool_calls import key_of, may_call
+from thunderagent.proxy.reading.json_cost import is_cheap, is_readable
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
@@ -59,7 +60,7 @@ def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, kee
     Cost: one decoding that builds only these, after a few searches for a possible call.
     """
     plain = body if content_encoding is None else decoded(body, content_encoding)
-    if not plain:
+    if not plain or not is_readable(plain):
         return NO_USAGE, ""
     calls = may_call(plain)
     if calls:
@@ -286,7 +287,7 @@ class Completions:
     def read_answer(self, body: bytes, content_encoding: str | None) -> None:
         """Read a whole answer."""
         plain = decoded(body, content_encoding)
-        if not plain:
+        if not plain or not (is_cheap(plain) if self._reader.builds_all else is_readable(plain)):
             return
         try:
             self._reader.read_answer(plain)

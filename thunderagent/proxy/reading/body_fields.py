@@ -12,10 +12,12 @@ from typing import Any, Final, TypeGuard
 import msgspec
 from msgspec import Raw
 
+from thunderagent.errors import BodyTooLargeError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
 from thunderagent.proxy.reading.header_words import check_model
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, list_of, others_run
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, may_hold_media, media_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 
@@ -53,7 +55,7 @@ UNREAD: Final = BodyFields()
 _decode_fields: Final = msgspec.json.Decoder(BodyFields).decode
 _check_json: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _RawFields: Final = msgspec.defstruct(
-    "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BUILT_FIELDS], bases=(PromptFields,)
+    "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in ("messages", *_BUILT_FIELDS)], bases=(PromptFields,)
 )
 _decode_raw_fields: Final = msgspec.json.Decoder(_RawFields).decode
 LARGE_FIELD_BYTES: Final = 64 * 1024
@@ -91,11 +93,27 @@ def in_utf8(body: bytes) -> bytes:
     if encoding == "utf-8":
         return body
     try:
-        plain = body.decode(encoding).encode("utf-8", "surrogatepass")
+        plain = recoded(body, encoding)
         _check_json(plain)
     except (ValueError, RecursionError):
         return body
     return plain
+
+
+def recoded(body: bytes, encoding: str) -> bytes:
+    """Return a body in UTF-8, even if it is no JSON. Raises `UnicodeError`, and `BodyTooLargeError` for a large object.
+
+    It would be there three times.
+    """
+    if len(body) <= COUNTED_BYTES:
+        return body.decode(encoding).encode("utf-8", "surrogatepass")
+    for at in range(0, len(body), LARGE_FIELD_BYTES):  # whose white space may be longer
+        begin = body[at : at + LARGE_FIELD_BYTES].decode(encoding, "replace").lstrip("\ufeff \t\r\n\v\f")
+        if begin.startswith(("{", "/", "#")):  # parsers accept comments before it
+            raise BodyTooLargeError(f"a body in {encoding} has at most {COUNTED_BYTES} bytes: send UTF-8")
+        if begin:
+            break
+    return body
 
 
 def read_fields(body: bytes) -> BodyFields | None:
@@ -161,6 +179,8 @@ def model_named(model: Raw, body: bytes) -> str:
 
     Raises `InvalidProgramIdError` if it has control characters.
     """
+    if len(model) > COUNTED_BYTES:  # it is a name of nothing, and long to read
+        return "?" * (MAX_MODEL_CHARS + 1)
     if model:
         try:
             name = msgspec.json.decode(model)
@@ -181,8 +201,13 @@ def _read_large(body: bytes) -> BodyFields:
 
     Such a value names no program. A text is built whatever its size.
     """
+    others_run()
     raw = _decode_raw_fields(body)
-    fields = BodyFields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
+    others_run()
+    fields = BodyFields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__ if name != "messages"})
+    messages: Raw = getattr(raw, "messages")  # noqa: B009 - as below
+    if messages and not begins_with(messages, b"n"):
+        fields.messages = list_of(messages)
     if priority := getattr(raw, "priority"):  # noqa: B009 - a struct that was made above
         fields.priority = priority  # only its presence matters
     for name in _BUILT_FIELDS:
@@ -218,6 +243,7 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
     if len(body) <= MAX_UNREAD_BYTES and not may_hold_media(body):
         return NO_MEDIA
     unread_bytes, others = len(body), []
+    others_run()
     for message in fields.messages or ():
         unread_bytes -= len(message)
         if _TEXT_MESSAGE.match(message) is None:

@@ -31,6 +31,7 @@ from thunderagent.proxy.reading.body_fields import (
     media_in,
     model_named,
     read_fields,
+    recoded,
 )
 from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
@@ -44,6 +45,7 @@ from thunderagent.proxy.reading.header_words import (
     program_in,
     words_in,
 )
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, check_cost
 from thunderagent.proxy.reading.json_splice import (
     has_member,
     is_spelt_as_json,
@@ -161,6 +163,7 @@ def identify(
     """
     outline = None if len(body) < MIN_BODY_BYTES else Outline.of(body, dialect.token_id_fields)
     text = body if outline is None else outline.text
+    check_cost(text)
     fields = read_fields(text)
     if fields is None:
         return None
@@ -218,6 +221,7 @@ def identify_side_call(
     Cost: one pass over the body, which skips a large list of token ids. Raises `InvalidProgramIdError`.
     """
     outline = Outline.of(body, SIDE_CALL_TOKEN_FIELDS)
+    check_cost(outline.text)
     fields = read_fields(outline.text) if body else None
     said, header = heard_in(headers, rules.program_headers)
     program_id, source = _program_of(path_id, headers, said, header, fields or BodyFields(), rules)
@@ -236,7 +240,8 @@ def _without_priority_unread(body: bytes) -> bytes:
     Raises `RequestError` for an object in which nobody can say where its keys are: other quotes, no end, no text.
     """
     try:
-        plain = body.decode(json.detect_encoding(body)).encode("utf-8", "surrogatepass")
+        encoding = json.detect_encoding(body)
+        plain = body if encoding == "utf-8" and len(body) > COUNTED_BYTES else recoded(body, encoding)
     except ValueError:
         plain = body
     first = plain.lstrip(_BEFORE_OBJECTS)[:1]

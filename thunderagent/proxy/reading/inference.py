@@ -35,6 +35,7 @@ from msgspec import Raw
 from thunderagent.proxy.reading.dialects.base import Completion, Dialect, written_ids
 from thunderagent.proxy.reading.dialects.structs import PromptFields
 from thunderagent.proxy.reading.identity import TurnRequest
+from thunderagent.proxy.reading.json_cost import is_cheap
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.sse import UNREADABLE
 
@@ -118,6 +119,8 @@ def prompt_of(body: bytes, dialect: Dialect, tenant: str = "") -> Prompt | None:
     """
     try:
         outline = Outline.of(body, dialect.token_id_fields)
+        if not is_cheap(outline.text):
+            return None
         fields = _decode_fields(outline.text)
         kind, row = _row_of(fields, outline)
     except (*UNREADABLE, UnicodeEncodeError, TypeError):  # the last: a `type` that is a list or an object

@@ -15,10 +15,17 @@ from typing import NamedTuple
 
 import msgspec
 
-_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
-_TOKEN = re.compile(_STRING + rb"|[{}\[\],:]", re.DOTALL)
-_SCALAR_VALUE = re.compile(rb"\s*:\s*(?:" + _STRING + rb"|-?[0-9]+)\s*(?:(?P<comma>,)|(?=}))", re.DOTALL)
+from thunderagent.proxy.reading.json_cost import SLICE_BYTES, end_of_text, others_run
+
+_SHORT_STRING = rb'"[^"\\]{0,4096}+(?:\\.[^"\\]{0,4096}+){0,4096}+"'
+_AT_DEPTH = re.compile(rb'["{}\[\],:]')
+_DEEPER = re.compile(rb'["{}\[\]]')
+_SCALAR_VALUE = re.compile(rb"\s*+:\s*+(?:" + _SHORT_STRING + rb"|-?[0-9]++)\s*+(?:(?P<comma>,)|(?=}))", re.DOTALL)
 _ESCAPED_LETTER = re.compile(rb"\\u00[567]")
+_SPACE = re.compile(rb"\s*+")
+MAX_KEY_BYTES = 4096
+"""A longer key is none of ours."""
+
 _INCLUDE_USAGE = b'"stream_options":{"include_usage":true}'
 
 
@@ -33,29 +40,44 @@ class Member(NamedTuple):
 
 def members(body: bytes, opening: int) -> Iterator[Member]:
     """Yield the members of the object whose `{` is at `opening`, skipping nested values."""
-    depth = 0
+    depth, at = 0, opening
     key, key_start, value_start = "", -1, -1
     last_end = opening + 1
-    for token in _TOKEN.finditer(body, opening):
-        first = token[0][:1]
-        if first in b"{[":
+    while True:
+        token = (_AT_DEPTH if depth <= 1 else _DEEPER).search(body, at, at + SLICE_BYTES)
+        if token is None:
+            at += SLICE_BYTES
+            if at >= len(body):
+                raise ValueError(f"no object at {opening}, or it has no end after {last_end}")
+            continue
+        first, start, at = token[0], token.start(), token.end()
+        if first == b'"':
+            at = end_of_text(body, at)
+            if depth == 1 and value_start < 0:
+                key, key_start = _key(body[start : min(at, start + MAX_KEY_BYTES)]), start
+        elif first in b"{[":
             depth += 1
-        elif depth == 1 and first == b'"' and value_start < 0:
-            key, key_start = _key(token[0]), token.start()
         elif depth == 1 and first == b":":
-            value_start = token.end()
+            value_start = at
         elif depth == 1 and first in b",}":
             if value_start >= 0:
-                end = value_start + len(body[value_start : token.start()].rstrip())
-                start = value_start + len(body[value_start:end]) - len(body[value_start:end].lstrip())
-                yield Member(key, key_start, start, end)
+                yield Member(key, key_start, *_without_space(body, value_start, start))
             key_start = value_start = -1
-            last_end = token.start()
+            last_end = start
             if first == b"}":
                 return
         elif first in b"}]":
             depth -= 1
-    raise ValueError(f"no object at {opening}, or it has no end after {last_end}")
+
+
+def _without_space(body: bytes, start: int, end: int) -> tuple[int, int]:
+    """Return the range without the white space at its ends; nothing is copied but that."""
+    while (begun := _SPACE.match(body, start, min(end, start + SLICE_BYTES))) is not None and begun.end() > start:
+        start = begun.end()
+    while end > start and body[end - 1 : end].isspace():
+        part = body[max(start, end - SLICE_BYTES) : end]
+        end -= len(part) - len(part.rstrip())
+    return start, end
 
 
 def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
@@ -66,12 +88,12 @@ def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
     key = b'"%s"' % path[-1].encode()
     at = body.find(key)
     if at >= 0 and body.find(key, at + 1) < 0 and not _may_escape_keys(body):
-        before = body[:at].rstrip()
-        value = _SCALAR_VALUE.match(body, at + len(key))
-        if value is not None and before.endswith(b"{"):
-            return before + body[value.end() :]
-        if value is not None and before.endswith(b","):
-            return before[:-1] + (value["comma"] or b"") + body[value.end() :]
+        before_end = _without_space(body, 0, at)[1]
+        value, last = _SCALAR_VALUE.match(body, at + len(key)), body[before_end - 1 : before_end]
+        if value is not None and last == b"{":
+            return _replaced(body, before_end, value.end())
+        if value is not None and last == b",":
+            return _replaced(body, before_end - 1, value.end(), value["comma"] or b"")
     opening = body.index(b"{")
     for name in path[:-1]:
         member = _last(body, opening, name)
@@ -86,11 +108,12 @@ def set_value(body: bytes, key: str, value: bytes) -> bytes:
     at = body.find(name)
     if at >= 0 and body.find(name, at + 1) < 0 and not _may_escape_keys(body):
         old = _SCALAR_VALUE.match(body, at + len(name))
-        if old is not None and body[:at].rstrip()[-1:] in (b"{", b","):
-            return b"".join((body[: at + len(name)], b":", value, old["comma"] or b"", body[old.end() :]))
+        before_end = _without_space(body, 0, at)[1]
+        if old is not None and body[before_end - 1 : before_end] in (b"{", b","):
+            return _replaced(body, at + len(name), old.end(), b":" + value + (old["comma"] or b""))
     member = _last(body, body.index(b"{"), key)
     assert member is not None, "the member must be there"
-    return body[: member.value_start] + value + body[member.end :]
+    return _replaced(body, member.value_start, member.end, value)
 
 
 def has_member(body: bytes, key: str) -> bool:
@@ -124,7 +147,8 @@ _PARTS = re.compile(
 
 
 def _end_of(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
-    found = pattern.match(body, at)
+    others_run()
+    found = pattern.match(body, at, at + SLICE_BYTES)
     return found.end() if found is not None else at
 
 
@@ -144,31 +168,37 @@ def _without(body: bytes, found: Iterable[Member], key: str) -> bytes:
 
     A member goes with the comma after it, or, if it is the last, with the one before it.
     """
-    pieces: list[bytes] = []
+    kept, view = bytearray(), memoryview(body)
     begin = kept_end = left_out_from = None
     copied = end = 0
     for member in found:
         begin = member.start if begin is None else begin
         if member.key != key:
             if left_out_from is not None:
-                pieces.append(body[copied:left_out_from])
+                kept += view[copied:left_out_from]
                 copied, left_out_from = member.start, None
             kept_end = member.end
         elif left_out_from is None:
             left_out_from = member.start
         end = member.end
     if kept_end is None:
-        return body[:begin] + body[end:].lstrip()
+        return _replaced(body, begin or 0, _without_space(body, end, len(body))[0])
     if left_out_from is None:
-        return b"".join((*pieces, body[copied:]))
-    return b"".join((*pieces, body[copied:kept_end], body[end:]))
+        return b"".join((kept, view[copied:]))
+    return b"".join((kept, view[copied:kept_end], view[end:]))
+
+
+def _replaced(body: bytes, start: int, end: int, value: bytes = b"") -> bytes:
+    """Return `body` with other bytes in a range. Nothing else is copied on the way."""
+    view = memoryview(body)
+    return b"".join((view[:start], value, view[end:]))
 
 
 def set_include_usage(body: bytes, stream_options: object) -> bytes:
     """Return `body` with `stream_options.include_usage` true; `stream_options` is the current value, or None."""
     opening = body.index(b"{")
     if stream_options is None and body.find(b'"stream_options"') < 0 and not _may_escape_keys(body):
-        return body[: opening + 1] + _INCLUDE_USAGE + b"," + body[opening + 1 :]
+        return _replaced(body, opening + 1, opening + 1, _INCLUDE_USAGE + b",")
     member = _last(body, opening, "stream_options")
     if member is not None:
         options = dict(stream_options) if isinstance(stream_options, dict) else {}
@@ -176,13 +206,18 @@ def set_include_usage(body: bytes, stream_options: object) -> bytes:
             options["continuous_usage_stats"] = False  # it had no effect without usage
         # msgspec does not write what only Python's parser reads, such as half of a surrogate pair
         value = json.dumps({**options, "include_usage": True}, separators=(",", ":")).encode()
-        return body[: member.value_start] + value + body[member.end :]
-    return body[: opening + 1] + _INCLUDE_USAGE + b"," + body[opening + 1 :]
+        return _replaced(body, member.value_start, member.end, value)
+    return _replaced(body, opening + 1, opening + 1, _INCLUDE_USAGE + b",")
 
 
 def _may_escape_keys(body: bytes) -> bool:
     """Return whether an ASCII letter may be escaped: then a key may be spelt differently."""
-    return body.find(b"\\u00") >= 0 and _ESCAPED_LETTER.search(body) is not None
+    at = body.find(b"\\u00")
+    while 0 <= at < len(body):
+        if _ESCAPED_LETTER.search(body, at, at + SLICE_BYTES + len(b"\\u00")) is not None:
+            return True
+        at += SLICE_BYTES
+    return False
 
 
 def _key(token: bytes) -> str:

@@ -19,6 +19,7 @@ from math import ceil, floor, sqrt
 from typing import Final, NamedTuple
 
 from thunderagent.programs.model.events import Media
+from thunderagent.proxy.reading.json_cost import SLICE_BYTES, holds_any, others_run
 
 _MARK: Final = re.compile(
     rb'"(?:url|image_url|audio_url|video_url|file_url|file_data)"\s*:\s*"data:(?P<mime>[\w.+-]{0,64}/?)[^",]{0,120};base64,'
@@ -28,6 +29,8 @@ _MARK: Final = re.compile(
 )
 _DATA: Final = re.compile(rb'"data"\s*:\s*"')
 _MIME: Final = re.compile(rb'"media_type"\s*:\s*"(?P<mime>[\w.+-]{0,64}/?)')
+
+_WORDS: Final = [b"base64", b"input_audio", b"image_url", b'"source"']
 
 PATCH_PIXELS: Final = 28
 MIN_IMAGE_PIXELS: Final = 56 * 56
@@ -45,6 +48,9 @@ LARGEST_IMAGE_TOKENS: Final = MAX_IMAGE_PIXELS // PATCH_PIXELS**2
 HEADER_CHARS: Final = 96 * 1024
 """How much base64 is read for the size of a picture; a JPEG may begin with long comments."""
 
+MARK_BYTES: Final = 1024
+"""A mark, and what belongs to it beside the data, is not longer."""
+
 MAX_MODEL_CHARS: Final = 64
 
 
@@ -60,7 +66,7 @@ NO_MEDIA: Final = MediaFound(0, ())
 
 def may_hold_media(body: bytes) -> bool:
     """Return whether there is one of the words that are in every body with a mark."""
-    return b"base64" in body or b"input_audio" in body or b"image_url" in body or b'"source"' in body
+    return holds_any(body, _WORDS)
 
 
 def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:
@@ -73,7 +79,12 @@ def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:
     size_bytes, at = 0, 0
     tokens_by_class: Counter[str] = Counter()
     prefix = bytes(model)[:MAX_MODEL_CHARS].strip(b'"').decode("utf-8", "replace")
-    while (mark := _MARK.search(body, at)) is not None:
+    while at < len(body):
+        mark = _MARK.search(body, at, at + SLICE_BYTES + MARK_BYTES)
+        if mark is None:
+            at += SLICE_BYTES
+            others_run()
+            continue
         kind, start, end, at = _piece_at(body, mark, at)
         if not kind:
             continue
@@ -98,14 +109,21 @@ def _piece_at(body: bytes, mark: re.Match[bytes], since: int) -> tuple[str, int,
     opening = mark.start() if mark["audio"] else max(since, body.rfind(b"{", since, mark.start()))
     closing = body.find(b"}", mark.end())
     closing = len(body) if closing < 0 else closing
-    data = _DATA.search(body, opening, closing)
+    data = _near(_DATA, body, opening, mark.end(), closing)
     if data is None:
         return "", 0, 0, closing
     end = body.find(b'"', data.end(), closing)
     end = closing if end < 0 else end
-    mime = _MIME.search(body, opening, data.start()) or _MIME.search(body, end, closing)
+    mime = _MIME.search(body, opening, min(opening + MARK_BYTES, data.start()))
+    mime = mime or _near(_MIME, body, max(opening, data.start() - MARK_BYTES), end, closing)
     kind = "audio" if mark["audio"] else _kind_of(mime["mime"] if mime is not None else b"")
     return kind, data.end(), end, closing
+
+
+def _near(pattern: re.Pattern[bytes], body: bytes, first: int, second: int, end: int) -> re.Match[bytes] | None:
+    """Return what is found soon after one of two places."""
+    found = pattern.search(body, first, min(first + MARK_BYTES, end))
+    return found if found is not None else pattern.search(body, second, min(second + MARK_BYTES, end))
 
 
 def _kind_of(mime: bytes) -> str:

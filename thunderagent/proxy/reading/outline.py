@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
 
+from thunderagent.proxy.reading.json_cost import others_run
+
 MIN_BODY_BYTES: Final = 64 * 1024
 """A smaller body is read directly."""
 
@@ -38,6 +40,7 @@ class Outline(NamedTuple):
         if len(body) < MIN_BODY_BYTES:
             return cls(body)
         for field in fields:
+            others_run()
             key = b'"%s"' % field.encode()
             at = body.find(key)
             opening = _OPENING.match(body, at + len(key)) if at >= 0 else None

@@ -22,6 +22,7 @@ from msgspec import Raw
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.body_fields import begins_with
 from thunderagent.proxy.reading.dialects.structs import PromptFields
+from thunderagent.proxy.reading.json_cost import list_of
 from thunderagent.proxy.reading.media import media_of
 from thunderagent.proxy.reading.outline import Outline
 
@@ -46,7 +47,6 @@ _TEXT_CUTS_BYTES: Final = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
 )
 _TOKEN_IDS: Final = re.compile(rb"\[[\s\[]*[0-9]")
-_decode_list = msgspec.json.Decoder(list[Raw]).decode
 Piece = bytes | memoryview
 """Also msgspec's own bytes type, which a compiled function does not accept as bytes."""
 
@@ -104,7 +104,7 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
 def _messages(fields: PromptFields) -> Sequence[Raw]:
     """Return what follows the tools; raises like msgspec if it is neither a list nor a text."""
     system = fields.system or fields.instructions
-    items = fields.messages or ([fields.input] if begins_with(fields.input, b'"') else _decode_list(fields.input))
+    items = fields.messages or ([fields.input] if begins_with(fields.input, b'"') else list_of(fields.input)) or []
     return [system, *items] if system else items
 
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
+from msgspec import Raw
 from multidict import CIMultiDict
 
+from thunderagent.backends.asking import MAX_PARTS_COUNT, aside
 from thunderagent.errors import NoReplicaError, ReplicaError, UnknownModelError
 from thunderagent.leases import ReplicaMap
 from thunderagent.proxy.fleet.breaker import BreakerState
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.reading.body_fields import begins_with
+from thunderagent.proxy.reading.json_cost import list_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 from thunderagent.proxy.wire.aiohttp_request import target_of
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 
 DEADLINE_S = 5.0
+MAX_ID_BYTES = 8192
 
 _SEPARATED = re.compile(r"^(?:[/\\]+[^/\\]+){2}[/\\]+")
 """What is before the name, in each spelling that `Target.words` reads so."""
@@ -37,7 +43,8 @@ class _Answer(NamedTuple):
     status: int
     headers: CIMultiDict[str]
     body: bytes
-    models: list[dict[str, Any]]
+    models: dict[str, Raw]
+    """As the replica describes them, by their ids."""
 
 
 class Models:
@@ -80,11 +87,13 @@ class Models:
         answers = await asyncio.gather(*(self._ask(replica_id, headers) for replica_id in self._replica_ids()))
         models: dict[str, Any] = {}
         for answer in answers:
-            for model in answer.models if answer is not None else ():
-                models.setdefault(str(model.get("id")), model)
+            if answer is not None:
+                for name, model in answer.models.items():
+                    models.setdefault(name, model)
+                await asyncio.sleep(0)  # each may list thousands
         for alias, served in self._aliases.items():
             if served in models:
-                models.setdefault(alias, {**models[served], "id": alias, "root": served})
+                models.setdefault(alias, {**msgspec.json.decode(models[served]), "id": alias, "root": served})
         if models:
             return models
         refusals = [answer for answer in answers if answer is not None and answer.status >= 400]
@@ -113,16 +122,39 @@ class Models:
         except (ReplicaError, TimeoutError):
             return None
         kept = forwarded_response_headers(response.headers, keep_length=False)
-        return _Answer(response.status, kept, body, _models_in(body) if response.status < 400 else [])
+        models = await aside(partial(_models_in, body), body) if response.status < 400 else {}
+        return _Answer(response.status, kept, body, models)
 
 
 def _json(value: dict[str, Any]) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _models_in(body: bytes) -> list[dict[str, Any]]:
+class _Listed(msgspec.Struct):
+    id: Raw = Raw()
+
+
+class _List(msgspec.Struct):
+    data: Raw = Raw()
+
+
+_decode_list = msgspec.json.Decoder(_List).decode
+_decode_listed = msgspec.json.Decoder(_Listed).decode
+
+
+def _models_in(body: bytes) -> dict[str, Raw]:
+    """Return the models of a list as sent, by their ids; nothing beyond what a poll accepts is built."""
+    if body.count(b"{") > MAX_PARTS_COUNT:
+        return {}
     try:
-        data = msgspec.json.decode(body)["data"]
-    except (*UNREADABLE, KeyError, TypeError):
-        return []
-    return [model for model in data if isinstance(model, dict)] if isinstance(data, list) else []
+        listed = list_of(_decode_list(body).data) or []
+        found = [(model, _decode_listed(model).id) for model in listed if begins_with(model, b"{")]
+        models = {_id_of(model_id): model for model, model_id in reversed(found)}
+    except UNREADABLE:
+        return {}
+    return dict(reversed(models.items()))
+
+
+def _id_of(model_id: Raw) -> str:
+    text = bytes(memoryview(model_id)[:MAX_ID_BYTES])
+    return str(msgspec.json.decode(text)) if text.startswith(b'"') and len(model_id) <= MAX_ID_BYTES else text.decode()

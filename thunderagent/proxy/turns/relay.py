@@ -10,14 +10,13 @@ already waits for the loop.
 from __future__ import annotations
 
 import asyncio
-import sys
 from functools import partial
 from time import monotonic
 from typing import Final
 
 from multidict import CIMultiDict, istr
 
-from thunderagent.errors import ReplicaError
+from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
@@ -39,6 +38,16 @@ CONTENT_ENCODING: Final = istr("Content-Encoding")
 
 MOST_WHOLE_BYTES: Final = 64 * 2**20
 """A larger answer is not buffered, and not read."""
+
+MOST_EVENT_BYTES: Final = 2**20
+"""What is no stream is sent as one event of the stream that was begun for a held turn: an error, or an answer."""
+
+MOST_EXPANSION: Final = 32
+"""How many times its size a piece of a packed stream may have; text packs to a tenth."""
+
+MANY_EVENTS_BYTES: Final = 32 * 1024
+MANY_LINES_COUNT: Final = 2048
+"""A piece of more lines has many events: it is read on a thread, some at a time."""
 
 PROGRESS_PERIOD_S: Final = 1.0
 """The least time between two progress reports of a stream to the scheduler."""
@@ -78,6 +87,8 @@ class Relay:
             await self._stream(exchange, record, lease, upstream, headers)
             return
         if not upstream.is_whole and not await self._read(exchange, lease, upstream):
+            if exchange.begun:
+                raise self._too_large(lease)
             await self._pass_on(exchange, record, lease, upstream, headers)
             return
         body = upstream.whole()
@@ -100,12 +111,20 @@ class Relay:
 
     async def _read(self, exchange: Exchange, lease: OpenLease, upstream: Answer) -> bool:
         """Read an answer to its end; return whether it is complete, as one that is sent as an event must be."""
-        max_bytes = sys.maxsize if exchange.begun else MOST_WHOLE_BYTES
+        max_bytes = MOST_EVENT_BYTES if exchange.begun else MOST_WHOLE_BYTES
         try:
             return await self._client.whole_within(lease.granted.replica_id, upstream, max_bytes)
         except ReplicaError as error:
             self._forwarding.failed(lease, error)
             raise
+
+    def _too_large(self, lease: OpenLease) -> ReplicaError:
+        """Return the error for an answer that cannot be sent as one event, and end its lease."""
+        replica_id = lease.granted.replica_id
+        why = f"replica {replica_id} answered a stream with more than {MOST_EVENT_BYTES} bytes that are no stream"
+        error = ReplicaAnswerTooLargeError(why, replica_id=replica_id)
+        self._forwarding.failed(lease, error)
+        return error
 
     async def _pass_on(
         self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
@@ -211,6 +230,7 @@ class _Streamed:
 
     __slots__ = (
         "_exchange",
+        "_expands",
         "_first_s",
         "_last_events",
         "_last_s",
@@ -230,6 +250,7 @@ class _Streamed:
         self._lease = lease
         encoding = upstream.headers.get(CONTENT_ENCODING)
         self._promised = "identity" if exchange.begun else encoding or "identity"
+        self._expands = encoding not in (None, "identity")
         self._progress_at_s = self._first_s = self._last_s = 0.0
         self._last_events = b""
         self.tool_calls = StreamToolCalls()
@@ -250,7 +271,10 @@ class _Streamed:
         elif now_s > self._progress_at_s:
             self._lease.progressed(self.events.events_count)
             self._progress_at_s = now_s + PROGRESS_PERIOD_S
-        if self.events.pending_bytes + len(piece) > LARGE_BODY_BYTES:
+        size_bytes = len(piece) * MOST_EXPANSION if self._expands else len(piece)
+        if self.events.pending_bytes + size_bytes > LARGE_BODY_BYTES or (
+            size_bytes > MANY_EVENTS_BYTES and piece.count(b"\n") > MANY_LINES_COUNT
+        ):
             return self._take_aside(piece)
         return self._hand_on(self.events.feed(piece))
 
@@ -274,7 +298,9 @@ class _Streamed:
         self._exchange.cut()
 
     async def _take_aside(self, piece: bytes) -> None:
-        await done(self._hand_on(await asyncio.to_thread(self.events.feed, piece)))
+        for start in range(0, len(piece), MANY_EVENTS_BYTES):
+            part = piece[start : start + MANY_EVENTS_BYTES] if len(piece) > MANY_EVENTS_BYTES else piece
+            await done(self._hand_on(await asyncio.to_thread(self.events.feed, part)))
 
     def _hand_on(self, relayed: bytes) -> Wait:
         completions = self._record.completions

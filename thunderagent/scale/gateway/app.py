@@ -259,7 +259,7 @@ class GatewayCollector:
 def _of_scheduler() -> list[tuple[str, str]]:
     """Return method and path of all requests for the scheduler."""
     found: list[tuple[str, str]] = []
-    for access, methods, pattern in ROUTES:
+    for access, methods, pattern, _ in ROUTES:
         if access is not ENGINE and pattern not in ASKED_HERE:
             path = re.sub(r"\{\}", "{part:.+}", pattern, count=1).replace("{}", "{more:.+}")
             paths = [path] if not path.endswith("**") else [path[:-2], path[:-2].rstrip("/") + "/{tail:.*}"]

@@ -10,7 +10,7 @@ from ssl import SSLContext
 import structlog
 
 from thunderagent.backends import backend_of
-from thunderagent.backends.asking import Asker, Watch, first_poll_after_s, next_poll_after_s
+from thunderagent.backends.asking import MAX_POLL_BYTES, Asker, Watch, first_poll_after_s, next_poll_after_s
 from thunderagent.errors import ConfigurationError
 from thunderagent.scale.messages import Look, Polled, PollShare
 
@@ -36,7 +36,7 @@ class SharedPolls:
         self._group = group
         self._authorization = authorization
         self._ssl_context = ssl_context
-        self._interval_s, self._deadline_s = 1.0, 2.0
+        self._interval_s, self._deadline_s, self._max_bytes = 1.0, 2.0, MAX_POLL_BYTES
         self._polled: dict[int, _PolledUrl] = {}
         self._looks: set[asyncio.Task[None]] = set()
 
@@ -52,7 +52,7 @@ class SharedPolls:
         """Set this gateway's share, or what to poll at once; None: there is no scheduler now."""
         match word:
             case PollShare():
-                self._interval_s, self._deadline_s = word.interval_s, word.deadline_s
+                self._interval_s, self._deadline_s, self._max_bytes = word.interval_s, word.deadline_s, word.max_bytes
                 self._share({watch.number: watch for watch in word.watches})
             case Look():
                 self._look(word.watch)
@@ -79,7 +79,7 @@ class SharedPolls:
 
     def _of(self, watch: Watch) -> _PolledUrl:
         """Return the poller of a URL. Raises `ConfigurationError` for a kind or a URL unknown to this version."""
-        return _PolledUrl(watch, Asker(watch.url, backend_of(watch.kind), self._deadline_s))
+        return _PolledUrl(watch, Asker(watch.url, backend_of(watch.kind), self._deadline_s, self._max_bytes))
 
     def _look(self, watch: Watch) -> None:
         mine = self._polled.get(watch.number)
@@ -104,7 +104,7 @@ class SharedPolls:
                     polled.asker.polls_to_models = 0
                 answers = await polled.asker.ask(client)
                 watch = polled.watch
-                found = polled.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks)
+                found = await polled.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks)
                 self._say(Polled(watch.number, found))
                 wait_s = next_poll_after_s(origin_s, loop.time(), self._interval_s)
 
@@ -112,7 +112,8 @@ class SharedPolls:
         watch = polled.watch
         async with polled.asker.client(self._authorization, self._ssl_context) as client:
             answers = await polled.asker.ask(client)
-        self._say(Polled(watch.number, polled.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks)))
+        found = await polled.asker.found(answers, watch.rank_ids, finds_ranks=watch.finds_ranks)
+        self._say(Polled(watch.number, found))
 
 
 class _PolledUrl:

@@ -105,7 +105,7 @@ class PollShares:
                 shares[gateway_id].append(self._watches[number])
         settings = self._poller.settings
         for gateway_id, share in shares.items():
-            word = PollShare(tuple(share), settings.interval_s, settings.deadline_s)
+            word = PollShare(tuple(share), settings.interval_s, settings.deadline_s, settings.max_bytes)
             self._gateways.say(self._polling[gateway_id], word)
 
     # --- what the poller says

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from thunderagent.backends.ranks import of_rank, rank_count_of
+from thunderagent.backends.ranks import by_rank_of, rank_count_of
 from thunderagent.backends.vllm import VllmBackend
 from thunderagent.simulator.embedded.ranks import RanksCollector, chosen_rank
 from thunderagent.simulator.embedded.requests import ApiError
@@ -54,5 +54,5 @@ def test_each_metric_is_there_once_with_a_sample_for_each_rank() -> None:
     heads = [line for line in exposition.splitlines() if line.startswith("# TYPE")]
     assert len(heads) == len(set(heads))
     assert rank_count_of(exposition, "engine") == 2
-    readings = [VllmBackend().read_metrics(of_rank(exposition, "engine", rank)) for rank in range(2)]
+    readings = [VllmBackend().read_metrics(each) for each in by_rank_of(exposition, "engine", range(2)).values()]
     assert [(each.capacity_tokens, each.waiting_count) for each in readings] == [(4096, 0), (4096, 4)]

@@ -41,8 +41,8 @@ def _in_utc(expires: datetime) -> datetime:
 
 
 Expiry = Annotated[AwareDatetime, AfterValidator(_in_utc)]
-_Rate = Annotated[float | None, Field(ge=1e-6, allow_inf_nan=False)]
-_Count = Annotated[int | None, Field(ge=1)]
+_Rate = Annotated[float | None, Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
+_Count = Annotated[int | None, Field(ge=1, le=10**9)]
 
 
 class KeyLimitsEntry(BaseModel):

@@ -123,12 +123,13 @@ _decode_block_event = msgspec.json.Decoder(_BlockEvent).decode
 class _Completions:
     """Assembles the blocks of a message: its texts, and its tool calls."""
 
-    __slots__ = ("_blocks", "_pieces", "kept_chars")
+    __slots__ = ("_blocks", "_pieces", "builds_all", "kept_chars")
 
     def __init__(self) -> None:
         self._blocks: dict[int, dict[str, Any]] = {}
         self._pieces: dict[int, list[str]] = {}
         self.kept_chars = 0
+        self.builds_all = True
 
     def read_answer(self, answer: bytes) -> None:
         self._blocks = dict(enumerate(_decode_content(answer).content))

@@ -69,6 +69,10 @@ class CompletionReader(Protocol):
     """Follows one answer for its text, whole or event by event."""
 
     @property
+    def builds_all(self) -> bool:
+        """Whether it builds objects of any kind, not only texts."""
+
+    @property
     def kept_chars(self) -> int:
         """How much it keeps of the events."""
 

@@ -116,11 +116,12 @@ class _Said:
 class _Completions:
     """Assembles the choices."""
 
-    __slots__ = ("_said", "kept_chars")
+    __slots__ = ("_said", "builds_all", "kept_chars")
 
     def __init__(self) -> None:
         self._said: dict[int, _Said] = {}
         self.kept_chars = 0
+        self.builds_all = False
 
     def read_answer(self, answer: bytes) -> None:
         for choice in _decode_choices(answer).choices or ():

@@ -145,12 +145,13 @@ class _Completions:
     Some clients keep the former, others the latter, so both count.
     """
 
-    __slots__ = ("_done", "_output", "kept_chars")
+    __slots__ = ("_done", "_output", "builds_all", "kept_chars")
 
     def __init__(self) -> None:
         self._done: dict[int, dict[str, Any]] = {}
         self._output: list[dict[str, Any]] = []
         self.kept_chars = 0
+        self.builds_all = True
 
     def read_answer(self, answer: bytes) -> None:
         self._output = list(map(_item, _decode_output(answer).output))

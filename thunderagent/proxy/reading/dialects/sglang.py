@@ -122,13 +122,14 @@ def _read_generated(answer: bytes) -> list[_Generated]:
 class _Completions:
     """Keeps what counts of each answer: the last event, which repeats all before it, or every piece."""
 
-    __slots__ = ("_events", "_in_pieces", "_whole", "kept_chars")
+    __slots__ = ("_events", "_in_pieces", "_whole", "builds_all", "kept_chars")
 
     def __init__(self) -> None:
         self._events: dict[int, list[bytes]] = {}
         self._in_pieces: bool | None = None
         self._whole: list[_Generated] = []
         self.kept_chars = 0
+        self.builds_all = False
 
     def read_answer(self, answer: bytes) -> None:
         self._whole = _read_generated(answer)

@@ -75,7 +75,8 @@ class ToolCall(msgspec.Struct):
 class CallingMessage(msgspec.Struct):
     """A message that may call tools."""
 
-    content: Any = None
+    content: Raw = Raw()
+    """A text; whatever else is there is not built."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -83,7 +84,7 @@ class CallingChoice(msgspec.Struct):
     """A choice of a whole answer, or a piece of it, read for its calls."""
 
     index: int = 0
-    text: Any = None
+    text: Raw = Raw()
     message: CallingMessage | None = None
     delta: CallingMessage | None = None
 
@@ -104,7 +105,7 @@ class Calls(msgspec.Struct):
     choices: list[CallingChoice] | None = None
     content: list[Item] | None = None
     output: list[Item] | None = None
-    text: Any = None
+    text: Raw = Raw()
 
 
 class Delta(msgspec.Struct):
@@ -122,7 +123,7 @@ class ChoicesEvent(msgspec.Struct):
 class TextEvent(msgspec.Struct):
     """An event of SGLang's own API, with all the text so far."""
 
-    text: Any = None
+    text: Raw = Raw()
 
 
 class ItemEvent(msgspec.Struct):

@@ -63,7 +63,7 @@ _WORD: Final = re.compile(r"""[^\s(){};&|<>'"]+""")
 _decode_choices_event: Final = msgspec.json.Decoder(ChoicesEvent).decode
 _decode_text_event: Final = msgspec.json.Decoder(TextEvent).decode
 _decode_item_event: Final = msgspec.json.Decoder(ItemEvent).decode
-_decode_string: Final[Callable[[bytes], str]] = msgspec.json.Decoder(str).decode
+_decode_string: Final[Callable[[bytes | Raw], str]] = msgspec.json.Decoder(str).decode
 
 
 def key_of(calls: Calls) -> str:
@@ -75,8 +75,17 @@ def key_of(calls: Calls) -> str:
     keys += [_key_of_item(item) for item in (calls.content or []) + (calls.output or []) if _is_call(item)]
     if keys:
         return _joined_key(keys)
-    text = next((text for text in (message.content, choice.text, calls.text) if text is not None), None)
-    return _key_of_text(text) if isinstance(text, str) else ""
+    texts = [_text(text) for text in (message.content, choice.text, calls.text) if _is_said(text)]
+    return _key_of_text(texts[0] or "") if texts else ""
+
+
+def _is_said(value: Raw) -> bool:
+    return len(value) > 0 and bytes(memoryview(value)[:1]) != b"n"
+
+
+def _text(value: Raw) -> str | None:
+    """Return a text; None if the value is none."""
+    return _decode_string(value) if bytes(memoryview(value)[:1]) == b'"' else None
 
 
 class StreamToolCalls:
@@ -121,8 +130,8 @@ class StreamToolCalls:
                 if choice.index == 0:
                     self._read_choice(choice)
         elif b'"meta_info"' in event:
-            text = _decode_text_event(data_of(event)).text
-            self._text = text if isinstance(text, str) and "```" in text else self._text
+            text = _text(_decode_text_event(data_of(event)).text)
+            self._text = text if text is not None and "```" in text else self._text
         else:
             self._read_item_event(_decode_item_event(data_of(event)))
 
@@ -132,8 +141,8 @@ class StreamToolCalls:
         for call in delta.tool_calls or ():
             if call.function is not None:
                 self._add(call.index, call.function.name, _plain(call.function.arguments))
-        text = delta.content if delta.content is not None else choice.text
-        if isinstance(text, str) and (self._text is not None or "```" in text):
+        text = _text(delta.content if _is_said(delta.content) else choice.text)
+        if text is not None and (self._text is not None or "```" in text):
             self._text = _head((self._text or "") + text)
 
     def _read_item_event(self, event: ItemEvent) -> None:
