@@ -54,6 +54,11 @@ from thunderagent.programs.verbs.placing import Placing
 from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.view import SchedulerView
 
+import os
+START_RATIO = float(os.environ.get("START", "1.1"))
+UNHELD_RATIO: Final = float(os.environ.get("UNHELD", "2"))
+"""Claimable part of a replica's capacity where nothing is worth holding: turns then wait in the engine, not here."""
+
 IN_DEMAND_RATIO: Final = 0.8
 """A replica is in demand while others wait and this ratio of its limit is claimed: then more may be tried."""
 
@@ -212,5 +217,9 @@ class Scheduler:
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_waited_s
-            if correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s):
-                account.set_limit(account.capacity_tokens, correction.ratio)
+            correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s)
+            plan = self.knowledge.holding(replica.replica_id, account.capacity_tokens, book.now_s)
+            ratio = correction.ratio
+            if not plan.threshold_s: ratio = max(ratio, UNHELD_RATIO if plan.turns_per_s else START_RATIO)
+            if ratio != account.capacity_ratio:
+                account.set_limit(account.capacity_tokens, ratio)

@@ -123,6 +123,13 @@ class SchedulerView:
         """See `View`."""
         return self._replica(replica).acting.expiring.lowest(count, self._book.now_s)
 
+    def first_to_give_way(self, replica: ReplicaView, count: int) -> list[Program]:
+        """See `View`."""
+        acting = self._replica(replica).acting
+        import os
+        if os.environ.get("LRU"): return sorted([p for p in self._replica(replica).programs.values() if p.place is acting], key=lambda p: p.acting_since_s)[:count]
+        return acting.expiring.lowest(count) or acting.order.lowest(count)
+
     def last_marked(self, replica: ReplicaView) -> Program | None:
         """See `View`."""
         return self._replica(replica).leaving.order.first()
@@ -185,6 +192,13 @@ class SchedulerView:
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
         return self._core.knowledge.break_even_s(replica_id, self._book.memory_tokens_of(replica_id))
+
+    def hold_threshold_s(self, replica_id: str | None) -> float:
+        """See `View`."""
+        book = self._book
+        account = book.ledger.accounts.get(replica_id) if replica_id is not None else None
+        capacity_tokens = None if account is None else account.capacity_tokens
+        return self._core.knowledge.holding(replica_id, capacity_tokens, book.now_s).threshold_s
 
     @property
     def growth_tokens_per_s(self) -> float:

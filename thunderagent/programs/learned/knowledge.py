@@ -10,6 +10,7 @@ from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.learned.growth import Growth, PrefillSpeed, Residences
 from thunderagent.programs.learned.histogram import check_range
+from thunderagent.programs.learned.holding import NOTHING_HELD, REFRESH_S, EngineCosts, Plan, TurnMeans, plan_holding
 from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.restore_pace import RestorePace
 from thunderagent.programs.learned.roles import RoleOutputs
@@ -58,6 +59,7 @@ class Knowledge:
     __slots__ = (
         "_corrections",
         "_known_capacities",
+        "_plans",
         "_learns_reserve",
         "_output_tokens",
         "_rules",
@@ -76,6 +78,7 @@ class Knowledge:
         "tokens_per_byte_ratio",
         "tool_times",
         "tools_running_count",
+        "turn_means",
     )
 
     def __init__(self, rules: ClaimRules | None = None) -> None:
@@ -104,6 +107,9 @@ class Knowledge:
         self._known_capacities: dict[str, CapacityRecord] = {}
         """Of replicas not heard of since their records were adopted."""
         self.tiers = TierPrices()
+        self.turn_means = TurnMeans()
+        self._plans: dict[str, tuple[float, Plan]] = {}
+        """By replica, with the time from which they are outdated."""
 
     def correction(self, replica_id: str) -> CapacityCorrection:
         """Return how much of a replica's capacity may be claimed."""
@@ -119,6 +125,7 @@ class Knowledge:
         """Forget a replica."""
         self._corrections.pop(replica_id, None)
         self.tiers.replica_removed(replica_id)
+        self._plans.pop(replica_id, None)
 
     def export(self) -> LearnedRecord:
         """Return all that was learned. Cost: O(all of it), half a millisecond at most."""
@@ -151,6 +158,7 @@ class Knowledge:
             restores=self.restore_pace.export(),
             capacities=(*unseen, *capacities),
             tiers=self.tiers.export(),
+            turn_means=self.turn_means.export(),
         )
 
     def adopt(self, learned: LearnedRecord) -> None:
@@ -177,6 +185,8 @@ class Knowledge:
                 CapacityCorrection(0.0).adopt(known)  # raises if it is impossible
                 self._known_capacities[known.replica_id] = known
         self.tiers.adopt(learned.tiers)
+        if learned.turn_means is not None:
+            self.turn_means.adopt(learned.turn_means)
 
     def _measure_reserves(self) -> None:
         """Compute what claims hold beyond contexts, if that is learned.
@@ -221,6 +231,23 @@ class Knowledge:
         """
         return self.lost_token_s(replica_id) * memory_tokens
 
+    def engine_costs(self, replica_id: str) -> EngineCosts:
+        """Return what an iteration of a replica costs."""
+        return EngineCosts(self.lost_token_s(replica_id), 0.0, 0.0)
+
+    def holding(self, replica_id: str | None, capacity_tokens: int | None, now_s: float) -> Plan:
+        """Return for how long a replica's programs are held through their tools: planned anew every `REFRESH_S`."""
+        if replica_id is None or capacity_tokens is None:
+            return NOTHING_HELD
+        outdated_s, plan = self._plans.get(replica_id, (-inf, NOTHING_HELD))
+        if now_s >= outdated_s:
+            memory_tokens = capacity_tokens * self._corrections[replica_id].ratio
+            costs, returns = self.engine_costs(replica_id), self.tool_times.returns()
+            g = self.growth
+            plan = plan_holding(costs, self.turn_means, returns, memory_tokens, 1.0 - g._program_count / g._turn_count if g._turn_count >= 1 and g._program_count >= 3 and g._program_count < g._turn_count else 1.0 if not g._program_count or g._program_count < g._turn_count else 0.0)
+            self._plans[replica_id] = (now_s + REFRESH_S, plan)
+        return plan
+
     def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
         return int(self.tiers.loading_s(ended) / self.prefill_speed.token_s)
@@ -241,6 +268,7 @@ class Knowledge:
             program.larger_tokens_total += larger_tokens
         program.learned_count += 1
         self.growth.turn_ended(ended)
+        self.turn_means.turn_ended(ended)
         self._measure_reserves()
         self.role_outputs.turn_ended(ended)
         some_tiers = bool(self.tiers.by_replica)

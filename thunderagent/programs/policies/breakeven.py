@@ -59,7 +59,7 @@ Place = Callable[[View, ProgramView, Sequence[ReplicaView]], Placement]
 class BreakEven:
     """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
-    hold_ratio: float = 0.75
+    hold_ratio: float = 1.5
     """What holding may cost against computing again, as a part of β·C. Raise it if engines recompute much after
     `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool; `0`: expire at
     once.

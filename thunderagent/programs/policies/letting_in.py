@@ -27,6 +27,9 @@ Found = tuple["ReplicaView | None", Reason]
 _TICK: Final = Moment.TICK
 _REPLICAS_CHANGED: Final = Moment.REPLICAS_CHANGED
 
+import os
+VARA = bool(os.environ.get("VARA"))
+NOIDLE = bool(os.environ.get("NOIDLE"))
 MOST_EXPIRED_COUNT: Final = 64
 """How many programs are paused at most to make room for one."""
 
@@ -67,7 +70,7 @@ class LettingIn:
 
     def hold_threshold_s(self, view: View, program: ProgramView) -> float:
         """Return the break-even time, times `hold_ratio`."""
-        return times(self.hold_ratio, view.break_even_s(program.replica_id))
+        return times(self.hold_ratio, view.hold_threshold_s(program.replica_id))
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the youngest first, and the last of a group last."""
@@ -159,7 +162,29 @@ class LettingIn:
             if not several or roomiest.account.active_count < active_count:  # expired ones went for it
                 return roomiest, Reason.FITS
             return self._with_fewest_programs(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
+        if make_room and not NOIDLE:
+            for replica in candidates:
+                if not replica.account.turn_count and self._makes_room_on_idle(view, program, replica, reserved):
+                    return replica, Reason.FITS
         return None, Reason.NO_ROOM
+
+    def _makes_room_on_idle(
+        self, view: View, program: ProgramView, replica: ReplicaView, reserved: ReplicaView | None
+    ) -> bool:
+        """Pause programs whose tools run until a program fits on a replica without a turn; return whether it does.
+
+        Nothing that is held there is worth more than the engine's time.
+        """
+        account = replica.account
+        if replica is reserved or view.first_routed_before(program, replica) is not None:
+            return False
+        needed_tokens = view.claim_tokens_on(program, replica)
+        own = program.reserve_tokens if VARA else 0
+        while account.active_count and account.limit_tokens - account.demand_tokens + own * account.active_count < needed_tokens - own:
+            acting = view.first_to_give_way(replica, 1)
+            if not acting or not view.propose_pause(acting[0], Reason.EXPIRED):
+                return False
+        return True
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Return whether a program waits for that replica alone, comes before this one, and may not be passed."""
@@ -239,7 +264,9 @@ class LettingIn:
 
     def _foresees(self, view: View, program: ProgramView) -> bool:
         """Return whether a program leaves room for growth: a newcomer does if memory is short."""
-        return not program.turn_count and self.foresight_ratio > 0 and is_short(view, program, self.low_ratio)
+        if program.turn_count or not self.foresight_ratio or view.mean_growth_tokens == inf:
+            return False
+        return view.growth_tokens_per_s < inf and is_short(view, program, self.low_ratio)
 
     def _roomiest(
         self,

@@ -45,6 +45,17 @@ class GrowthRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnMeansRecord:
+    """Means over turns, in tokens, and over how many: what they hold, bring, had sent before, and generate."""
+
+    count: int
+    held_tokens: float
+    new_tokens: float
+    known_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class PriceRecord:
     """Price of a token: to prefill (None: not learned), and to generate, as looked up so many turns ago."""
 
@@ -108,3 +119,5 @@ class LearnedRecord:
     tiers: tuple[TierRecord, ...] = ()
     lengths: LengthsRecord | None = None
     """None if the order does not learn them."""
+    turn_means: TurnMeansRecord | None = None
+    """None in a state that an earlier version kept."""
