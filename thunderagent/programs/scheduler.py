@@ -211,6 +211,6 @@ class Scheduler:
             account, correction = book.touch(replica), self.knowledge.correction(replica.replica_id)
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = correction.computed_tokens >= account.limit_tokens
-            wanted, idle_s = in_demand and full, account.idle_waited_s
+            wanted, idle_s = in_demand and full, account.idle_held_s
             if correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s):
                 account.set_limit(account.capacity_tokens, correction.ratio)
