@@ -1,4 +1,4 @@
-"""Simulate loads and engines as strangers have them: is the default anywhere worse than a simple policy?
+"""Simulate loads and engines as strangers have them; find where the default is worse than a simple policy.
 
     scripts/bench policy world                          # all cells, ten seeds
     scripts/bench policy world --seeds 3 --cells 'h1*,h3*'
@@ -80,8 +80,13 @@ class Task:
 def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
     """Do one run; return its figures."""
     cell = next(cell for cell in cells(task.traces) if cell.name == task.cell)
-    programs, scenario = cell.programs(task.seed), replace(cell.scenario, seed=task.seed)
-    policy, foresight = Contestant.parse(task.policy).prepare(scenario, programs)
+    return run_in(cell, task.policy, task.seed, go_on)
+
+
+def run_in(cell: Cell, policy_text: str, seed: int, go_on: GoOn = lambda: None) -> dict[str, float]:
+    """Run a policy in a cell with a seed; return its figures."""
+    programs, scenario = cell.programs(seed), replace(cell.scenario, seed=seed)
+    policy, foresight = Contestant.parse(policy_text).prepare(scenario, programs)
     agenda = Agenda()
     simulation = Simulation(
         scenario, programs, policy, agenda=agenda, foresight=foresight, on_progress=lambda _: go_on()

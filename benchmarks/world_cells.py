@@ -2,7 +2,7 @@
 
 | Cells | Load | Engines |
 |---|---|---|
-| h1 | 24 programs, long prompts, short answers; tools of 2 s | one as Dynamo's mocker: prefill is cheap, nothing is told |
+| h1 | 24 programs, long prompts, short answers; tools of 2 s | one as Dynamo's mocker: cheap prefill, nothing is told |
 | h2 | the standard load, 16 programs | the same with 16,000 tokens |
 | h3 | a first try: short programs, all at once | two as `thunderagent serve` brings, 16,000 tokens each |
 | h5 | as h1 | two, of one of which nobody knows how much it holds |
