@@ -156,15 +156,15 @@ class Simulation:
             events=tuple(self.events),
         )
 
-    def program_times_s(self, from_s: float, until_s: float) -> tuple[list[float], int]:
-        """Return how long the programs took that began in that time, and how many of them have not ended.
+    def program_times_s(self, count: int) -> tuple[list[float], int]:
+        """Return how long the first `count` programs of the workload took, and how many of them have not ended.
 
-        Those count with their time until now.
+        Those that began count with their time until now.
         """
-        ended = [wait.residence_s for wait in self._tally.ended if from_s <= wait.started_s < until_s]
-        began_s = [program.started_s for program in self._by_program_id.values()]
-        living = [self._agenda.now_s - each for each in began_s if from_s <= each < until_s]
-        return ended + living, len(living)
+        ended = [wait.residence_s for wait in self._tally.ended if wait.serial_id < count]
+        live = self._by_program_id.values()
+        living = [self._agenda.now_s - each.started_s for each in live if each.wait.serial_id < count]
+        return ended + living, count - len(ended)
 
     @property
     def has_more(self) -> bool:
