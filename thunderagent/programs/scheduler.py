@@ -54,9 +54,7 @@ from thunderagent.programs.verbs.placing import Placing
 from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.view import SchedulerView
 
-import os
-START_RATIO = float(os.environ.get("START", "1.1"))
-UNHELD_RATIO: Final = float(os.environ.get("UNHELD", "2"))
+UNHELD_RATIO: Final = 2.0
 """Claimable part of a replica's capacity where nothing is worth holding: turns then wait in the engine, not here."""
 
 IN_DEMAND_RATIO: Final = 0.8
@@ -216,7 +214,7 @@ class Scheduler:
             account, correction = book.touch(replica), self.knowledge.correction(replica.replica_id)
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = correction.computed_tokens >= account.limit_tokens
-            wanted, idle_s = in_demand and full, account.idle_waited_s
+            wanted, idle_s = in_demand and full, account.idle_held_s
             correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s)
             plan = self.knowledge.holding(replica.replica_id, account.capacity_tokens, book.now_s)
             ratio = correction.ratio

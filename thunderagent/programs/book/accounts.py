@@ -36,6 +36,7 @@ from dataclasses import dataclass, fields
 from math import exp2, inf
 from typing import Final
 
+from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.turn import TurnEnded
 
@@ -125,8 +126,9 @@ class Account:
         "flight_s",
         "flight_token_s",
         "growth_tokens",
+        "held_s",
         "hit_ratio",
-        "idle_waited_s",
+        "idle_held_s",
         "kv_used_ratio",
         "leaving",
         "limit_tokens",
@@ -181,8 +183,10 @@ class Account:
         """Memory that turns in flight had, less what was booked for those that ended."""
         self.updated_s = now_s
         self.waited_s = 0.0
-        self.idle_waited_s = 0.0
-        """Time for which it was usable and had no turn in flight while turns waited."""
+        self.held_s = 0.0
+        """Reading of the clock of programs that wait for room anywhere, when the integrals were last up to date."""
+        self.idle_held_s = 0.0
+        """Time for which it was usable and had no turn in flight while a program waited for room, anywhere or here."""
 
     def turn_granted(self) -> None:
         """Count one more turn in flight; where images are encoded, expect one image of it."""
@@ -229,11 +233,12 @@ class Account:
 class Ledger:
     """All accounts, and the clock of waiting that tells idle memory from unused memory."""
 
-    __slots__ = ("_half_life_s", "_waited_s", "_waiting_since_s", "accounts", "closed_costs", "waiting_count")
+    __slots__ = ("_half_life_s", "_queue", "_waited_s", "_waiting_since_s", "accounts", "closed_costs", "waiting_count")
 
-    def __init__(self, half_life_s: float) -> None:
-        """Create a ledger without accounts; `half_life_s` is that of f(t)."""
+    def __init__(self, half_life_s: float, queue: PausedQueue | None = None) -> None:
+        """Create a ledger without accounts; `half_life_s` is that of f(t), `queue` has who waits for room."""
         self._half_life_s = half_life_s
+        self._queue = queue
         self.accounts: dict[str, Account] = {}
         self.closed_costs = Costs()
         """Costs of removed replicas, so that sums over all replicas never shrink."""
@@ -248,7 +253,15 @@ class Ledger:
         if account is None:
             account = self.accounts[replica_id] = Account(self._half_life_s, now_s, replica_id)
             account.waited_s = self.waited_s(now_s)
+            account.held_s = self._held_s(now_s)
         return account
+
+    def _held_s(self, now_s: float) -> float:
+        """Return the total seconds in which at least one program waited for room anywhere."""
+        if self._queue is None:
+            return 0.0
+        waiting = self._queue.waiting
+        return waiting.occupied_s + (now_s - waiting.occupied_since_s if waiting.count else 0.0)
 
     def close(self, replica_id: str) -> None:
         """Forget the account of a removed replica, if it has one; its costs must be accrued first."""
@@ -300,9 +313,16 @@ class Ledger:
         if waited_s > account.waited_s and account.usable and capacity_tokens < inf:
             idle_tokens = max(0.0, capacity_tokens - account.demand_tokens)
             account.costs.unused_token_s += idle_tokens * min(elapsed_s, waited_s - account.waited_s)
-            if not account.turn_count:
-                account.idle_waited_s += waited_s - account.waited_s
         account.waited_s = waited_s
+        queue = self._queue
+        if queue is None:
+            return
+        waiting = queue.waiting
+        held_s = waiting.occupied_s + now_s - waiting.occupied_since_s if waiting.count else waiting.occupied_s
+        if not account.turn_count and account.usable:
+            here = queue.routed.get(account.working.replica_id or "") if queue.routed else None
+            account.idle_held_s += held_s - account.held_s if here is None or not here.count else elapsed_s
+        account.held_s = held_s
 
     def charge_turn(
         self, account: Account, ended: TurnEnded, *, prefill_token_s: float | None = None, loaded_tokens: int = 0

@@ -261,7 +261,7 @@ class CapacityCorrection:
         """Correct the ratio if it is time; return whether it changed.
 
         `wanted`: others wait, all claimable memory is claimed, and the memory was full once. `idle_s`: total time in
-        which the engine had no turn while turns waited.
+        which the engine had no turn while programs waited for room.
         """
         before = self.ratio
         if self._undo(now_s, idle_s):
