@@ -180,7 +180,7 @@ class SchedulerView:
     @property
     def prefill_token_s(self) -> float:
         """See `View`."""
-        return self._core.knowledge.prefill_speed.token_s
+        return self._core.knowledge.prices.token_s
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""

@@ -174,6 +174,7 @@ class Fleet:
         self._set_health(replica, up=False, draining=False)
         for program in list(replica.programs.values()):
             core.lose_replica(program, reason)
+        core.knowledge.prices.interrupted(replica.replica_id, book.now_s)
         account = replica.account
         for turn in [turn for turn in book.turns.values() if turn.account_id == replica.replica_id]:
             turn.account_id = None
