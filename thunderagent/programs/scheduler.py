@@ -57,6 +57,9 @@ from thunderagent.programs.view import SchedulerView
 UNHELD_RATIO: Final = 2.0
 """Claimable part of a replica's capacity where nothing is worth holding: turns then wait in the engine, not here."""
 
+FIRST_RATIO: Final = 1.1
+"""The same before that is known: claims are estimates then, and hold a reserve that few turns need."""
+
 IN_DEMAND_RATIO: Final = 0.8
 """A replica is in demand while others wait and this ratio of its limit is claimed: then more may be tried."""
 
@@ -216,8 +219,11 @@ class Scheduler:
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_held_s
             correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s)
-            plan = self.knowledge.holding(replica.replica_id, account.capacity_tokens, book.now_s)
+            plan = self.knowledge.holding(
+                replica.replica_id, account.assumed_tokens, account.own_ratio, book.now_s
+            )
             ratio = correction.ratio
-            if not plan.threshold_s: ratio = max(ratio, UNHELD_RATIO if plan.turns_per_s else START_RATIO)
+            if not plan.threshold_s:
+                ratio = max(ratio, UNHELD_RATIO if plan.turns_per_s else FIRST_RATIO)
             if ratio != account.capacity_ratio:
                 account.set_limit(account.capacity_tokens, ratio)

@@ -126,8 +126,6 @@ class SchedulerView:
     def first_to_give_way(self, replica: ReplicaView, count: int) -> list[Program]:
         """See `View`."""
         acting = self._replica(replica).acting
-        import os
-        if os.environ.get("LRU"): return sorted([p for p in self._replica(replica).programs.values() if p.place is acting], key=lambda p: p.acting_since_s)[:count]
         return acting.expiring.lowest(count) or acting.order.lowest(count)
 
     def last_marked(self, replica: ReplicaView) -> Program | None:
@@ -187,7 +185,7 @@ class SchedulerView:
     @property
     def prefill_token_s(self) -> float:
         """See `View`."""
-        return self._core.knowledge.prefill_speed.token_s
+        return self._core.knowledge.prices.token_s
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
@@ -195,10 +193,13 @@ class SchedulerView:
 
     def hold_threshold_s(self, replica_id: str | None) -> float:
         """See `View`."""
-        book = self._book
-        account = book.ledger.accounts.get(replica_id) if replica_id is not None else None
-        capacity_tokens = None if account is None else account.capacity_tokens
-        return self._core.knowledge.holding(replica_id, capacity_tokens, book.now_s).threshold_s
+        account = self._book.ledger.accounts.get(replica_id) if replica_id is not None else None
+        if account is None:
+            return 0.0
+        plan = self._core.knowledge.holding(
+            replica_id, account.assumed_tokens, account.own_ratio, self._book.now_s
+        )
+        return plan.threshold_s
 
     @property
     def growth_tokens_per_s(self) -> float:

@@ -117,6 +117,7 @@ class Account:
     __slots__ = (
         "acting",
         "active_count",
+        "assumed_tokens",
         "capacity_ratio",
         "capacity_tokens",
         "costs",
@@ -146,10 +147,12 @@ class Account:
     def __init__(self, half_life_s: float, now_s: float, replica_id: str = "") -> None:
         """Open an account at `now_s`."""
         self.capacity_tokens: int | None = None
+        self.assumed_tokens: float | None = None
+        """The same; if it is unknown, the median of the others'; None if none is known."""
         self.capacity_ratio = 1.0
         """Part of the capacity that may be claimed."""
         self.limit_tokens = inf
-        """Tokens that may be claimed; infinite while the capacity is unknown."""
+        """Tokens that may be claimed; infinite while no capacity is known."""
         self.usable = False
         """Whether programs may get claims there. Memory that nobody may claim is not unused."""
         self.working = Place(Kind.WORKING, replica_id)
@@ -207,7 +210,20 @@ class Account:
     def set_limit(self, capacity_tokens: int | None, capacity_ratio: float) -> None:
         """Record the size of its memory, and which part of it may be claimed."""
         self.capacity_tokens, self.capacity_ratio = capacity_tokens, capacity_ratio
-        self.limit_tokens = inf if capacity_tokens is None else capacity_tokens * capacity_ratio
+        if capacity_tokens is not None:
+            self.assumed_tokens = capacity_tokens
+        self.limit_tokens = inf if self.assumed_tokens is None else self.assumed_tokens * capacity_ratio
+
+    def assume(self, tokens: float | None) -> None:
+        """Assume a size while none is known."""
+        self.assumed_tokens = tokens
+        self.set_limit(None, self.capacity_ratio)
+
+    @property
+    def own_ratio(self) -> float:
+        """Part of what its programs hold that is not shared between them; 1 if there are none."""
+        whole_tokens = self.demand_tokens + self.shared_tokens
+        return max(0.0, self.demand_tokens / whole_tokens) if whole_tokens else 1.0
 
     @property
     def reasoning_tokens(self) -> int:
@@ -296,8 +312,7 @@ class Ledger:
         acting_tokens = float(account.acting.tokens)
         flight_tokens = account.demand_tokens - acting_tokens
         if account.shared_tokens:  # each bears its part of that
-            whole_tokens = account.demand_tokens + account.shared_tokens
-            own_ratio = max(0.0, account.demand_tokens / whole_tokens) if whole_tokens else 1.0
+            whole_tokens, own_ratio = account.demand_tokens + account.shared_tokens, account.own_ratio
             flight_tokens, acting_tokens = (whole_tokens - acting_tokens) * own_ratio, acting_tokens * own_ratio
         capacity_tokens: float = inf if account.capacity_tokens is None else account.capacity_tokens
         fitting_tokens = flight_tokens

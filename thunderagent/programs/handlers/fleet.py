@@ -101,6 +101,7 @@ class Fleet:
 
     def _replicas_changed(self) -> None:
         core, book = self._core, self._core.book
+        self._assume_sizes()
         before = book.open_replicas, book.granting_replicas
         book.open_replicas = [replica for replica in book.replicas.values() if replica.open_to_programs]
         book.granting_replicas = [replica for replica in book.open_replicas if replica.grants]
@@ -174,6 +175,7 @@ class Fleet:
         self._set_health(replica, up=False, draining=False)
         for program in list(replica.programs.values()):
             core.lose_replica(program, reason)
+        core.knowledge.prices.interrupted(replica.replica_id, book.now_s)
         account = replica.account
         for turn in [turn for turn in book.turns.values() if turn.account_id == replica.replica_id]:
             turn.account_id = None
@@ -328,6 +330,19 @@ class Fleet:
     def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
         self._core.book.touch(replica).set_limit(capacity_tokens, replica.account.capacity_ratio)
         replica.residency.capacity_tokens = capacity_tokens
+        self._assume_sizes()
+
+    def _assume_sizes(self) -> None:
+        """Let a replica of unknown size count as the median of the others. Cost: O(replicas)."""
+        book = self._core.book
+        known = [each.account.capacity_tokens for each in book.replicas.values()]
+        sizes = sorted([tokens for tokens in known if tokens is not None])
+        if len(sizes) == len(known):
+            return
+        tokens = float(sizes[len(sizes) // 2]) if sizes else None
+        for replica in book.replicas.values():
+            if replica.account.capacity_tokens is None and replica.account.assumed_tokens != tokens:
+                book.touch(replica).assume(tokens)
 
     def _encodes_polled(self, event: EncodesPolled) -> None:
         replica = self._known_or_new(event.replica_id)

@@ -8,16 +8,17 @@ on the load, and both are measured. So the time for which programs are held is *
 turns a second are predicted, and the best H wins.
 
 **Compute.** An engine that serves B turns at once spends on each token that they generate an iteration, a + c·B
-seconds, and b seconds on each prompt token that it computes (`price.py`). A turn brings u new tokens and o output
-tokens, and the L tokens of its history are computed again unless its program came back within H, which it does in a
-part P(H) of all cases. So B turns at once take
+seconds, and b seconds on each prompt token that it computes (`price.py`). A turn brings u new tokens, generates o
+and leaves L. Those are computed again unless its program comes back within H, which it does in a part P(H) of all
+cases. So B turns at once take
 
     B·b·(u + (1 - P(H))·L) + o·(a + c·B)
 
-seconds, and that many turns end in this time.
+seconds, and that many turns end in this time. (What is shared with other programs is not lost, and a program's last
+turn loses nothing.)
 
-**Memory.** A turn that runs holds x tokens, and so does one whose tool runs, for E[min(tool, H)] seconds. At X turns a
-second both together fill the memory C:
+**Memory.** A turn that runs holds x tokens, and so does a program whose tool runs, for E[min(tool, H)] seconds. At X
+turns a second both together fill the memory C:
 
     B·x + X·E[min(tool, H)]·x = C.
 
@@ -44,10 +45,10 @@ from thunderagent.programs.model.records.learned import TurnMeansRecord
 from thunderagent.programs.model.turn import TurnEnded
 
 LEARNING_RATIO: Final = 0.01
-"""Weight of the newest turn in the means; while few were seen, all weigh the same."""
+"""Weight of the newest turn, or program, in the means; while few were seen, all weigh the same."""
 
 ENOUGH_TURNS_COUNT: Final = 16
-"""Before this many turns nothing is planned: nobody is held."""
+"""Before this many turns nothing is planned, and nobody is held."""
 
 REFRESH_S: Final = 5.0
 """How long a plan stays."""
@@ -57,6 +58,9 @@ BISECTIONS_COUNT: Final = 30
 
 HOLDING_GAIN_RATIO: Final = 1.05
 """Programs are held if that is predicted to make this many times the turns: a prediction is not exact."""
+
+CLAIMED_RATIO: Final = 0.95
+"""Part of the memory that may be claimed where programs are held."""
 
 SLACK_RATIO: Final = 1.0001
 """So that a tool whose rate is just the lowest is held."""
@@ -81,7 +85,7 @@ class Returns(NamedTuple):
     rates_per_s: Sequence[float]
 
 
-class Plan(NamedTuple):
+class HoldingPlan(NamedTuple):
     """For how long tools are held, and what that brings."""
 
     threshold_s: float
@@ -92,92 +96,126 @@ class Plan(NamedTuple):
     """Predicted if nothing were held."""
 
 
-NOTHING_HELD: Final = Plan(0.0, 0.0, 0.0)
+NOTHING_HELD: Final = HoldingPlan(0.0, 0.0, 0.0)
 
 
 class TurnMeans:
-    """Means over turns: what they hold, bring, would have to compute again, and generate; in tokens."""
+    """Means over turns, in tokens: what they hold while they run, bring, leave in memory, and generate."""
 
-    __slots__ = ("count", "held_tokens", "known_tokens", "new_tokens", "output_tokens")
+    __slots__ = (
+        "count",
+        "held_tokens",
+        "left_tokens",
+        "new_tokens",
+        "output_tokens",
+        "program_count",
+        "program_turn_count",
+    )
 
     def __init__(self) -> None:
         """Start with nothing seen."""
-        self.count = 0
-        self.held_tokens = 0.0
-        """Memory while a turn runs: its prompt and half of its output."""
-        self.new_tokens = 0.0
-        """The part of prompts that their programs had not sent or received before."""
-        self.known_tokens = 0.0
-        """The other part."""
-        self.output_tokens = 0.0
+        self.count = self.program_count = 0
+        self.held_tokens = self.new_tokens = self.left_tokens = self.output_tokens = 0.0
+        self.program_turn_count = 0.0
+        """Turns of an ended program."""
 
     def turn_ended(self, ended: TurnEnded) -> None:
-        """Learn from a turn."""
+        """Learn from a turn. Its prompt and half of its output are in memory while it runs; all of it is left."""
         self.count += 1
         ratio = max(LEARNING_RATIO, 1.0 / self.count)
-        known_tokens = float(ended.known_tokens)
         self.held_tokens += ratio * (ended.prompt_tokens + ended.output_tokens / 2 - self.held_tokens)
-        self.new_tokens += ratio * (ended.prompt_tokens - known_tokens - self.new_tokens)
-        self.known_tokens += ratio * (ended.prompt_tokens + ended.output_tokens - self.known_tokens)
+        self.new_tokens += ratio * (ended.prompt_tokens - ended.known_tokens - self.new_tokens)
+        self.left_tokens += ratio * (ended.prompt_tokens + ended.output_tokens - self.left_tokens)
         self.output_tokens += ratio * (ended.output_tokens - self.output_tokens)
 
-    def scaled(self, r):
-        t = TurnMeans(); t.count=self.count; t.held_tokens=self.held_tokens; t.new_tokens=self.new_tokens; t.known_tokens=r*self.known_tokens; t.output_tokens=self.output_tokens
-        return t
+    def program_ended(self, turn_count: int) -> None:
+        """Learn how many turns an ended program had."""
+        self.program_count += 1
+        self.program_turn_count += max(LEARNING_RATIO, 1.0 / self.program_count) * (
+            turn_count - self.program_turn_count
+        )
+
+    @property
+    def goes_on_ratio(self) -> float:
+        """Part of all turns that are not their program's last; 1 until a program ended."""
+        return 1.0 - 1.0 / self.program_turn_count if self.program_turn_count else 1.0
+
     def export(self) -> TurnMeansRecord:
         """Return its content."""
         return TurnMeansRecord(
-            self.count, self.held_tokens, self.new_tokens, self.known_tokens, self.output_tokens
+            self.count,
+            self.held_tokens,
+            self.new_tokens,
+            self.left_tokens,
+            self.output_tokens,
+            self.program_count,
+            self.program_turn_count,
         )
 
     def adopt(self, record: TurnMeansRecord) -> None:
         """Adopt another's content. Raises ValueError for impossible values."""
-        check_range("turns", record.count, (0, inf))
-        for tokens in (record.held_tokens, record.new_tokens, record.known_tokens, record.output_tokens):
+        for count in (record.count, record.program_count):
+            check_range("count", count, (0, inf))
+        for tokens in (record.held_tokens, record.new_tokens, record.left_tokens, record.output_tokens):
             check_range("tokens of turns", tokens, (0.0, MOST_TOKENS))
+        check_range("turns of programs", record.program_turn_count, (1.0 if record.program_count else 0.0, inf))
         self.count, self.held_tokens, self.new_tokens = record.count, record.held_tokens, record.new_tokens
-        self.known_tokens, self.output_tokens = record.known_tokens, record.output_tokens
+        self.left_tokens, self.output_tokens = record.left_tokens, record.output_tokens
+        self.program_count, self.program_turn_count = record.program_count, record.program_turn_count
 
 
-def plan_holding(costs: EngineCosts, means: TurnMeans, returns: Returns, memory_tokens: float, goes_on_ratio: float = 1.0) -> Plan:
-    """Return for how long tools are best held on an engine with this memory. Cost: O(intervals · bisections)."""
-    means = means.scaled(goes_on_ratio)
-    if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or means.held_tokens <= 0:
+def plan_holding(
+    costs: EngineCosts,
+    means: TurnMeans,
+    returns: Returns,
+    *,
+    memory_tokens: float,
+    own_ratio: float = 1.0,
+    reserve_tokens: float = 0.0,
+) -> HoldingPlan:
+    """Return for how long tools are best held on an engine with this memory.
+
+    `own_ratio` of what turns hold is not shared with others; a program that is held claims `reserve_tokens` besides.
+    Cost: O(intervals · bisections).
+    """
+    held_tokens = own_ratio * means.held_tokens
+    if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
         return NOTHING_HELD
-    places_count = memory_tokens / means.held_tokens  # of turns and tools together
-    unheld = best = _turns_per_s(costs, means, places_count, 0.0, 0.0)
-    places_count = 0.95 * memory_tokens / (means.held_tokens + 256)
+    goes_on_ratio = means.goes_on_ratio
+    lost_tokens = goes_on_ratio * own_ratio * means.left_tokens
+    unheld = best = _turns_per_s(costs, means, memory_tokens / held_tokens, lost_tokens, 0.0)
+    places_count = CLAIMED_RATIO * memory_tokens / (held_tokens + reserve_tokens)
     threshold_s, lowest_per_s, away_ratio, away_s = 0.0, inf, 1.0, 0.0
     for length_s, return_ratio, rate_per_s in zip(*returns, strict=True):
         away_s += away_ratio * length_s * (1.0 - return_ratio / 2)
         away_ratio *= 1.0 - return_ratio
-        if rate_per_s < lowest_per_s:
-            lowest_per_s = rate_per_s
-        predicted = _turns_per_s(costs, means, places_count, 1.0 - away_ratio, goes_on_ratio * away_s)
+        lowest_per_s = min(lowest_per_s, rate_per_s)
+        predicted = _turns_per_s(costs, means, places_count, away_ratio * lost_tokens, goes_on_ratio * away_s)
         if predicted > best:
             best, threshold_s = predicted, SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf
     if best < HOLDING_GAIN_RATIO * unheld:
-        return Plan(0.0, unheld, unheld)
-    return Plan(threshold_s, best, unheld)
+        return HoldingPlan(0.0, unheld, unheld)
+    return HoldingPlan(threshold_s, best, unheld)
 
 
 def _turns_per_s(
-    costs: EngineCosts, means: TurnMeans, places_count: float, found_ratio: float, away_s: float
+    costs: EngineCosts, means: TurnMeans, places_count: float, lost_tokens: float, away_s: float
 ) -> float:
-    """Return the predicted turns a second, if a place is held for `away_s` after a turn, and `found_ratio` return."""
-    prefill_s = costs.prefill_token_s * (means.new_tokens + (1.0 - found_ratio) * means.known_tokens)
-    decode_s = means.output_tokens * costs.sequence_s
+    """Return the predicted turns a second, if each loses that many tokens, and a place is kept for `away_s` after it.
+
+    Fewer than one turn at once: the engine idles for the rest of the time.
+    """
+    own_s = costs.prefill_token_s * (means.new_tokens + lost_tokens) + means.output_tokens * costs.sequence_s
     shared_s = means.output_tokens * costs.iteration_s
-    alone_s = prefill_s + decode_s + shared_s
-    if alone_s <= 0:
+    if own_s + shared_s <= 0:
         return inf
     low, high, turns_per_s = 0.0, places_count, 0.0
     for _ in range(BISECTIONS_COUNT):
         running_count = (low + high) / 2
-        if running_count < 1.0:  # the engine idles for the rest of the time
-            turns_per_s = running_count / alone_s
+        if running_count < 1.0:
+            turns_per_s = running_count / (own_s + shared_s)
         else:
-            turns_per_s = running_count / (running_count * (prefill_s + decode_s) + shared_s)
+            turns_per_s = running_count / (running_count * own_s + shared_s)
         if running_count + turns_per_s * away_s > places_count:
             high = running_count
         else:

@@ -27,9 +27,9 @@ Found = tuple["ReplicaView | None", Reason]
 _TICK: Final = Moment.TICK
 _REPLICAS_CHANGED: Final = Moment.REPLICAS_CHANGED
 
-import os
-VARA = bool(os.environ.get("VARA"))
-NOIDLE = bool(os.environ.get("NOIDLE"))
+LONGEST_HOLD_S: Final = 1e6
+"""Eleven days: so all programs whose tools run are in one order, that in which an engine evicts them."""
+
 MOST_EXPIRED_COUNT: Final = 64
 """How many programs are paused at most to make room for one."""
 
@@ -66,10 +66,11 @@ class LettingIn:
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
-        return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
+        hold_s = view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
+        return min(hold_s, LONGEST_HOLD_S)
 
     def hold_threshold_s(self, view: View, program: ProgramView) -> float:
-        """Return the break-even time, times `hold_ratio`."""
+        """Return what a lost token is worth in seconds of holding, as planned, times `hold_ratio`."""
         return times(self.hold_ratio, view.hold_threshold_s(program.replica_id))
 
     def pause_rank(self, program: ProgramView) -> float:
@@ -162,7 +163,7 @@ class LettingIn:
             if not several or roomiest.account.active_count < active_count:  # expired ones went for it
                 return roomiest, Reason.FITS
             return self._with_fewest_programs(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
-        if make_room and not NOIDLE:
+        if make_room:
             for replica in candidates:
                 if not replica.account.turn_count and self._makes_room_on_idle(view, program, replica, reserved):
                     return replica, Reason.FITS
@@ -179,8 +180,7 @@ class LettingIn:
         if replica is reserved or view.first_routed_before(program, replica) is not None:
             return False
         needed_tokens = view.claim_tokens_on(program, replica)
-        own = program.reserve_tokens if VARA else 0
-        while account.active_count and account.limit_tokens - account.demand_tokens + own * account.active_count < needed_tokens - own:
+        while account.active_count and account.limit_tokens - account.demand_tokens < needed_tokens:
             acting = view.first_to_give_way(replica, 1)
             if not acting or not view.propose_pause(acting[0], Reason.EXPIRED):
                 return False

@@ -291,7 +291,7 @@ class StateCollector:
         yield from self._by_pool(
             "thunderagent_prefill_seconds_per_token",
             "Time to prefill one uncached prompt token, as learned.",
-            lambda scheduler: scheduler.knowledge.prefill_speed.token_s,
+            lambda scheduler: scheduler.knowledge.prices.token_s,
         )
         yield from self._by_pool(
             "thunderagent_median_residence_seconds",
