@@ -251,22 +251,24 @@ class Knowledge:
     def turn_left_engine(self, ended: TurnEnded, others_count: int) -> None:
         """Learn from any finished turn what its replica's time is spent on; `others_count` are still in flight there.
 
-        One that was not left alone, or loaded from a tier, tells only what the engine computed.
+        One that was not left alone, or may have loaded from a tier, tells only what the engine computed.
         """
-        turn, is_row = ended.turn, not ended.turn.unrepresentative
+        turn, is_row, loaded_tokens = ended.turn, not ended.turn.unrepresentative, 0
         if self.tiers.by_replica and is_row and ended.branch is not None:
             price = self.prices.of(turn.account_id)
-            is_row = not self.tiers.turn_ended(ended, price.answered_s(ended, others_count), price.token_s)
+            loaded = self.tiers.turn_ended(ended, price.answered_s(ended, others_count), price.token_s)
+            is_row, loaded_tokens = loaded is not None, loaded or 0
         least_tokens = ended.uncached_tokens
         if ended.cached_tokens is None:
             least_tokens = min(least_tokens, ended.prompt_tokens - ended.known_tokens)
         seen = SeenTurn(
             turn.granted_s,
-            turn.started_s,
+            None if ended.first_token_s is None else turn.granted_s + ended.first_token_s,
             ended.now_s,
             ended.uncached_tokens,
             least_tokens,
             ended.output_tokens,
+            loaded_tokens=loaded_tokens,
             is_row=is_row,
         )
         self.prices.turn_ended(turn.account_id or "", seen, others_count)

@@ -21,7 +21,8 @@ unknown cached part, only what its branch sent for the first time was computed f
 
 The least squares are robust (Huber), and no price is negative. The interval is that of the residuals, with as many
 independent values as turns do not overlap; so it is wide where prompts hardly vary, and its lower end 0 where nothing
-is known. Nothing is computed per turn but one record; the fit runs when enough turns came since the last.
+is known. What a turn loaded from a tier behind the pool has a price of its own, which is left out here. Nothing is
+computed per turn but one record; the fit runs when enough turns came since the last.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ SURE_RATIO: Final = 2.0
 WIDE_RATIO: Final = 1.5
 """An assumption whose residuals are larger than another's by this ratio is not believed alone."""
 
-COLUMN_COUNT: Final = 4
+SHORT_TOKENS: Final = 4
+"""The time in which an answer of no more tokens was generated says little."""
 
 SIBLING_RATIO: Final = 2.0
 """By how much a replica's price may differ from those of its siblings."""
@@ -80,7 +82,16 @@ SIBLINGS: Final = "siblings"
 class SeenTurn:
     """What a replica's turn did to its engine, as far as it was seen."""
 
-    __slots__ = ("computed_tokens", "ended_s", "first_s", "granted_s", "is_row", "least_tokens", "output_tokens")
+    __slots__ = (
+        "computed_tokens",
+        "ended_s",
+        "first_s",
+        "granted_s",
+        "is_row",
+        "least_tokens",
+        "loaded_tokens",
+        "output_tokens",
+    )
 
     def __init__(
         self,
@@ -91,20 +102,23 @@ class SeenTurn:
         least_tokens: int,
         output_tokens: int,
         *,
+        loaded_tokens: int = 0,
         is_row: bool = True,
     ) -> None:
         """Record a turn that ended; `first_s` is None if its first token was not seen apart from its end.
 
-        `computed_tokens` of its prompt were computed, `least_tokens` for certain. If not `is_row`, its own time says
+        `computed_tokens` of its prompt were computed, `least_tokens` for certain, and `loaded_tokens` came from a tier
+        behind the replica's pool. If not `is_row`, its own time says
         nothing.
         """
         self.granted_s = granted_s
-        self.first_s = -1.0 if first_s is None or first_s >= ended_s else max(first_s, granted_s)
+        self.first_s = -1.0 if first_s is None or not granted_s <= first_s < ended_s else first_s
         """Negative if unknown."""
         self.ended_s = ended_s
         self.computed_tokens = max(1, computed_tokens)
         self.least_tokens = max(1, min(computed_tokens, least_tokens))
         self.output_tokens = max(1, output_tokens)
+        self.loaded_tokens = loaded_tokens
         self.is_row = is_row
 
 
@@ -149,6 +163,11 @@ class Price:
     def is_measured(self) -> bool:
         """Whether it comes from what was seen on a replica, now or before a restart."""
         return self.source == TURNS
+
+    @property
+    def turn_count(self) -> int:
+        """Turns that it comes from, of those that are remembered."""
+        return sum([turn.is_row for turn in self._turns])
 
     def answered_s(self, ended: TurnEnded, others_count: int) -> float:
         """Return the time from a turn's lease to its first token; an estimate if that was not seen."""
@@ -211,6 +230,8 @@ class Price:
         ]
         if len(chosen) < FIRST_FIT_COUNT // 2:
             return
+        if _quantile([turns[index].ended_s - turns[index].granted_s for index in chosen], 0.5) <= 0:
+            return
         fits = [Fit(turns, chosen)]
         if any(turns[index].first_s < 0 for index in chosen):
             fits.append(Fit(turns, chosen, slow=True))
@@ -240,7 +261,7 @@ class Price:
 class Prices:
     """The prices of all replicas of a pool. One that has shown nothing yet has those of its siblings."""
 
-    __slots__ = ("_by_replica", "_others")
+    __slots__ = ("_by_replica", "_middle", "_others")
 
     def __init__(self) -> None:
         """Start with a guess."""
@@ -248,16 +269,25 @@ class Prices:
         """Also of replicas not heard of since theirs was adopted."""
         self._others = Price()
         """Of replicas that have shown nothing."""
+        self._middle = self._others
+        """That of the usual replica."""
 
     def of(self, replica_id: str | None) -> Price:
-        """Return the price of a replica; of one that has shown nothing, or of None, what its siblings let expect."""
-        price = self._by_replica.get(replica_id or "")
+        """Return the price of a replica, or what its siblings let expect of it. None: the usual one."""
+        if replica_id is None:
+            return self._middle
+        price = self._by_replica.get(replica_id)
         return self._others if price is None or not price.is_measured else price
+
+    def turn_count(self, replica_id: str) -> int:
+        """Return how many turns of a replica are remembered whose times count."""
+        price = self._by_replica.get(replica_id)
+        return 0 if price is None else price.turn_count
 
     @property
     def token_s(self) -> float:
-        """Seconds for each computed prompt token on a replica of which nothing else is known."""
-        return self._others.token_s
+        """Seconds for each computed prompt token on the usual replica."""
+        return self._middle.token_s
 
     def turn_ended(self, replica_id: str, turn: SeenTurn, others_count: int) -> None:
         """Remember a turn of a replica on which `others_count` are still in flight. Cost: O(1), mostly."""
@@ -290,15 +320,15 @@ class Prices:
 
     def _compare(self) -> None:
         """Say what is expected of a replica that has shown nothing: the median of the others, in a wide interval."""
-        known = [each.export("") for each in self._by_replica.values() if each.is_measured]
-        others = self._others
-        if known:
-            known.sort(key=_token_s_of)
-            middle = known[len(known) // 2]
-            others.token_s = middle.token_s
-            others.low_token_s = min([each.low_token_s for each in known]) / SIBLING_RATIO
-            others.high_token_s = max([each.high_token_s for each in known]) * SIBLING_RATIO
-            others.iteration_s, others.sequence_s, others.source = middle.iteration_s, middle.sequence_s, SIBLINGS
+        known = sorted([each for each in self._by_replica.values() if each.is_measured], key=_token_s_of)
+        if not known:
+            return
+        middle, others = known[len(known) // 2], self._others
+        self._middle = middle
+        others.token_s, others.iteration_s, others.sequence_s = middle.token_s, middle.iteration_s, middle.sequence_s
+        others.low_token_s = min([each.low_token_s for each in known]) / SIBLING_RATIO
+        others.high_token_s = max([each.high_token_s for each in known]) * SIBLING_RATIO
+        others.source = SIBLINGS
 
 
 class Fit:
@@ -344,90 +374,108 @@ class Fit:
         self, turns: list[SeenTurn], tokens: list[int], chosen: list[int], generating_s: list[float], *, last: bool
     ) -> list[float]:
         """Place what was computed by the present prices, fit anew, and return how long each turn generated."""
-        token_s = self.token_s
-        firsts_s, prompts = [], []
-        for turn, prompt_tokens, own_s in zip(turns, tokens, generating_s, strict=True):
-            first_s = turn.first_s
-            if first_s < 0:
-                stay_s = turn.ended_s - turn.granted_s
-                first_s = max(turn.granted_s + min(token_s * prompt_tokens, 0.95 * stay_s), turn.ended_s - own_s)
-            firsts_s.append(first_s)
-            begin_s = max(turn.granted_s, first_s - token_s * prompt_tokens)
-            prompts.append((begin_s, first_s, float(prompt_tokens)))
-        prompt_curve = Curve(prompts)
-        clock = DecodeClock(prompts)
-        spans = []
-        for index, turn in enumerate(turns):
-            spans.append((clock.at(firsts_s[index]), clock.at(turn.ended_s), float(turn.output_tokens)))
-        output_curve = Curve(spans)
-        running = Curve([(first, end, end - first) for first, end, _ in spans])
-        iterations = []
-        for first, end, output_tokens in spans:
-            running_count = (running.at(end) - running.at(first)) / (end - first) if end > first else 1.0
-            iterations.append((first, end, output_tokens / max(1.0, running_count)))
-        iteration_curve = Curve(iterations)
+        line = Timeline(turns, tokens, self.token_s, generating_s)
         rows: list[list[float]] = []
         times_s: list[float] = []
         for index in chosen:
-            turn, first_s, output_tokens = turns[index], firsts_s[index], float(turns[index].output_tokens)
-            granted_at, first_at, ended_at = clock.at(turn.granted_s), spans[index][0], spans[index][1]
+            turn, first_s = turns[index], line.firsts_s[index]
+            prompt_tokens, output_tokens = float(tokens[index]), float(turn.output_tokens)
             if turn.first_s < 0:
-                computed = prompt_curve.at(turn.ended_s) - prompt_curve.at(turn.granted_s)
-                generated = output_curve.at(ended_at) - output_curve.at(granted_at)
-                rows.append([1.0, output_tokens, max(tokens[index], computed), max(output_tokens, generated)])
+                _, computed, generated = line.done(turn.granted_s, turn.ended_s)
+                row = [1.0, output_tokens, max(prompt_tokens, computed), max(output_tokens, generated)]
+                rows.append([*row, float(turn.loaded_tokens)])
                 times_s.append(turn.ended_s - turn.granted_s)
                 continue
-            computed = prompt_curve.at(first_s) - prompt_curve.at(turn.granted_s)
-            done = 1.0 + iteration_curve.at(first_at) - iteration_curve.at(granted_at)
-            generated = 1.0 + output_curve.at(first_at) - output_curve.at(granted_at)
-            rows.append([1.0, done, max(tokens[index], computed), generated])
+            iterations, computed, generated = line.done(turn.granted_s, first_s)
+            row = [1.0, 1.0 + iterations, max(prompt_tokens, computed), 1.0 + generated]
+            rows.append([*row, float(turn.loaded_tokens)])
             times_s.append(first_s - turn.granted_s)
-            if output_tokens > 4:
-                computed = prompt_curve.at(turn.ended_s) - prompt_curve.at(first_s)
-                generated = output_curve.at(ended_at) - output_curve.at(first_at)
-                rows.append([0.0, output_tokens - 1.0, computed, max(output_tokens - 1.0, generated)])
+            if output_tokens > SHORT_TOKENS:
+                _, computed, generated = line.done(first_s, turn.ended_s)
+                rows.append([0.0, output_tokens - 1.0, computed, max(output_tokens - 1.0, generated), 0.0])
                 times_s.append(turn.ended_s - first_s)
+        if not any(turn.loaded_tokens for turn in turns):
+            rows = [row[:4] for row in rows]
         self._solve(rows, times_s, _overlap(turns, chosen), last=last)
         quickest_s = 0.0
         if self.slow:
             left_s = [max(0.0, _until(turn) - self.token_s * each) for turn, each in zip(turns, tokens, strict=True)]
             quickest_s = _quantile([each / turn.output_tokens for each, turn in zip(left_s, turns, strict=True)], 0.05)
-        generating_s = []
-        for index, turn in enumerate(turns):
-            others_tokens = prompt_curve.at(turn.ended_s) - prompt_curve.at(firsts_s[index])
-            generated = max(
-                float(turn.output_tokens), output_curve.at(spans[index][1]) - output_curve.at(spans[index][0])
-            )
-            own_s = self.iteration_s * turn.output_tokens + self.token_s * others_tokens + self.sequence_s * generated
-            generating_s.append(max(own_s, quickest_s * turn.output_tokens))
-        return generating_s
+        took_s = []
+        for turn, first_s in zip(turns, line.firsts_s, strict=True):
+            _, computed, generated = line.done(first_s, turn.ended_s)
+            own_s = self.iteration_s * turn.output_tokens + self.token_s * computed
+            own_s += self.sequence_s * max(float(turn.output_tokens), generated)
+            took_s.append(max(own_s, quickest_s * turn.output_tokens))
+        return took_s
 
-    def _solve(self, rows: list[list[float]], times_s: list[float], overlap: float, *, last: bool) -> None:
+    def _solve(self, rows: list[list[float]], times_s: list[float], overlap_count: float, *, last: bool) -> None:
         """Find the prices by robust least squares."""
         weights = [1.0] * len(rows)
         outside_weight = 0.01 * len(rows)
-        prices = [0.0] * COLUMN_COUNT
+        prices: list[float] = []
         residuals: list[float] = []
         usual_s = 0.0
         for _ in range(4 if last else 2):
             squares, products = _normal(rows, times_s, weights)
             squares[0][0] += outside_weight
             prices = not_negative(squares, products)
-            outside, iteration_s, token_s, sequence_s = prices
-            residuals = [
-                time_s - outside * row[0] - iteration_s * row[1] - token_s * row[2] - sequence_s * row[3]
-                for row, time_s in zip(rows, times_s, strict=True)
-            ]
+            residuals = []
+            for row, time_s in zip(rows, times_s, strict=True):
+                expected_s = 0.0
+                for price, amount in zip(prices, row, strict=True):
+                    expected_s += price * amount
+                residuals.append(time_s - expected_s)
             usual_s = max(1e-9, 1.48 * _quantile([abs(each) for each in residuals], 0.5))
             weights = [min(1.0, HUBER * usual_s / max(abs(each), 1e-12)) for each in residuals]
             outside_weight = (usual_s / OUTSIDE_S) ** 2
-        self.outside_s, self.iteration_s, self.token_s, self.sequence_s = prices
+        self.outside_s, self.iteration_s, self.token_s, self.sequence_s = prices[:4]
         if last:
             clipped = sum([min(each * each, 9 * usual_s * usual_s) for each in residuals])
             squares, _ = _normal(rows, times_s, weights)
             squares[0][0] += outside_weight
-            self.error_token_s = sqrt(clipped / len(rows) * overlap * inverse_at(squares, 2))
+            self.error_token_s = sqrt(clipped / len(rows) * overlap_count * inverse_at(squares, 2))
             self.relative_error = sqrt(clipped / max(1e-12, sum([each * each for each in times_s])))
+
+
+class Timeline:
+    """When a replica computed which prompts and generated which tokens, by its turns and the present prices."""
+
+    __slots__ = ("_clock", "_computed", "_generated", "_iterations", "firsts_s")
+
+    def __init__(self, turns: list[SeenTurn], tokens: list[int], token_s: float, generating_s: list[float]) -> None:
+        """Place the `tokens` of each prompt, and an answer that came whole, which took so long to generate."""
+        self.firsts_s: list[float] = []
+        """When each turn's first token came."""
+        prompts: list[tuple[float, float, float]] = []
+        for turn, prompt_tokens, own_s in zip(turns, tokens, generating_s, strict=True):
+            first_s = turn.first_s
+            if first_s < 0:
+                stay_s = turn.ended_s - turn.granted_s
+                first_s = max(turn.granted_s + min(token_s * prompt_tokens, 0.95 * stay_s), turn.ended_s - own_s)
+            self.firsts_s.append(first_s)
+            prompts.append((max(turn.granted_s, first_s - token_s * prompt_tokens), first_s, float(prompt_tokens)))
+        self._computed = Curve(prompts)
+        self._clock = DecodeClock(prompts)
+        outputs: list[tuple[float, float, float]] = []
+        for turn, first_s in zip(turns, self.firsts_s, strict=True):
+            outputs.append((self._clock.at(first_s), self._clock.at(turn.ended_s), float(turn.output_tokens)))
+        self._generated = Curve(outputs)
+        running = Curve([(first, end, end - first) for first, end, _ in outputs])
+        iterations: list[tuple[float, float, float]] = []
+        for first, end, output_tokens in outputs:
+            running_count = (running.at(end) - running.at(first)) / (end - first) if end > first else 1.0
+            iterations.append((first, end, output_tokens / max(1.0, running_count)))
+        self._iterations = Curve(iterations)
+
+    def done(self, from_s: float, to_s: float) -> tuple[float, float, float]:
+        """Return the iterations, the computed and the generated tokens of all turns between two times."""
+        begin, end = self._clock.at(from_s), self._clock.at(to_s)
+        return (
+            self._iterations.at(end) - self._iterations.at(begin),
+            self._computed.at(to_s) - self._computed.at(from_s),
+            self._generated.at(end) - self._generated.at(begin),
+        )
 
 
 class Curve:
@@ -504,16 +552,16 @@ def not_negative(squares: list[list[float]], products: list[float]) -> list[floa
     return found
 
 
-def inverse_at(squares: list[list[float]], at: int) -> float:
+def inverse_at(squares: list[list[float]], column: int) -> float:
     """Return an element of the diagonal of the inverse."""
     size = len(squares)
     scales = [sqrt(squares[index][index]) or 1.0 for index in range(size)]
     matrix = [
         [squares[i][j] / scales[i] / scales[j] + (1e-9 if i == j else 0.0) for j in range(size)]
-        + [1.0 / scales[i] if i == at else 0.0]
+        + [1.0 / scales[i] if i == column else 0.0]
         for i in range(size)
     ]
-    return max(0.0, _eliminated(matrix)[at] / scales[at])
+    return max(0.0, _eliminated(matrix)[column] / scales[column])
 
 
 def _eliminated(matrix: list[list[float]]) -> list[float]:
@@ -540,16 +588,17 @@ def _normal(
     rows: list[list[float]], times_s: list[float], weights: list[float]
 ) -> tuple[list[list[float]], list[float]]:
     """Return the normal equations of weighted rows."""
-    squares = [[0.0] * COLUMN_COUNT for _ in range(COLUMN_COUNT)]
-    products = [0.0] * COLUMN_COUNT
+    size = len(rows[0])
+    squares = [[0.0] * size for _ in range(size)]
+    products = [0.0] * size
     for row, time_s, weight in zip(rows, times_s, weights, strict=True):
-        for i in range(COLUMN_COUNT):
+        for i in range(size):
             weighted = weight * row[i]
             products[i] += weighted * time_s
             squared = squares[i]
-            for j in range(i, COLUMN_COUNT):
+            for j in range(i, size):
                 squared[j] += weighted * row[j]
-    for i in range(COLUMN_COUNT):
+    for i in range(size):
         for j in range(i):
             squares[i][j] = squares[j][i]
     return squares, products
@@ -585,8 +634,8 @@ def _quantile(values: list[float], ratio: float) -> float:
     return values[min(len(values) - 1, int(ratio * len(values)))]
 
 
-def _token_s_of(record: ReplicaPriceRecord) -> float:
-    return record.token_s
+def _token_s_of(price: Price) -> float:
+    return price.token_s
 
 
 def _error_of(fit: Fit) -> float:
