@@ -337,6 +337,7 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
 }
 CORE_FOLDERS = ("model", "book", "learned", "rules", "verbs", "policies", "handlers")
 
+
 def core_room_of(dotted: str) -> str:
     return dotted.split(".")[2] if is_under(dotted, "thunderagent.programs") and dotted.count(".") > 1 else ""
 
@@ -655,6 +656,8 @@ UNITLESS = {
     "policy_priority": "an order: lower goes first",
     "value": "of a histogram: in the unit of its edges",
     "default": "of a histogram: in the unit of its edges",
+    "time": "of a curve: in the unit of its ramps",
+    "column": "a place in a matrix",
     "first": "of a histogram's edges: they are the unit",
     "growth_quantile": "statistics' own word: a part of all turns",
     "n": "the policy cap's number of programs; the command line says --policy-arg n=6",

@@ -409,7 +409,7 @@ class Fit:
             took_s.append(max(own_s, quickest_s * turn.output_tokens))
         return took_s
 
-    def _solve(self, rows: list[list[float]], times_s: list[float], overlap: float, *, last: bool) -> None:
+    def _solve(self, rows: list[list[float]], times_s: list[float], overlap_count: float, *, last: bool) -> None:
         """Find the prices by robust least squares."""
         weights = [1.0] * len(rows)
         outside_weight = 0.01 * len(rows)
@@ -434,7 +434,7 @@ class Fit:
             clipped = sum([min(each * each, 9 * usual_s * usual_s) for each in residuals])
             squares, _ = _normal(rows, times_s, weights)
             squares[0][0] += outside_weight
-            self.error_token_s = sqrt(clipped / len(rows) * overlap * inverse_at(squares, 2))
+            self.error_token_s = sqrt(clipped / len(rows) * overlap_count * inverse_at(squares, 2))
             self.relative_error = sqrt(clipped / max(1e-12, sum([each * each for each in times_s])))
 
 
@@ -552,16 +552,16 @@ def not_negative(squares: list[list[float]], products: list[float]) -> list[floa
     return found
 
 
-def inverse_at(squares: list[list[float]], index_at: int) -> float:
+def inverse_at(squares: list[list[float]], column: int) -> float:
     """Return an element of the diagonal of the inverse."""
     size = len(squares)
     scales = [sqrt(squares[index][index]) or 1.0 for index in range(size)]
     matrix = [
         [squares[i][j] / scales[i] / scales[j] + (1e-9 if i == j else 0.0) for j in range(size)]
-        + [1.0 / scales[i] if i == at else 0.0]
+        + [1.0 / scales[i] if i == column else 0.0]
         for i in range(size)
     ]
-    return max(0.0, _eliminated(matrix)[at] / scales[at])
+    return max(0.0, _eliminated(matrix)[column] / scales[column])
 
 
 def _eliminated(matrix: list[list[float]]) -> list[float]:
