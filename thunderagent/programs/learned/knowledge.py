@@ -246,7 +246,7 @@ class Knowledge:
         outdated_s, plan = self._plans.get(replica_id, (-inf, NOTHING_HELD))
         if now_s >= outdated_s:
             price, correction = self.prices.of(replica_id), self._corrections.get(replica_id)
-            token_s = price.low_token_s
+            token_s = price.cautious_token_s
             if self.tiers.by_replica:
                 token_s = self.tiers.lost_token_s(replica_id, token_s)
             plan = plan_holding(

@@ -160,6 +160,15 @@ class Price:
         return self.iteration_s / whole_s if whole_s > 0 else 0.0
 
     @property
+    def cautious_token_s(self) -> float:
+        """What a decision may count on: the lower end of the interval, but at least half of the estimate; 0 if unknown.
+
+        Where an engine is overloaded the interval reaches down to 0 for long. Whoever then holds nothing keeps the
+        engine overloaded.
+        """
+        return max(self.low_token_s, self.token_s / 2) if self.is_measured else 0.0
+
+    @property
     def is_measured(self) -> bool:
         """Whether it comes from what was seen on a replica, now or before a restart."""
         return self.source == TURNS
