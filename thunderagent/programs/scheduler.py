@@ -60,6 +60,9 @@ UNHELD_RATIO: Final = 2.0
 FIRST_RATIO: Final = 1.1
 """The same before that is known: claims are estimates then, and hold a reserve that few turns need."""
 
+OVERCOMMITTED_RATIO: Final = 1.1
+"""Above this part of its limit, claims are not what a replica should keep: it takes time until some are given up."""
+
 IN_DEMAND_RATIO: Final = 0.8
 """A replica is in demand while others wait and this ratio of its limit is claimed: then more may be tried."""
 
@@ -225,5 +228,7 @@ class Scheduler:
             ratio = correction.ratio
             if not plan.threshold_s:
                 ratio = max(ratio, UNHELD_RATIO if plan.turns_per_s else FIRST_RATIO)
+            if ratio > correction.ratio or account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
+                correction.overcommitted(book.now_s)
             if ratio != account.capacity_ratio:
                 account.set_limit(account.capacity_tokens, ratio)

@@ -170,12 +170,14 @@ def plan_holding(
     returns: Returns,
     *,
     memory_tokens: float,
+    corrected_ratio: float = 1.0,
     own_ratio: float = 1.0,
     reserve_tokens: float = 0.0,
 ) -> HoldingPlan:
     """Return for how long tools are best held on an engine with this memory.
 
-    `own_ratio` of what turns hold is not shared with others; a program that is held claims `reserve_tokens` besides.
+    `corrected_ratio` of it can be claimed (`capacity.py`), `own_ratio` of what turns hold is not shared with others, and
+    a program that is held claims `reserve_tokens` besides.
     Cost: O(intervals · bisections).
     """
     held_tokens = own_ratio * means.held_tokens
@@ -184,7 +186,7 @@ def plan_holding(
     goes_on_ratio = means.goes_on_ratio
     lost_tokens = goes_on_ratio * own_ratio * means.left_tokens
     unheld = best = _turns_per_s(costs, means, memory_tokens / held_tokens, lost_tokens, 0.0)
-    places_count = CLAIMED_RATIO * memory_tokens / (held_tokens + reserve_tokens)
+    places_count = CLAIMED_RATIO * corrected_ratio * memory_tokens / (held_tokens + reserve_tokens)
     threshold_s, lowest_per_s, away_ratio, away_s = 0.0, inf, 1.0, 0.0
     for length_s, return_ratio, rate_per_s in zip(*returns, strict=True):
         away_s += away_ratio * length_s * (1.0 - return_ratio / 2)

@@ -253,7 +253,8 @@ class Knowledge:
                 EngineCosts(token_s, price.iteration_s, price.sequence_s),
                 self.turn_means,
                 self.tool_times.returns(),
-                memory_tokens=capacity_tokens * (1.0 if correction is None else correction.ratio),
+                memory_tokens=capacity_tokens,
+                corrected_ratio=1.0 if correction is None else correction.ratio,
                 own_ratio=own_ratio,
                 reserve_tokens=self._turn_tokens,
             )
