@@ -61,6 +61,10 @@ PREEMPTED_POLLS_COUNT: Final = 5
 WINDOW_COUNT: Final = 8
 """Polls are taken together until so many turns ended: a prompt counts when it is done, not as it is computed."""
 
+FIRST_PASSES_COUNT: Final = 4
+LATER_PASSES_COUNT: Final = 2
+"""How often a fit places what was computed anew: less often if the last fit's prices are at hand."""
+
 OUTSIDE_S: Final = 0.02
 """What usually passes outside of an engine: a turn's network, reading and tokenizing."""
 
@@ -141,6 +145,7 @@ class Price:
         "_by_turns",
         "_counted",
         "_ended_count",
+        "_fits",
         "_forgotten_s",
         "_polls",
         "_polls_since_fit",
@@ -171,6 +176,8 @@ class Price:
         self._forgotten_s = -inf
         """Before this, some turns are not known."""
         self._since_fit = 0
+        self._fits: list[Fit] = []
+        """The last ones, one for each assumption."""
         self._by_turns: Bounds | None = None
         self._polls: deque[list[float]] = deque(maxlen=KEPT_COUNT)
         """What the engine did while some turns ended, and how long it was busy."""
@@ -261,12 +268,16 @@ class Price:
             return
         if _quantile([turns[index].ended_s - turns[index].granted_s for index in chosen], 0.5) <= 0:
             return
-        fits = [Fit(turns, chosen)]
+        before = {(fit.slow, fit.least): fit for fit in self._fits} if len(turns) >= KEPT_COUNT else {}
+        assumptions = [(False, False)]
         if any(turns[index].first_s < 0 for index in chosen):
-            fits.append(Fit(turns, chosen, slow=True))
+            assumptions.append((True, False))
         if any(turn.least_tokens < turn.computed_tokens for turn in turns):
-            fits += [Fit(turns, chosen, slow=each.slow, least=True) for each in tuple(fits)]
-        self._say(fits)
+            assumptions += [(slow, True) for slow, _ in tuple(assumptions)]
+        self._fits = [
+            Fit(turns, chosen, before.get((slow, least)), slow=slow, least=least) for slow, least in assumptions
+        ]
+        self._say(self._fits)
 
     def _say(self, fits: list[Fit]) -> None:
         """Combine what follows from the assumptions."""
@@ -465,6 +476,7 @@ class Fit:
 
     __slots__ = (
         "error_token_s",
+        "generated_token_s",
         "iteration_s",
         "least",
         "outside_s",
@@ -478,26 +490,34 @@ class Fit:
         self,
         turns: list[SeenTurn],
         chosen: list[int],
+        last: Fit | None,
         *,
         slow: bool = False,
         least: bool = False,
     ) -> None:
-        """Fit the stays of the `chosen` turns among all `turns`.
+        """Fit the stays of the `chosen` turns among all `turns`, starting from the `last` fit if there is one.
 
         With `slow`, turns whose first token was not seen generated no faster than the quickest; with `least`, only
         what was computed for certain was.
         """
         self.slow, self.least = slow, least
         self.outside_s = self.error_token_s = self.relative_error = 0.0
+        self.generated_token_s: float = 0.0
         tokens = [turn.least_tokens if least else turn.computed_tokens for turn in turns]
         speeds_s = [_until(turn) / turn.output_tokens for turn in turns if turn.output_tokens > 1]
         token_s = _quantile([_answered(turn) / each for turn, each in zip(turns, tokens, strict=True)], 0.02)
         quickest_s = _quantile(speeds_s, 0.05)
         generating_s = [turn.output_tokens * quickest_s for turn in turns]
         self.iteration_s, self.token_s, self.sequence_s = quickest_s, token_s, 0.0
-        passes_count = 4
+        passes_count = FIRST_PASSES_COUNT
+        if last is not None and last.token_s > 0:
+            passes_count = LATER_PASSES_COUNT
+            self.iteration_s, self.token_s, self.sequence_s = last.iteration_s, last.token_s, last.sequence_s
+            own_token_s = max(last.generated_token_s, quickest_s if slow else 0.0)
+            generating_s = [turn.output_tokens * own_token_s for turn in turns]
         for number in range(passes_count):
             generating_s = self._pass(turns, tokens, chosen, generating_s, last=number == passes_count - 1)
+        self.generated_token_s = sum(generating_s) / sum([turn.output_tokens for turn in turns])
 
     def _pass(
         self, turns: list[SeenTurn], tokens: list[int], chosen: list[int], generating_s: list[float], *, last: bool
