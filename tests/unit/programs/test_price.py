@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from tests.builders import Driver, known_price
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.price import (
+    COUNTERS,
     FIRST_TOKEN_S,
     GUESS,
     KEPT_COUNT,
+    PREEMPTED_POLLS_COUNT,
     SIBLINGS,
     TURNS,
     Price,
@@ -25,6 +27,7 @@ from thunderagent.programs.learned.price import (
     not_negative,
 )
 from thunderagent.programs.model.events import TurnFinished
+from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import TimingProfile, profile
 from thunderagent.simulator.runs.run import Simulation
@@ -146,6 +149,46 @@ def test_the_price_is_found_where_answers_come_whole(
     assert price.high_token_s >= true_s / 1.5
     if memory_ratio > 1:
         assert true_s / 1.6 <= price.token_s <= true_s * 1.6
+
+
+COUNTED = [row for row in GRID[5:15] if row[2] < 64]
+
+
+@pytest.mark.parametrize(("name", "load", "programs_count", "memory_ratio"), COUNTED)
+def test_the_price_is_found_by_an_engine_s_own_counters(
+    name: str, load: str, programs_count: int, memory_ratio: float
+) -> None:
+    """Read each second. They do not count what preempted requests compute again: then the turns tell more."""
+    kv_tokens = max(CONTEXT_TOKENS[load] * 3, int(programs_count * CONTEXT_TOKENS[load] * memory_ratio))
+    engine = EngineConfig(kv_tokens, timing=PROFILES[name], max_num_batched_tokens=8192)
+    scenario = Scenario(engine, programs_count=programs_count, horizon_s=400.0, seed=3)
+    simulation = Simulation(scenario, LOADS[load], load_policy("passthrough", {}))
+    handle, price, before = simulation.handle, Price(), [0, 0, 0, 0]
+
+    def watch(event):  # type: ignore[no-untyped-def]
+        decisions = handle(event)
+        if isinstance(event, TurnFinished):
+            price.turn_ended(SeenTurn(0.0, None, 0.0, 1, 1, 1), 0)
+        if isinstance(event, ReplicaPolled):
+            stats = simulation._replicas["r0"].stats
+            counted = [stats.computed_tokens, stats.generated_tokens, stats.iteration_count, stats.preemption_count]
+            computed, generated, iterations, preempted = (now - then for now, then in zip(counted, before, strict=True))
+            busy_s = simulation.scheduler.replicas["r0"].account.busy_s
+            if preempted:
+                price.unknown_work(PREEMPTED_POLLS_COUNT)
+            else:
+                price.work_polled(busy_s, computed, generated, iterations)
+            before[:] = counted
+        return decisions
+
+    simulation.handle = watch  # type: ignore[method-assign]
+    simulation.run()
+    true_s = PROFILES[name].prefill_token_s
+    assert price.source == (COUNTERS if memory_ratio > 1 else price.source)
+    if price.source == COUNTERS:
+        assert true_s / 1.5 <= price.token_s <= true_s * 1.5
+        assert price.low_token_s <= true_s * 1.2
+        assert price.high_token_s >= true_s / 1.2
 
 
 def test_until_it_is_seen_the_price_is_a_guess_that_nothing_is_held_for() -> None:

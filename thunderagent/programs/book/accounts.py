@@ -118,6 +118,7 @@ class Account:
         "acting",
         "active_count",
         "assumed_tokens",
+        "busy_s",
         "capacity_ratio",
         "capacity_tokens",
         "costs",
@@ -180,6 +181,8 @@ class Account:
         """Images to encode there: as last polled, plus one for each turn since; None if encoding is no stage of its
         own."""
         self.costs = Costs()
+        self.busy_s = 0.0
+        """Time for which it had a turn in flight."""
         self.flight_s = 0.0
         """Time for which turns in flight had memory: less than the clock says where memory was short."""
         self.flight_token_s = 0.0
@@ -309,6 +312,8 @@ class Ledger:
         if elapsed_s <= 0:
             return
         account.updated_s = now_s
+        if account.turn_count:
+            account.busy_s += elapsed_s
         acting_tokens = float(account.acting.tokens)
         flight_tokens = account.demand_tokens - acting_tokens
         if account.shared_tokens:  # each bears its part of that

@@ -25,10 +25,14 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     TierPolled,
+    WorkPolled,
 )
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
+
+PROMPT_S: Final = 0.25
+"""Counters that are older than this cannot be compared with what the scheduler saw."""
 
 REMOVED_COUNT: Final = 1000
 """How many removed replicas are remembered."""
@@ -65,6 +69,7 @@ class Fleet:
             ModelAsked: self._model_asked,
             ReplicaPolled: self._replica_polled,
             TierPolled: self._tier_polled,
+            WorkPolled: self._work_polled,
             EncodesPolled: self._encodes_polled,
             ResidencyReported: self._residency_reported,
         }
@@ -326,6 +331,20 @@ class Fleet:
         if knowledge.tiers.polled(replica.replica_id, *counts, tells_cached=replica.tells_cached):
             # What a turn's usage calls cached may come from the tier from now on: the pool's counters show its losses.
             knowledge.correction(replica.replica_id).follow_counters()
+
+    def _work_polled(self, event: WorkPolled) -> None:
+        replica = self._core.book.replicas.get(event.replica_id)
+        if replica is None:
+            return
+        self._core.book.touch(replica)  # its integrals are up to date now
+        self._core.knowledge.prices.work_polled(
+            event.replica_id,
+            replica.account.busy_s,
+            event.computed_tokens,
+            event.generated_tokens,
+            event.iteration_count,
+            is_whole=event.age_s <= PROMPT_S and not event.preemption_count,
+        )
 
     def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
         self._core.book.touch(replica).set_limit(capacity_tokens, replica.account.capacity_ratio)

@@ -21,8 +21,10 @@ unknown cached part, only what its branch sent for the first time was computed f
 
 The least squares are robust (Huber), and no price is negative. The interval is that of the residuals, with as many
 independent values as turns do not overlap; so it is wide where prompts hardly vary, and its lower end 0 where nothing
-is known. What a turn loaded from a tier behind the pool has a price of its own, which is left out here. Nothing is
-computed per turn but one record; the fit runs when enough turns came since the last.
+is known. Where an engine counts what it computes and its iterations, the times between some polls are rows of the same
+kind, with exact values; of both fits the closer one counts. What a turn loaded from a tier behind the pool has a price
+of its own, which is left out here. Nothing is computed per turn but one record; the fit runs when enough turns came
+since the last.
 """
 
 from __future__ import annotations
@@ -53,6 +55,16 @@ FIRST_FIT_COUNT: Final = 16
 
 LATER_FIT_COUNT: Final = 64
 
+PREEMPTED_POLLS_COUNT: Final = 5
+"""In so many polls after a preemption, what is computed again is not among what the engine counts."""
+
+WINDOW_COUNT: Final = 8
+"""Polls are taken together until so many turns ended: a prompt counts when it is done, not as it is computed."""
+
+FIRST_PASSES_COUNT: Final = 4
+LATER_PASSES_COUNT: Final = 2
+"""How often a fit places what was computed anew: less often if the last fit's prices are at hand."""
+
 OUTSIDE_S: Final = 0.02
 """What usually passes outside of an engine: a turn's network, reading and tokenizing."""
 
@@ -76,7 +88,9 @@ UNSEEN_REPLICAS_COUNT: Final = 256
 
 GUESS: Final = "guess"
 TURNS: Final = "turns"
+COUNTERS: Final = "engine counters"
 SIBLINGS: Final = "siblings"
+MEASURED: Final = frozenset((TURNS, COUNTERS))
 
 
 class SeenTurn:
@@ -126,7 +140,16 @@ class Price:
     """What one replica's time is spent on."""
 
     __slots__ = (
+        "_busy_s",
+        "_by_counters",
+        "_by_turns",
+        "_counted",
+        "_ended_count",
+        "_fits",
         "_forgotten_s",
+        "_polls",
+        "_polls_since_fit",
+        "_polls_to_skip",
         "_since_fit",
         "_turns",
         "high_token_s",
@@ -153,6 +176,17 @@ class Price:
         self._forgotten_s = -inf
         """Before this, some turns are not known."""
         self._since_fit = 0
+        self._fits: list[Fit] = []
+        """The last ones, one for each assumption."""
+        self._by_turns: Bounds | None = None
+        self._polls: deque[list[float]] = deque(maxlen=KEPT_COUNT)
+        """What the engine did while some turns ended, and how long it was busy."""
+        self._by_counters: Bounds | None = None
+        self._polls_since_fit = self._ended_count = 0
+        self._counted = [0.0] * 4
+        """Since the last of them: iterations, computed and generated tokens, and the time in which it was busy."""
+        self._busy_s = -1.0
+        self._polls_to_skip = 0
 
     def fixed_ratio(self, sequences_count: float) -> float:
         """Return what part of an iteration with that many sequences is spent whether they are there or not."""
@@ -171,7 +205,7 @@ class Price:
     @property
     def is_measured(self) -> bool:
         """Whether it comes from what was seen on a replica, now or before a restart."""
-        return self.source == TURNS
+        return self.source in MEASURED
 
     @property
     def turn_count(self) -> int:
@@ -188,6 +222,7 @@ class Price:
     def interrupted(self, now_s: float) -> None:
         """Forget the turns: their engine stood still, or what ran there is not known."""
         self._turns.clear()
+        self.unknown_work()
         self._forgotten_s = now_s
 
     def turn_ended(self, turn: SeenTurn, others_count: int) -> bool:
@@ -201,6 +236,7 @@ class Price:
         while len(turns) > limit_count:
             self._forgotten_s = turns.popleft().ended_s
         self._since_fit += 1
+        self._ended_count += turn.is_row
         if self._since_fit >= (LATER_FIT_COUNT if len(turns) >= KEPT_COUNT else FIRST_FIT_COUNT):
             self._since_fit = 0
             self._fit(others_count)
@@ -226,7 +262,7 @@ class Price:
         check_range("high price", record.high_token_s, (record.token_s, inf))
         check_range("iteration", record.iteration_s, (0.0, inf))
         check_range("sequence", record.sequence_s, (0.0, inf))
-        if record.source != TURNS:
+        if record.source not in MEASURED:
             raise ValueError(f"no source of a price: {record.source[:32]}")
         self.token_s, self.low_token_s, self.high_token_s = record.token_s, record.low_token_s, record.high_token_s
         self.iteration_s, self.sequence_s, self.source = record.iteration_s, record.sequence_s, record.source
@@ -241,30 +277,112 @@ class Price:
             return
         if _quantile([turns[index].ended_s - turns[index].granted_s for index in chosen], 0.5) <= 0:
             return
-        fits = [Fit(turns, chosen)]
+        before = {(fit.slow, fit.least): fit for fit in self._fits} if len(turns) >= KEPT_COUNT else {}
+        assumptions = [(False, False)]
         if any(turns[index].first_s < 0 for index in chosen):
-            fits.append(Fit(turns, chosen, slow=True))
+            assumptions.append((True, False))
         if any(turn.least_tokens < turn.computed_tokens for turn in turns):
-            fits += [Fit(turns, chosen, slow=each.slow, least=True) for each in tuple(fits)]
-        self._say(fits)
+            assumptions += [(slow, True) for slow, _ in tuple(assumptions)]
+        self._fits = [
+            Fit(turns, chosen, before.get((slow, least)), slow=slow, least=least) for slow, least in assumptions
+        ]
+        self._say(self._fits)
 
     def _say(self, fits: list[Fit]) -> None:
         """Combine what follows from the assumptions."""
-        best = min(fits, key=_error_of)
-        token_s = best.token_s
-        first = fits[0]
+        best, first = min(fits, key=_error_of), fits[0]
+        token_s = sqrt(first.token_s * best.token_s)
         if first.relative_error <= WIDE_RATIO * best.relative_error:
             best, token_s = first, first.token_s
-        else:
-            token_s = sqrt(first.token_s * best.token_s)
-        self.low_token_s = max(0.0, min([each.token_s - SURE_RATIO * each.error_token_s for each in fits]))
-        self.high_token_s = max([each.token_s + SURE_RATIO * each.error_token_s for each in fits])
+        low_s = min([each.token_s - SURE_RATIO * each.error_token_s for each in fits])
+        high_s = max([each.token_s + SURE_RATIO * each.error_token_s for each in fits])
+        self._by_turns = Bounds(token_s, low_s, high_s, best.error_token_s, best.iteration_s, best.sequence_s, TURNS)
+        self._choose()
+
+    def work_polled(self, busy_s: float, computed_tokens: int, generated_tokens: int, iteration_count: int) -> bool:
+        """Remember what an engine counted since the last poll; by now it was busy for `busy_s` in all.
+
+        Return whether it was fitted.
+        """
+        since_s, self._busy_s = busy_s - self._busy_s, busy_s
+        self._polls_to_skip -= self._polls_to_skip > 0
+        if since_s > busy_s or self._polls_to_skip:  # the first poll
+            self._ended_count = 0
+            return False
+        counted = self._counted
+        for index, amount in enumerate((iteration_count, computed_tokens, generated_tokens, since_s)):
+            counted[index] += amount
+        if self._ended_count < WINDOW_COUNT:
+            return False
+        self._polls.append([float(self._ended_count), *counted])
+        self._ended_count, self._counted = 0, [0.0] * len(counted)
+        self._polls_since_fit += 1
+        if self._polls_since_fit < WINDOW_COUNT:
+            return False
+        self._polls_since_fit = 0
+        found = Solution([row[:4] for row in self._polls], [row[4] for row in self._polls], 1.0, passes_count=4)
+        _, iteration_s, token_s, sequence_s = found.prices
+        sure_s = SURE_RATIO * found.error_token_s
+        self._by_counters = Bounds(
+            token_s, token_s - sure_s, token_s + sure_s, found.error_token_s, iteration_s, sequence_s, COUNTERS
+        )
+        self._choose()
+        return True
+
+    def unknown_work(self, polls_count: int = 0) -> None:
+        """Note that what the engine did since the last poll is not known, nor until the next ones."""
+        self._busy_s, self._ended_count, self._counted = -1.0, 0, [0.0] * 4
+        self._polls_to_skip = max(self._polls_to_skip, polls_count)
+
+    def _choose(self) -> None:
+        """Say what follows from turns or from counters, whichever is known more closely."""
+        known = [each for each in (self._by_counters, self._by_turns) if each is not None]
+        if not known:
+            return
+        best = min(known, key=_width_of)
+        token_s, self.low_token_s, self.high_token_s = best.token_s, max(0.0, best.low_token_s), best.high_token_s
+        for each in known:  # both miss something if they contradict each other
+            if each.low_token_s > best.high_token_s:
+                self.high_token_s = each.high_token_s
+            elif each.high_token_s < best.low_token_s:
+                self.low_token_s = max(0.0, each.low_token_s)
         if token_s < best.error_token_s:  # it might as well be 0: nothing is known
             token_s = max(self.low_token_s, min(FIRST_TOKEN_S, self.high_token_s))
         self.token_s = max(LEAST_TOKEN_S, min(token_s, MOST_TOKEN_S))
+        self.low_token_s = min(self.low_token_s, self.token_s)
         self.high_token_s = max(self.high_token_s, self.token_s)
-        self.iteration_s, self.sequence_s = best.iteration_s, best.sequence_s
-        self.source = TURNS
+        self.iteration_s, self.sequence_s, self.source = best.iteration_s, best.sequence_s, best.source
+
+
+class Bounds:
+    """A price with its interval and standard error, and what else an iteration costs."""
+
+    __slots__ = (
+        "error_token_s",
+        "high_token_s",
+        "iteration_s",
+        "low_token_s",
+        "sequence_s",
+        "source",
+        "token_s",
+    )
+
+    def __init__(
+        self,
+        token_s: float,
+        low_token_s: float,
+        high_token_s: float,
+        error_token_s: float,
+        iteration_s: float,
+        sequence_s: float,
+        source: str,
+    ) -> None:
+        """Hold these."""
+        self.token_s = token_s
+        self.low_token_s, self.high_token_s = low_token_s, high_token_s
+        self.error_token_s = error_token_s
+        self.iteration_s, self.sequence_s = iteration_s, sequence_s
+        self.source = source
 
 
 class Prices:
@@ -306,6 +424,28 @@ class Prices:
         if price.turn_ended(turn, others_count):
             self._compare()
 
+    def work_polled(
+        self,
+        replica_id: str,
+        busy_s: float,
+        computed_tokens: int,
+        generated_tokens: int,
+        iteration_count: int,
+        *,
+        is_whole: bool,
+    ) -> None:
+        """Remember what a replica's engine counted since the last poll, if that `is_whole`. Cost: O(1), mostly.
+
+        By now a turn was in flight there for `busy_s` in all.
+        """
+        price = self._by_replica.get(replica_id)
+        if price is None:  # no turn of ours ended there yet
+            return
+        if not is_whole:
+            price.unknown_work(PREEMPTED_POLLS_COUNT)
+        elif price.work_polled(busy_s, computed_tokens, generated_tokens, iteration_count):
+            self._compare()
+
     def interrupted(self, replica_id: str, now_s: float) -> None:
         """Note that what a replica did until now is not known any more."""
         if (price := self._by_replica.get(replica_id)) is not None:
@@ -345,6 +485,7 @@ class Fit:
 
     __slots__ = (
         "error_token_s",
+        "generated_token_s",
         "iteration_s",
         "least",
         "outside_s",
@@ -358,26 +499,34 @@ class Fit:
         self,
         turns: list[SeenTurn],
         chosen: list[int],
+        last: Fit | None,
         *,
         slow: bool = False,
         least: bool = False,
     ) -> None:
-        """Fit the stays of the `chosen` turns among all `turns`.
+        """Fit the stays of the `chosen` turns among all `turns`, starting from the `last` fit if there is one.
 
         With `slow`, turns whose first token was not seen generated no faster than the quickest; with `least`, only
         what was computed for certain was.
         """
         self.slow, self.least = slow, least
         self.outside_s = self.error_token_s = self.relative_error = 0.0
+        self.generated_token_s: float = 0.0
         tokens = [turn.least_tokens if least else turn.computed_tokens for turn in turns]
         speeds_s = [_until(turn) / turn.output_tokens for turn in turns if turn.output_tokens > 1]
         token_s = _quantile([_answered(turn) / each for turn, each in zip(turns, tokens, strict=True)], 0.02)
         quickest_s = _quantile(speeds_s, 0.05)
         generating_s = [turn.output_tokens * quickest_s for turn in turns]
         self.iteration_s, self.token_s, self.sequence_s = quickest_s, token_s, 0.0
-        passes_count = 4
+        passes_count = FIRST_PASSES_COUNT
+        if last is not None and last.token_s > 0:
+            passes_count = LATER_PASSES_COUNT
+            self.iteration_s, self.token_s, self.sequence_s = last.iteration_s, last.token_s, last.sequence_s
+            own_token_s = max(last.generated_token_s, quickest_s if slow else 0.0)
+            generating_s = [turn.output_tokens * own_token_s for turn in turns]
         for number in range(passes_count):
             generating_s = self._pass(turns, tokens, chosen, generating_s, last=number == passes_count - 1)
+        self.generated_token_s = sum(generating_s) / sum([turn.output_tokens for turn in turns])
 
     def _pass(
         self, turns: list[SeenTurn], tokens: list[int], chosen: list[int], generating_s: list[float], *, last: bool
@@ -405,7 +554,9 @@ class Fit:
                 times_s.append(turn.ended_s - first_s)
         if not any(turn.loaded_tokens for turn in turns):
             rows = [row[:4] for row in rows]
-        self._solve(rows, times_s, _overlap(turns, chosen), last=last)
+        found = Solution(rows, times_s, _overlap(turns, chosen), passes_count=4 if last else 2)
+        self.outside_s, self.iteration_s, self.token_s, self.sequence_s = found.prices[:4]
+        self.error_token_s, self.relative_error = found.error_token_s, found.relative_error
         quickest_s = 0.0
         if self.slow:
             left_s = [max(0.0, _until(turn) - self.token_s * each) for turn, each in zip(turns, tokens, strict=True)]
@@ -418,14 +569,25 @@ class Fit:
             took_s.append(max(own_s, quickest_s * turn.output_tokens))
         return took_s
 
-    def _solve(self, rows: list[list[float]], times_s: list[float], overlap_count: float, *, last: bool) -> None:
-        """Find the prices by robust least squares."""
+
+class Solution:
+    """Prices of what rows are made of, by robust least squares of their times; none is negative.
+
+    A row has turns, iterations, computed tokens, generated tokens, and perhaps loaded tokens.
+    """
+
+    __slots__ = ("error_token_s", "prices", "relative_error")
+
+    def __init__(
+        self, rows: list[list[float]], times_s: list[float], overlap_count: float, *, passes_count: int
+    ) -> None:
+        """Find them; so many rows at a time tell of the same."""
         weights = [1.0] * len(rows)
         outside_weight = 0.01 * len(rows)
         prices: list[float] = []
         residuals: list[float] = []
         usual_s = 0.0
-        for _ in range(4 if last else 2):
+        for _ in range(passes_count):
             squares, products = _normal(rows, times_s, weights)
             squares[0][0] += outside_weight
             prices = not_negative(squares, products)
@@ -438,13 +600,12 @@ class Fit:
             usual_s = max(1e-9, 1.48 * _quantile([abs(each) for each in residuals], 0.5))
             weights = [min(1.0, HUBER * usual_s / max(abs(each), 1e-12)) for each in residuals]
             outside_weight = (usual_s / OUTSIDE_S) ** 2
-        self.outside_s, self.iteration_s, self.token_s, self.sequence_s = prices[:4]
-        if last:
-            clipped = sum([min(each * each, 9 * usual_s * usual_s) for each in residuals])
-            squares, _ = _normal(rows, times_s, weights)
-            squares[0][0] += outside_weight
-            self.error_token_s = sqrt(clipped / len(rows) * overlap_count * inverse_at(squares, 2))
-            self.relative_error = sqrt(clipped / max(1e-12, sum([each * each for each in times_s])))
+        self.prices = prices
+        clipped = sum([min(each * each, 9 * usual_s * usual_s) for each in residuals])
+        squares, _ = _normal(rows, times_s, weights)
+        squares[0][0] += outside_weight
+        self.error_token_s = sqrt(clipped / len(rows) * overlap_count * inverse_at(squares, 2))
+        self.relative_error = sqrt(clipped / max(1e-12, sum([each * each for each in times_s])))
 
 
 class Timeline:
@@ -641,6 +802,10 @@ def _quantile(values: list[float], ratio: float) -> float:
         return 0.0
     values = sorted(values)
     return values[min(len(values) - 1, int(ratio * len(values)))]
+
+
+def _width_of(bounds: Bounds) -> float:
+    return (bounds.high_token_s - max(0.0, bounds.low_token_s)) / max(LEAST_TOKEN_S, bounds.token_s)
 
 
 def _token_s_of(price: Price) -> float:
