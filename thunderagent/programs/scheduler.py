@@ -222,9 +222,7 @@ class Scheduler:
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_held_s
             correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s)
-            plan = self.knowledge.holding(
-                replica.replica_id, account.assumed_tokens, account.own_ratio, book.now_s
-            )
+            plan = self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, book.now_s)
             ratio = correction.ratio
             if not plan.threshold_s:
                 ratio = max(ratio, UNHELD_RATIO if plan.turns_per_s else FIRST_RATIO)

@@ -196,9 +196,7 @@ class SchedulerView:
         account = self._book.ledger.accounts.get(replica_id) if replica_id is not None else None
         if account is None:
             return 0.0
-        plan = self._core.knowledge.holding(
-            replica_id, account.assumed_tokens, account.own_ratio, self._book.now_s
-        )
+        plan = self._core.knowledge.holding(replica_id, account.assumed_tokens, account.own_ratio, self._book.now_s)
         return plan.threshold_s
 
     @property

@@ -24,8 +24,8 @@ turns a second both together fill the memory C:
 
 B and X follow from the two equations. With H = 0 nothing is held, as if no proxy stood before the engine, and with
 H = inf everything is. Where prefill is cheap, or contexts are small, or programs rarely come back, H = 0 is best: then
-nothing is gained by keeping turns waiting. P and E are those of all tools together (`tool_times.py`): engines evict what
-was not used for longest, whoever's it is, so memory cannot be kept for quick tools alone for long.
+nothing is gained by keeping turns waiting. P and E are those of all tools together (`tool_times.py`): engines evict
+what was not used for longest, whoever's it is, so memory cannot be kept for quick tools alone for long.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
@@ -176,9 +176,8 @@ def plan_holding(
 ) -> HoldingPlan:
     """Return for how long tools are best held on an engine with this memory.
 
-    `corrected_ratio` of it can be claimed (`capacity.py`), `own_ratio` of what turns hold is not shared with others, and
-    a program that is held claims `reserve_tokens` besides.
-    Cost: O(intervals · bisections).
+    `corrected_ratio` of it can be claimed (`capacity.py`), `own_ratio` of what turns hold is not shared with others,
+    and a program that is held claims `reserve_tokens` besides. Cost: O(intervals · bisections).
     """
     held_tokens = own_ratio * means.held_tokens
     if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
@@ -200,9 +199,7 @@ def plan_holding(
     return HoldingPlan(threshold_s, best, unheld)
 
 
-def _turns_per_s(
-    costs: EngineCosts, means: TurnMeans, places_count: float, lost_tokens: float, away_s: float
-) -> float:
+def _turns_per_s(costs: EngineCosts, means: TurnMeans, places_count: float, lost_tokens: float, away_s: float) -> float:
     """Return the predicted turns a second, if each loses that many tokens, and a place is kept for `away_s` after it.
 
     Fewer than one turn at once: the engine idles for the rest of the time.

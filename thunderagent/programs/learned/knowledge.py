@@ -10,7 +10,14 @@ from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.learned.growth import Growth, Residences
 from thunderagent.programs.learned.histogram import check_range
-from thunderagent.programs.learned.holding import NOTHING_HELD, REFRESH_S, EngineCosts, HoldingPlan, TurnMeans, plan_holding
+from thunderagent.programs.learned.holding import (
+    NOTHING_HELD,
+    REFRESH_S,
+    EngineCosts,
+    HoldingPlan,
+    TurnMeans,
+    plan_holding,
+)
 from thunderagent.programs.learned.media_sizes import MediaSizes
 from thunderagent.programs.learned.price import Prices, SeenTurn
 from thunderagent.programs.learned.restore_pace import RestorePace
@@ -60,9 +67,9 @@ class Knowledge:
     __slots__ = (
         "_corrections",
         "_known_capacities",
-        "_plans",
         "_learns_reserve",
         "_output_tokens",
+        "_plans",
         "_rules",
         "_turn_tokens",
         "goodput",

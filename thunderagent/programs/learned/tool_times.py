@@ -27,8 +27,8 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Final
 
-from thunderagent.programs.learned.holding import Returns
 from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
+from thunderagent.programs.learned.holding import Returns
 from thunderagent.programs.model.records.learned import ToolRecord
 
 EDGES_S: Final = geometric_edges(0.05, 2**0.5, 34)

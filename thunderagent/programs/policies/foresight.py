@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from math import hypot, inf
-from typing import TYPE_CHECKING, Final
+from math import hypot
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.book.replica import Replica as ReplicaView
     from thunderagent.programs.model.program import Program as ProgramView
     from thunderagent.programs.view import SchedulerView as View
+
 
 def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, foresight_ratio: float) -> float:
     """Return how much growth of each program on a replica must have room if `program` is let in there.
