@@ -268,6 +268,10 @@ class Knowledge:
             self._plans[replica_id] = (now_s + REFRESH_S, plan)
         return plan
 
+    def last_plan(self, replica_id: str) -> HoldingPlan:
+        """Return what was planned last for a replica."""
+        return self._plans.get(replica_id, (0.0, NOTHING_HELD))[1]
+
     def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
         return int(self.tiers.loading_s(ended) / self.prices.of(ended.turn.account_id).token_s)

@@ -262,6 +262,21 @@ class LettingIn:
         needed_tokens += min(program.growth_tokens, grown_tokens)
         return needed_tokens, self._free_tokens(replica.account, grown_tokens), grown_tokens
 
+    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return what must stay free on a replica when a program comes: above the watermark, and for growth.
+
+        That is its own growth, too, if it is foreseen. None of it is needed where no turn runs.
+        """
+        account = replica.account
+        if not account.turn_count or account.limit_tokens == inf:
+            return 0.0
+        kept_tokens = (1.0 - self.low_ratio) * account.limit_tokens
+        if self._foresees(view, program):
+            grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
+            kept_tokens += min(program.growth_tokens, grown_tokens)
+            kept_tokens += min(account.growth_tokens, account.active_count * grown_tokens)
+        return kept_tokens
+
     def _foresees(self, view: View, program: ProgramView) -> bool:
         """Return whether a program leaves room for growth: a newcomer does if memory is short."""
         if program.turn_count or not self.foresight_ratio or view.mean_growth_tokens == inf:
