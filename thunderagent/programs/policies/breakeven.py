@@ -62,9 +62,9 @@ class BreakEven:
     """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
     hold_ratio: float = 1.5
-    """How far the planned threshold is stretched: tools' rates are learned from few returns. Raise it if engines recompute
-    much after `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool; `0`:
-    expire at once.
+    """How far the planned threshold is stretched: tools' rates are learned from few returns. Raise it if engines
+    recompute much after `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool;
+    `0`: expire at once.
     """
     low_ratio: float = 0.95
     """Admit up to this part of the limit. Lower it if programs are paused and restored in quick succession. `1`: until
