@@ -13,6 +13,7 @@
     scripts/bench policy ablation    # each part of the policy switched off
     scripts/bench policy harmless    # no cost if memory is not short
     scripts/bench policy tiers       # two engines with host memory behind their pools, and without
+    scripts/bench policy world       # loads and engines as strangers have them; see `benchmarks/world.py`
     scripts/bench policy pools       # two models behind one proxy, one short of memory: each compared with it alone
 
 Each writes its findings to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the same
@@ -623,6 +624,10 @@ def command_of(words: Sequence[str], traces: Path | None) -> str:
 
 def main() -> None:
     """Make one comparison."""
+    if sys.argv[1:2] == ["world"]:  # it has options of its own
+        from benchmarks import world  # noqa: PLC0415 - it needs this module
+
+        sys.exit(world.main(sys.argv[2:]))
     args = arguments().parse_args()
     console = Console()
     console.width = max(console.width, 165)  # the table's width

@@ -9,6 +9,8 @@ from zlib import crc32
 
 from thunderagent.leases import LeaseSource, TurnAsk
 from thunderagent.programs.invariants import check
+from thunderagent.programs.learned.knowledge import Knowledge
+from thunderagent.programs.learned.price import FIRST_TOKEN_S
 from thunderagent.programs.model.decisions import Decision, Grant, Reason, Reject, Restore
 from thunderagent.programs.model.events import (
     Event,
@@ -32,6 +34,7 @@ from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
+    KnowledgeLoaded,
     MigrationAsked,
     ModelAsked,
     ModelServed,
@@ -52,6 +55,7 @@ from thunderagent.programs.model.fleet_events import (
 )
 from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.learned import ReplicaPriceRecord
 from thunderagent.programs.model.records.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
@@ -106,7 +110,8 @@ class Breathing:
 class Driver:
     """Drives a scheduler by hand: keeps the time and the turn ids, checks the invariants after every event.
 
-    `replicas` are up from the start, each with its capacity in tokens (None: unknown).
+    `replicas` are up from the start, each with its capacity in tokens (None: unknown), and with the price of a token,
+    as after a restart (None: unknown).
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Driver:
         replicas: Mapping[str, int | None] | None = None,
         settings: SchedulerSettings | None = None,
         now_s: float = 100.0,
+        token_s: float | None = FIRST_TOKEN_S,
     ) -> None:
         self.scheduler = Scheduler(policy or Passthrough(), settings)
         self.now_s = now_s
@@ -123,7 +129,12 @@ class Driver:
         self.granted_on: dict[int, str] = {}
         self.rejected_for: dict[int, Reason] = {}
         self._turn_count = 0
-        for replica_id, capacity_tokens in ({"r0": 1000} if replicas is None else replicas).items():
+        replicas = {"r0": 1000} if replicas is None else replicas
+        if token_s is not None and replicas:
+            prices = tuple([known_price(each, token_s) for each in replicas])
+            learned = replace(Knowledge().export(), replica_prices=prices)
+            self.send(KnowledgeLoaded(self.now_s, next(iter(replicas)), learned))
+        for replica_id, capacity_tokens in replicas.items():
             self.comes_up(replica_id, capacity_tokens)
         self.ticks()
 
@@ -430,6 +441,11 @@ def grew(tokens: int | None, output_tokens: int, cycle_s: float) -> TurnEnded:
 def prefilled(first_token_s: float | None, duration_s: float, uncached_tokens: int, output_tokens: int) -> TurnEnded:
     """Return the record of a turn that computed this much of its prompt."""
     return ended(prompt=uncached_tokens, output=output_tokens, duration_s=duration_s, first_token_s=first_token_s)
+
+
+def known_price(replica_id: str, token_s: float) -> ReplicaPriceRecord:
+    """Return a price that is known for certain."""
+    return ReplicaPriceRecord(replica_id, token_s, token_s, token_s, 0.0, 0.0, "turns")
 
 
 def kept(expected_tokens: int, cached_tokens: int, since_s: float) -> TurnEnded:

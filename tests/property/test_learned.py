@@ -73,8 +73,8 @@ class Learner:
             known.residences.add(given[0])
         elif what == "prefill":
             told = prefilled(*given)
-            known.prefill_speed.turn_ended(told)
-            known.goodput.turn_ended(told, known.prefill_speed.token_s)
+            known.turn_left_engine(told, 0)
+            known.goodput.turn_ended(told, known.prices.token_s)
         elif what == "role":
             known.role_outputs.turn_ended(ended(role=given[0], output=given[1]))
         elif what == "media":

@@ -680,7 +680,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert ranks == sorted(ranks), f"ranked as it was: {order and list(order)}"
         if not self.scheduler.policy.claim_rules.share_prefixes:
             assert len(scheduler.book.prefixes.tree) == 0
-        assert scheduler.knowledge.prefill_speed.token_s > 0
+        assert scheduler.knowledge.prices.token_s > 0
 
     def teardown(self) -> None:
         if not hasattr(self, "log"):

@@ -29,6 +29,8 @@ class ReplicaReading:
       a tier behind it (host memory, a disk, a store), and found there. None until an engine has such a tier and it was
       asked once.
     - `tier_tokens`: the size of that tier, in host memory.
+    - `computed_tokens_total`: prompt tokens that were computed, not found in any cache; `generated_tokens_total`,
+      `iterations_total`: tokens and iterations of the engine. None of these where prompts are computed elsewhere.
     - `models`: the names in its list at `/v1/models`, including LoRA adapters; empty if it has no such list.
     - `age_s`: how long ago the engine was asked: later changes may not be in it. Not reported by the engine.
     """
@@ -44,6 +46,9 @@ class ReplicaReading:
     tier_query_tokens_total: float | None = None
     tier_hit_tokens_total: float | None = None
     tier_tokens: int | None = None
+    computed_tokens_total: float | None = None
+    generated_tokens_total: float | None = None
+    iterations_total: float | None = None
     models: tuple[str, ...] | None = field(default=None, compare=False)
     age_s: float = field(default=0.0, compare=False)
 

@@ -40,6 +40,12 @@ TIER_TOKENS: Final = "cpu_kv_cache_size_tokens"
 
 KV_EVENT_SOURCES: Final = "/kv_event_sources"
 """Where an engine says on which addresses its ranks publish their KV events. Since 0.32."""
+# What each iteration's time is spent on. Before 0.15 or so only all prompt tokens were counted, with those found.
+COMPUTED: Final = "vllm:prompt_tokens_by_source_total"
+COMPUTED_HERE: Final = "local_compute"
+PROMPT_TOKENS: Final = ("vllm:prompt_tokens_total",)
+GENERATED: Final = ("vllm:generation_tokens_total",)
+ITERATIONS: Final = ("vllm:iteration_tokens_total_count",)
 
 _NEEDED: Final = (
     CACHE_CONFIG,
@@ -52,6 +58,10 @@ _NEEDED: Final = (
     *CACHE_HITS,
     *TIER_QUERIES,
     *TIER_HITS,
+    COMPUTED,
+    *PROMPT_TOKENS,
+    *GENERATED,
+    *ITERATIONS,
 )
 
 
@@ -115,6 +125,9 @@ class VllmBackend:
             tier_query_tokens_total=tier_queries,
             tier_hit_tokens_total=_total(_first_known(samples, TIER_HITS)) if tier_queries else None,
             tier_tokens=_tier_tokens(samples.get(TIER_CONFIG, ())),
+            computed_tokens_total=_computed_tokens(samples),
+            generated_tokens_total=_total(_first_known(samples, GENERATED)),
+            iterations_total=_total(_first_known(samples, ITERATIONS)),
         )
 
     def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature
@@ -130,6 +143,15 @@ def _first_known(samples: Mapping[str, Iterable[Sample]], names: Iterable[str]) 
             # An implausible value of one rank (such as NaN) makes the sum over all ranks invalid.
             return values if all(map(is_sane, values)) else []
     return []
+
+
+def _computed_tokens(samples: Mapping[str, list[Sample]]) -> float | None:
+    """Return the prompt tokens that were computed; of a version that does not say so, those not found in the pool."""
+    here = [each.value for each in samples.get(COMPUTED, ()) if each.labels.get("source") == COMPUTED_HERE]
+    if here:
+        return sum(here) if all(map(is_sane, here)) else None
+    asked, found = _total(_first_known(samples, PROMPT_TOKENS)), _total(_first_known(samples, CACHE_HITS))
+    return None if asked is None or found is None else max(0.0, asked - found)
 
 
 def _total(values: list[float]) -> float | None:

@@ -176,6 +176,24 @@ def _replicas(proxy: Proxy) -> Iterator[Finding]:
                 f"Nothing is granted there: {', '.join(replica['suspended_for'])}.",
                 "end what suspends it (POST /resume, POST /weight_sync/end), or wait",
             )
+        if price := replica.get("price"):
+            yield _price(subject, price)
+
+
+def _price(subject: str, price: dict[str, Any]) -> Finding:
+    """Say what a lost token costs a replica, and how closely that is known."""
+    if price["source"] in ("guess", "siblings"):
+        return ok("price", subject, "What a lost token costs is not measured yet: that takes some dozen turns.")
+    low_us, token_us, high_us = (price[name] * 1e6 for name in ("low_token_s", "token_s", "high_token_s"))
+    told = f"A lost token costs {token_us:.3g} µs ({low_us:.3g} to {high_us:.3g}), by {price['source']}"
+    if low_us > 0:
+        return ok("price", subject, f"{told}.")
+    return warning(
+        "price",
+        subject,
+        f"{told}: too uncertain to hold memory for a program whose tool runs.",
+        "let clients stream, or let the engine say what it counts (/metrics) and what was cached",
+    )
 
 
 def configuration_findings(config: ServeConfig) -> Iterator[Finding]:

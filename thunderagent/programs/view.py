@@ -123,6 +123,11 @@ class SchedulerView:
         """See `View`."""
         return self._replica(replica).acting.expiring.lowest(count, self._book.now_s)
 
+    def first_to_give_way(self, replica: ReplicaView, count: int) -> list[Program]:
+        """See `View`."""
+        acting = self._replica(replica).acting
+        return acting.expiring.lowest(count) or acting.order.lowest(count)
+
     def last_marked(self, replica: ReplicaView) -> Program | None:
         """See `View`."""
         return self._replica(replica).leaving.order.first()
@@ -180,11 +185,19 @@ class SchedulerView:
     @property
     def prefill_token_s(self) -> float:
         """See `View`."""
-        return self._core.knowledge.prefill_speed.token_s
+        return self._core.knowledge.prices.token_s
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""
         return self._core.knowledge.break_even_s(replica_id, self._book.memory_tokens_of(replica_id))
+
+    def hold_threshold_s(self, replica_id: str | None) -> float:
+        """See `View`."""
+        account = self._book.ledger.accounts.get(replica_id) if replica_id is not None else None
+        if account is None:
+            return 0.0
+        plan = self._core.knowledge.holding(replica_id, account.assumed_tokens, account.own_ratio, self._book.now_s)
+        return plan.threshold_s
 
     @property
     def growth_tokens_per_s(self) -> float:

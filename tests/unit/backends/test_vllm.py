@@ -81,7 +81,17 @@ def test_a_real_engine_is_read() -> None:
         preemptions_total=1.0,
         cache_query_tokens_total=1_367_472.0,
         cache_hit_tokens_total=883_968.0,
+        computed_tokens_total=467_375.0,
+        generated_tokens_total=26_370.0,
+        iterations_total=8149.0,
     )
+
+
+def test_a_version_that_does_not_say_what_it_computed_says_what_it_found() -> None:
+    """All prompt tokens but those found in the pool were computed."""
+    said = 'vllm:prompt_tokens_total{engine="0"} 900.0\nvllm:prefix_cache_hits_total{engine="0"} 400.0\n'
+    assert read(said).computed_tokens_total == 500.0
+    assert read('vllm:prompt_tokens_total{engine="0"} 900.0\n').computed_tokens_total is None
 
 
 def test_a_tier_is_known_once_it_was_asked() -> None:

@@ -31,7 +31,7 @@ def test_the_speed_is_that_of_turns_that_shared_their_engine_with_fewest() -> No
 
 def test_what_is_cached_is_not_part_of_the_ideal() -> None:
     """Neither is the program's history, even if it was recomputed: goodput is about that."""
-    driver = Driver(replicas={"r0": 100_000})
+    driver = Driver(replicas={"r0": 100_000}, token_s=2e-4)
     for number in range(3):
         turn_id = driver.arrives("a", 10_000 + 100 * number)
         driver.passes(2.0)

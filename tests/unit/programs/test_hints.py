@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import Driver
+from tests.builders import Driver, known_price
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT, HintRecord
 from thunderagent.programs.model.decisions import Pause
@@ -25,7 +25,7 @@ def driver_with(policy: str = "breakeven", **settings: object) -> Driver:
     settings = settings if policy != "breakeven" else plain | settings
     driver = Driver(load_policy(policy, settings), replicas={"r0": 1000})
     knowledge = driver.scheduler.knowledge
-    knowledge.prefill_speed.token_s = THRESHOLD_S / 1000
+    knowledge.prices.adopt((known_price("r0", THRESHOLD_S / 1000),))
     for _ in range(1000):  # tools without a name take an hour
         knowledge.tool_times.returned("", 3600.0)
     return driver

@@ -1,28 +1,21 @@
-"""What is learned about growth and the speed of prefill."""
+"""What is learned about growth."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import grew, prefilled
+from tests.builders import grew
 from thunderagent.programs.learned.growth import (
     ENOUGH_PROGRAMS_COUNT,
     ENOUGH_TURNS_COUNT,
-    FIRST_PREFILL_TOKEN_S,
-    TOKEN_S_EDGES,
     Growth,
-    PrefillSpeed,
 )
-from thunderagent.programs.learned.knowledge import Knowledge
 
 BIN = 2**0.5
-PREFILL_BIN = 2**0.25
 
 
 # --- Growth
@@ -109,90 +102,3 @@ def test_growth_follows_programs_that_change() -> None:
         growth.program_ended(5000, 1)
     assert growth.tokens_per_s == pytest.approx(100.0, rel=0.02)
     assert growth.whole_tokens == pytest.approx(5000, rel=0.02)
-
-
-# --- Prefill
-
-
-def test_until_it_is_seen_prefill_is_as_fast_as_guessed() -> None:
-    """Turns with few uncached tokens teach nothing."""
-    speed = PrefillSpeed()
-    assert speed.token_s == FIRST_PREFILL_TOKEN_S
-    speed.turn_ended(prefilled(5.0, 9.0, 100, 50))
-    speed.turn_ended(prefilled(None, 9.0, 300, 50))
-    assert speed.token_s == FIRST_PREFILL_TOKEN_S
-
-
-def test_prefill_is_learned_from_streams() -> None:
-    """1,000 tokens take a tenth of a second."""
-    speed = PrefillSpeed()
-    for _ in range(20):
-        speed.turn_ended(prefilled(0.1, 3.0, 1000, 200))
-    assert 1e-4 / PREFILL_BIN <= speed.token_s <= 1e-4 * PREFILL_BIN
-
-
-def test_prefill_is_learned_from_whole_answers() -> None:
-    """The time of a cached prompt's answer is subtracted: 100 tokens in 2 s, and in 2.1 s after 1,000 new ones."""
-    speed = PrefillSpeed()
-    for _ in range(20):
-        speed.turn_ended(prefilled(None, 2.0, 0, 100))
-    for _ in range(20):
-        speed.turn_ended(prefilled(None, 2.3, 1000, 100))
-    # The time of a generated token is known to within a bin of 19 %, so that of the prefill to within some of 2 s.
-    assert 1e-7 < speed.token_s < 2.3e-3
-    fine = PrefillSpeed()
-    for _ in range(20):
-        fine.turn_ended(prefilled(None, 2.0, 0, 100))
-        fine.turn_ended(prefilled(None, 42.0, 400_000, 100))
-    assert fine.token_s == pytest.approx(1e-4, rel=0.2)
-
-
-def test_a_turn_that_generates_nothing_teaches_no_speed_of_generating() -> None:
-    """Nothing is divided by zero."""
-    speed = PrefillSpeed()
-    speed.turn_ended(prefilled(None, 2.0, 0, 0))
-    assert speed.token_s == FIRST_PREFILL_TOKEN_S
-
-
-def test_prefill_is_learned_in_spite_of_a_queue() -> None:
-    """Two turns in three wait for others, up to a hundred times as long as their own prefill."""
-    random, speed = Random(1), PrefillSpeed()
-    for number in range(600):
-        tokens = random.randrange(600, 20_000)
-        waited_s = random.uniform(0.0, 100 * tokens * 1e-4) if number % 3 else 0.0
-        speed.turn_ended(prefilled(tokens * 1e-4 + waited_s, 30.0, tokens, 200))
-    assert 1e-4 / PREFILL_BIN <= speed.token_s <= 1e-4 * PREFILL_BIN
-
-
-TURNS = st.tuples(
-    st.none() | st.floats(-1.0, 1e4), st.floats(0.0, 1e4), st.integers(0, 1_000_000), st.integers(0, 100_000)
-)
-
-
-@pytest.mark.parametrize("token_s", [0.0, 1e-310, -1.0, 100.0, inf])
-def test_a_speed_of_prefill_that_cannot_be_learned_is_refused(token_s: float) -> None:
-    """Times are divided by it. A file may hold anything."""
-    learned = Knowledge().export()
-    prices = replace(learned.prices, prefill_token_s=token_s)
-    with pytest.raises(ValueError, match=r"prefill: .* is not from"):
-        Knowledge().adopt(replace(learned, prices=prices))
-
-
-@pytest.mark.parametrize("turns_count", [1, 10_000])
-def test_the_fastest_prefill_that_is_learned_is_adopted(turns_count: int) -> None:
-    """First tokens that come at once are in the lowest bin."""
-    knowledge = Knowledge()
-    for _ in range(turns_count):
-        knowledge.prefill_speed.turn_ended(prefilled(0.0, 3.0, 1000, 200))
-    other = Knowledge()
-    other.adopt(knowledge.export())
-    assert other.prefill_speed.token_s == knowledge.prefill_speed.token_s < TOKEN_S_EDGES[0]
-
-
-@given(st.lists(TURNS, max_size=40))
-def test_the_speed_of_prefill_is_never_zero_or_negative(turns: list[tuple[float | None, float, int, int]]) -> None:
-    """This holds whatever clocks and usages report; a break-even time of 0 would hold nothing at all."""
-    speed = PrefillSpeed()
-    for first_token_s, duration_s, uncached_tokens, generated_tokens in turns:
-        speed.turn_ended(prefilled(first_token_s, duration_s, uncached_tokens, generated_tokens))
-        assert speed.token_s > 0

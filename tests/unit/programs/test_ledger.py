@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.builders import Driver
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.book.accounts import PREFILL_TO_DECODE_RATIO, Account, Costs, DecayedSum, Ledger
 from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
 
@@ -309,3 +311,88 @@ def test_what_a_removed_replicas_memory_was_spent_on_stays_in_the_sum() -> None:
     assert ledger.closed_costs.decode_token_s == 3.0
     assert ledger.closed_costs.caching_token_s == 0.0
     assert set(ledger.accounts) == {"c"}
+
+
+# --- idle while held ----------------------------------------------------------------------------------------------
+
+
+def idle_s(driver: Driver, replica_id: str = "r0") -> float:
+    """Return how long a replica idled while programs were held."""
+    driver.ticks()
+    account = driver.scheduler.replicas[replica_id].account
+    driver.scheduler.ledger.accrue(account, driver.now_s)
+    return account.idle_held_s
+
+
+def crowded(**replicas: int | None) -> tuple[Driver, int]:
+    """Return a driver whose `a` holds r0 while its tool runs; and the turn of `b`, which came a second later."""
+    driver = Driver(load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0}), replicas=replicas or {"r0": 1000})
+    driver.takes_turn("a", 900)
+    driver.passes(1.0)
+    return driver, driver.arrives("b", 500)
+
+
+def test_a_replica_idles_while_a_program_waits_for_what_another_holds_there() -> None:
+    """It waits from 1 s on; at 4 s the holder's next turn comes, and that is in flight for 5 s."""
+    driver, waiting = crowded()
+    assert driver.held(waiting)
+    driver.passes(3.0)
+    turn = driver.arrives("a", 950)
+    driver.passes(5.0)
+    assert idle_s(driver) == pytest.approx(3.0)
+    driver.finishes(turn, 950)
+    driver.passes(2.0)
+    assert idle_s(driver) == pytest.approx(3.0 + 2.0)
+    driver.releases("a")
+    assert waiting in driver.granted_on
+    driver.passes(7.0)
+    assert idle_s(driver) == pytest.approx(5.0)
+
+
+def test_a_replica_that_nobody_may_use_does_not_count_as_idle() -> None:
+    driver, _ = crowded()
+    driver.passes(2.0)
+    driver.suspends(replica_id="r0")
+    driver.passes(4.0)
+    assert idle_s(driver) == pytest.approx(2.0)
+
+
+def test_a_replica_of_unknown_size_counts_as_any() -> None:
+    """A `cap` of one program holds the second one, whatever the replica holds."""
+    driver = Driver(load_policy("cap", {"n": 1}), replicas={"r0": None})
+    driver.takes_turn("a", 900)
+    driver.arrives("b", 500)
+    driver.passes(3.0)
+    assert idle_s(driver) == pytest.approx(3.0)
+
+
+def test_a_program_that_waits_for_one_replica_makes_no_other_one_idle() -> None:
+    """`b` may only go to r0, where `a` holds the memory; r1 has room."""
+    driver = Driver(load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0}), replicas={"r0": 1000, "r1": 1000})
+    driver.routes("class", "to-r0", r0=1)
+    driver.finishes(driver.arrives("a", 900, program_class="to-r0"), 900)
+    assert driver.held(driver.arrives("b", 500, program_class="to-r0"))
+    driver.passes(3.0)
+    assert idle_s(driver, "r0") == pytest.approx(3.0)
+    assert idle_s(driver, "r1") == 0.0
+    driver.releases("b")
+    driver.passes(3.0)
+    assert idle_s(driver, "r0") == pytest.approx(3.0)
+    assert idle_s(driver, "r1") == 0.0
+
+
+def test_a_program_that_is_not_admitted_is_not_held_for_memory() -> None:
+    driver = Driver(load_policy("ttl", {"reserve_tokens": 0, "admission": "window", "admission.n": 1}))
+    driver.takes_turn("a", 100)
+    assert driver.held(driver.arrives("b", 100))
+    driver.passes(3.0)
+    assert idle_s(driver) == 0.0
+
+
+def test_a_replica_that_comes_while_a_program_waits_counts_from_then() -> None:
+    driver, _ = crowded()
+    driver.passes(5.0)
+    driver.comes_up("r1", 10)  # too small for anybody
+    assert idle_s(driver, "r1") == 0.0
+    driver.passes(2.0)
+    assert idle_s(driver, "r1") == pytest.approx(2.0)

@@ -49,7 +49,7 @@ def test_break_even_is_the_time_to_load_the_pool_where_all_is_found() -> None:
     assert price.found_ratio == pytest.approx(1.0, abs=0.01)
     assert price.restore_token_s == pytest.approx(RESTORE_TOKEN_S, rel=0.2)
     assert driver.scheduler.view.break_even_s("r0") == pytest.approx(RESTORE_TOKEN_S * POOL_TOKENS, rel=0.2)
-    assert knowledge.prefill_speed.token_s == pytest.approx(PREFILL_TOKEN_S, rel=0.2)  # it excludes loading
+    assert knowledge.prices.of("r0").token_s == pytest.approx(PREFILL_TOKEN_S, rel=0.2)  # it excludes loading
 
 
 def test_half_found_is_half_the_saving() -> None:

@@ -17,7 +17,13 @@ from thunderagent.programs.model.events import (
     TurnDue,
     TurnUnverified,
 )
-from thunderagent.programs.model.fleet_events import KnowledgeLoaded, ProvisionAsked, ReplicaKilled, TierPolled
+from thunderagent.programs.model.fleet_events import (
+    KnowledgeLoaded,
+    ProvisionAsked,
+    ReplicaKilled,
+    TierPolled,
+    WorkPolled,
+)
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
@@ -79,6 +85,7 @@ def every_event() -> Driver:
     driver.send(ProgramCrowdedOut(driver.now_s, ""))
     driver.send(ProgramHinted(driver.now_s, "c", 1.0))
     driver.send(TierPolled(driver.now_s, "r0", 100, 50))
+    driver.send(WorkPolled(driver.now_s, "r0", 100, 50, 20))
     driver.serve("lora", "r0")
     driver.arrives("f", 100, model="lora")
     driver.trips("r0")

@@ -6,14 +6,14 @@ import asyncio
 import json
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
 from structlog.testing import capture_logs
 
-from tests.builders import Driver, grew
+from tests.builders import Driver, grew, known_price
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.leases import TurnAsk
 from thunderagent.programs.learned.knowledge import Knowledge
@@ -39,6 +39,9 @@ from thunderagent.runtime.learned_state import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+PRICE = asdict(known_price("r0", 1e-4))
 
 
 def learned_tool(name: str, *models: str) -> PoolRecord:
@@ -137,8 +140,10 @@ def test_records_with_other_intervals_are_refused() -> None:
         (("growth", "cycle_s"), -1.0),
         (("growth", "program_count"), -1),
         (("growth", "outputs", "total"), 1e6),
-        (("prices", "prefill_token_s"), -0.1),
-        (("prices", "prefill_token_s"), 1e6),
+        (("replica_prices",), [PRICE | {"token_s": -0.1}]),
+        (("replica_prices",), [PRICE | {"token_s": 1e-3}]),
+        (("replica_prices",), [PRICE | {"low_token_s": -1.0}]),
+        (("replica_prices",), [PRICE | {"source": "hearsay"}]),
         (("prices", "decode_token_s"), -0.1),
         (("prices", "decode_refreshed_count"), -(2**40)),
         (("prices", "tokens_per_byte_ratio"), -1.0),

@@ -36,6 +36,7 @@ from dataclasses import dataclass, fields
 from math import exp2, inf
 from typing import Final
 
+from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.turn import TurnEnded
 
@@ -116,6 +117,8 @@ class Account:
     __slots__ = (
         "acting",
         "active_count",
+        "assumed_tokens",
+        "busy_s",
         "capacity_ratio",
         "capacity_tokens",
         "costs",
@@ -125,8 +128,9 @@ class Account:
         "flight_s",
         "flight_token_s",
         "growth_tokens",
+        "held_s",
         "hit_ratio",
-        "idle_waited_s",
+        "idle_held_s",
         "kv_used_ratio",
         "leaving",
         "limit_tokens",
@@ -144,10 +148,12 @@ class Account:
     def __init__(self, half_life_s: float, now_s: float, replica_id: str = "") -> None:
         """Open an account at `now_s`."""
         self.capacity_tokens: int | None = None
+        self.assumed_tokens: float | None = None
+        """The same; if it is unknown, the median of the others'; None if none is known."""
         self.capacity_ratio = 1.0
         """Part of the capacity that may be claimed."""
         self.limit_tokens = inf
-        """Tokens that may be claimed; infinite while the capacity is unknown."""
+        """Tokens that may be claimed; infinite while no capacity is known."""
         self.usable = False
         """Whether programs may get claims there. Memory that nobody may claim is not unused."""
         self.working = Place(Kind.WORKING, replica_id)
@@ -175,14 +181,18 @@ class Account:
         """Images to encode there: as last polled, plus one for each turn since; None if encoding is no stage of its
         own."""
         self.costs = Costs()
+        self.busy_s = 0.0
+        """Time for which it had a turn in flight."""
         self.flight_s = 0.0
         """Time for which turns in flight had memory: less than the clock says where memory was short."""
         self.flight_token_s = 0.0
         """Memory that turns in flight had, less what was booked for those that ended."""
         self.updated_s = now_s
         self.waited_s = 0.0
-        self.idle_waited_s = 0.0
-        """Time for which it was usable and had no turn in flight while turns waited."""
+        self.held_s = 0.0
+        """Reading of the clock of programs that wait for room anywhere, when the integrals were last up to date."""
+        self.idle_held_s = 0.0
+        """Time for which it was usable and had no turn in flight while a program waited for room, anywhere or here."""
 
     def turn_granted(self) -> None:
         """Count one more turn in flight; where images are encoded, expect one image of it."""
@@ -203,7 +213,20 @@ class Account:
     def set_limit(self, capacity_tokens: int | None, capacity_ratio: float) -> None:
         """Record the size of its memory, and which part of it may be claimed."""
         self.capacity_tokens, self.capacity_ratio = capacity_tokens, capacity_ratio
-        self.limit_tokens = inf if capacity_tokens is None else capacity_tokens * capacity_ratio
+        if capacity_tokens is not None:
+            self.assumed_tokens = capacity_tokens
+        self.limit_tokens = inf if self.assumed_tokens is None else self.assumed_tokens * capacity_ratio
+
+    def assume(self, tokens: float | None) -> None:
+        """Assume a size while none is known."""
+        self.assumed_tokens = tokens
+        self.set_limit(None, self.capacity_ratio)
+
+    @property
+    def own_ratio(self) -> float:
+        """Part of what its programs hold that is not shared between them; 1 if there are none."""
+        whole_tokens = self.demand_tokens + self.shared_tokens
+        return max(0.0, self.demand_tokens / whole_tokens) if whole_tokens else 1.0
 
     @property
     def reasoning_tokens(self) -> int:
@@ -229,11 +252,12 @@ class Account:
 class Ledger:
     """All accounts, and the clock of waiting that tells idle memory from unused memory."""
 
-    __slots__ = ("_half_life_s", "_waited_s", "_waiting_since_s", "accounts", "closed_costs", "waiting_count")
+    __slots__ = ("_half_life_s", "_queue", "_waited_s", "_waiting_since_s", "accounts", "closed_costs", "waiting_count")
 
-    def __init__(self, half_life_s: float) -> None:
-        """Create a ledger without accounts; `half_life_s` is that of f(t)."""
+    def __init__(self, half_life_s: float, queue: PausedQueue | None = None) -> None:
+        """Create a ledger without accounts; `half_life_s` is that of f(t), `queue` has who waits for room."""
         self._half_life_s = half_life_s
+        self._queue = queue
         self.accounts: dict[str, Account] = {}
         self.closed_costs = Costs()
         """Costs of removed replicas, so that sums over all replicas never shrink."""
@@ -248,7 +272,15 @@ class Ledger:
         if account is None:
             account = self.accounts[replica_id] = Account(self._half_life_s, now_s, replica_id)
             account.waited_s = self.waited_s(now_s)
+            account.held_s = self._held_s(now_s)
         return account
+
+    def _held_s(self, now_s: float) -> float:
+        """Return the total seconds in which at least one program waited for room anywhere."""
+        if self._queue is None:
+            return 0.0
+        waiting = self._queue.waiting
+        return waiting.occupied_s + (now_s - waiting.occupied_since_s if waiting.count else 0.0)
 
     def close(self, replica_id: str) -> None:
         """Forget the account of a removed replica, if it has one; its costs must be accrued first."""
@@ -280,11 +312,12 @@ class Ledger:
         if elapsed_s <= 0:
             return
         account.updated_s = now_s
+        if account.turn_count:
+            account.busy_s += elapsed_s
         acting_tokens = float(account.acting.tokens)
         flight_tokens = account.demand_tokens - acting_tokens
         if account.shared_tokens:  # each bears its part of that
-            whole_tokens = account.demand_tokens + account.shared_tokens
-            own_ratio = max(0.0, account.demand_tokens / whole_tokens) if whole_tokens else 1.0
+            whole_tokens, own_ratio = account.demand_tokens + account.shared_tokens, account.own_ratio
             flight_tokens, acting_tokens = (whole_tokens - acting_tokens) * own_ratio, acting_tokens * own_ratio
         capacity_tokens: float = inf if account.capacity_tokens is None else account.capacity_tokens
         fitting_tokens = flight_tokens
@@ -300,9 +333,16 @@ class Ledger:
         if waited_s > account.waited_s and account.usable and capacity_tokens < inf:
             idle_tokens = max(0.0, capacity_tokens - account.demand_tokens)
             account.costs.unused_token_s += idle_tokens * min(elapsed_s, waited_s - account.waited_s)
-            if not account.turn_count:
-                account.idle_waited_s += waited_s - account.waited_s
         account.waited_s = waited_s
+        queue = self._queue
+        if queue is None:
+            return
+        waiting = queue.waiting
+        held_s = waiting.occupied_s + now_s - waiting.occupied_since_s if waiting.count else waiting.occupied_s
+        if not account.turn_count and account.usable:
+            here = queue.routed.get(account.working.replica_id or "") if queue.routed else None
+            account.idle_held_s += held_s - account.held_s if here is None or not here.count else elapsed_s
+        account.held_s = held_s
 
     def charge_turn(
         self, account: Account, ended: TurnEnded, *, prefill_token_s: float | None = None, loaded_tokens: int = 0

@@ -46,7 +46,7 @@ class Book:
         self.anonymous_held: dict[int, Turn] = {}
         self.groups: dict[tuple[str, str], Group] = {}
         """By tenant and id."""
-        self.ledger = Ledger(half_life_s)
+        self.ledger = Ledger(half_life_s, queue)
         self.prefixes = SharedPrefixes()
         self.replicas: dict[str, Replica] = {}
         self.open_replicas: list[Replica] = []
@@ -115,6 +115,8 @@ class Book:
         replica = place.replica if place.active else to.replica if to.active else None
         if replica is not None:
             self.changes(replica)
+        if self.queue.routed:
+            self._accrue_where_waited(place, to)
         place.leave(program, now_s)
         claim_tokens = program.claim_tokens
         if resized:
@@ -139,6 +141,14 @@ class Book:
             del self.programs[program.program_id]
             program.note(now_s, "release", why, program.replica_id)
             self.decisions.append(Release(program.program_id, program.generation, why))
+
+    def _accrue_where_waited(self, *places: Place) -> None:
+        """Bring the integrals of replicas up to date for which programs wait in one of these places, and no other."""
+        for place in places:
+            if place.replica_id is not None and not place.active:
+                account = self.ledger.accounts.get(place.replica_id)
+                if account is not None:
+                    self.ledger.accrue(account, self.now_s)
 
     def _claims(self, program: Program, replica: Replica, why: Reason | None, gets_one: bool) -> None:
         """Record that a program got or lost a claim on a replica."""

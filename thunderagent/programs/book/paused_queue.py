@@ -56,7 +56,7 @@ class TenantShares(Protocol):
 class QueuePlace(Place):
     """An ordered place of programs without a claim: by rank, and first by priority once any program has one."""
 
-    __slots__ = ("_rank_of", "_some_have_priority", "order")
+    __slots__ = ("_rank_of", "_some_have_priority", "occupied_s", "occupied_since_s", "order")
 
     def __init__(
         self,
@@ -72,6 +72,8 @@ class QueuePlace(Place):
         self._rank_of = rank_of
         self._some_have_priority = False
         self.order = order
+        self.occupied_s = self.occupied_since_s = 0.0
+        """Seconds in which programs were there, until it was last empty; and since when some are, if any."""
 
     def _order_of(self, program: Program) -> Order:
         if program.priority and not self._some_have_priority:
@@ -80,15 +82,19 @@ class QueuePlace(Place):
         rank = self._rank_of(program)
         return (program.priority, rank) if self._some_have_priority else rank
 
-    def enter(self, program: Program, now_s: float) -> None:  # noqa: ARG002
+    def enter(self, program: Program, now_s: float) -> None:
         """Add a program."""
+        if not self.count:
+            self.occupied_since_s = now_s
         self.count += 1
         self.tokens += program.claim_tokens
         self.order.add(program, self._order_of(program))
 
-    def leave(self, program: Program, now_s: float) -> None:  # noqa: ARG002
+    def leave(self, program: Program, now_s: float) -> None:
         """Remove a program."""
         self.count -= 1
+        if not self.count:
+            self.occupied_s += now_s - self.occupied_since_s
         self.tokens -= program.claim_tokens
         self.order.discard(program)
 

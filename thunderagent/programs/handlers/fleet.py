@@ -25,10 +25,14 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     TierPolled,
+    WorkPolled,
 )
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
+
+PROMPT_S: Final = 0.25
+"""Counters that are older than this cannot be compared with what the scheduler saw."""
 
 REMOVED_COUNT: Final = 1000
 """How many removed replicas are remembered."""
@@ -65,6 +69,7 @@ class Fleet:
             ModelAsked: self._model_asked,
             ReplicaPolled: self._replica_polled,
             TierPolled: self._tier_polled,
+            WorkPolled: self._work_polled,
             EncodesPolled: self._encodes_polled,
             ResidencyReported: self._residency_reported,
         }
@@ -101,6 +106,7 @@ class Fleet:
 
     def _replicas_changed(self) -> None:
         core, book = self._core, self._core.book
+        self._assume_sizes()
         before = book.open_replicas, book.granting_replicas
         book.open_replicas = [replica for replica in book.replicas.values() if replica.open_to_programs]
         book.granting_replicas = [replica for replica in book.open_replicas if replica.grants]
@@ -174,6 +180,7 @@ class Fleet:
         self._set_health(replica, up=False, draining=False)
         for program in list(replica.programs.values()):
             core.lose_replica(program, reason)
+        core.knowledge.prices.interrupted(replica.replica_id, book.now_s)
         account = replica.account
         for turn in [turn for turn in book.turns.values() if turn.account_id == replica.replica_id]:
             turn.account_id = None
@@ -325,9 +332,36 @@ class Fleet:
             # What a turn's usage calls cached may come from the tier from now on: the pool's counters show its losses.
             knowledge.correction(replica.replica_id).follow_counters()
 
+    def _work_polled(self, event: WorkPolled) -> None:
+        replica = self._core.book.replicas.get(event.replica_id)
+        if replica is None:
+            return
+        self._core.book.touch(replica)  # its integrals are up to date now
+        self._core.knowledge.prices.work_polled(
+            event.replica_id,
+            replica.account.busy_s,
+            event.computed_tokens,
+            event.generated_tokens,
+            event.iteration_count,
+            is_whole=event.age_s <= PROMPT_S and not event.preemption_count,
+        )
+
     def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
         self._core.book.touch(replica).set_limit(capacity_tokens, replica.account.capacity_ratio)
         replica.residency.capacity_tokens = capacity_tokens
+        self._assume_sizes()
+
+    def _assume_sizes(self) -> None:
+        """Let a replica of unknown size count as the median of the others. Cost: O(replicas)."""
+        book = self._core.book
+        known = [each.account.capacity_tokens for each in book.replicas.values()]
+        sizes = sorted([tokens for tokens in known if tokens is not None])
+        if len(sizes) == len(known):
+            return
+        tokens = float(sizes[len(sizes) // 2]) if sizes else None
+        for replica in book.replicas.values():
+            if replica.account.capacity_tokens is None and replica.account.assumed_tokens != tokens:
+                book.touch(replica).assume(tokens)
 
     def _encodes_polled(self, event: EncodesPolled) -> None:
         replica = self._known_or_new(event.replica_id)

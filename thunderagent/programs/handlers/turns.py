@@ -83,8 +83,10 @@ class Turns:
             ended = TurnEnded(turn, branch, book.now_s, prompt_tokens, output_tokens, event.cached_tokens)
             knowledge, account = core.knowledge, book.replicas[turn.account_id].account
             loaded_tokens = knowledge.loading_tokens(ended) if knowledge.tiers.by_replica else 0
-            prefill_token_s = knowledge.prefill_speed.learned_token_s
+            price = knowledge.prices.of(turn.account_id)
+            prefill_token_s = price.token_s if price.is_measured else None
             book.ledger.charge_turn(account, ended, prefill_token_s=prefill_token_s, loaded_tokens=loaded_tokens)
+            knowledge.turn_left_engine(ended, account.turn_count - 1)
             if not turn.unrepresentative:
                 self._learn_from(ended)
         if event.prompt_tokens is not None and turn.prompt_bytes:

@@ -257,11 +257,16 @@ class CapacityCorrection:
         self._expected_tokens += tokens
         self._lost_tokens += tokens
 
+    def overcommitted(self, now_s: float) -> None:
+        """Note that more is let in than should fit: what is lost until now says nothing of the size."""
+        self._down_s = now_s
+        self._begin_anew(now_s)
+
     def step(self, now_s: float, *, active_count: int, wanted: bool, idle_s: float = 0.0) -> bool:
         """Correct the ratio if it is time; return whether it changed.
 
         `wanted`: others wait, all claimable memory is claimed, and the memory was full once. `idle_s`: total time in
-        which the engine had no turn while turns waited.
+        which the engine had no turn while programs waited for room.
         """
         before = self.ratio
         if self._undo(now_s, idle_s):

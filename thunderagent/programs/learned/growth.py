@@ -1,4 +1,4 @@
-"""What the scheduler learns of running programs: growth, residence, and the speed of prefill."""
+"""What the scheduler learns of running programs: growth and residence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from math import inf
 from typing import Final
 
 from thunderagent.programs.learned.histogram import MOST_TOKENS, LogHistogram, check_range, geometric_edges
-from thunderagent.programs.model.records.learned import GrowthRecord, HistogramRecord, PriceRecord
+from thunderagent.programs.model.records.learned import GrowthRecord, HistogramRecord
 from thunderagent.programs.model.turn import TurnEnded
 
 TOKEN_EDGES: Final = geometric_edges(8.0, 2**0.5, 36)
@@ -15,23 +15,14 @@ TOKEN_EDGES: Final = geometric_edges(8.0, 2**0.5, 36)
 RESIDENCE_EDGES_S: Final = geometric_edges(0.5, 2**0.5, 38)
 """Half a second to two days."""
 
-FIRST_PREFILL_TOKEN_S: Final = 5e-5
-"""Seconds to prefill a token until learned: an H100 with a model of some 30 billion active parameters."""
-
 TOKEN_S_EDGES: Final = geometric_edges(1e-7, 2**0.25, 110)
 """A tenth of a microsecond to 20 seconds."""
-
-LEAST_TOKEN_S: Final = TOKEN_S_EDGES[0] / 8
-"""A shorter time was never learned: if all times are in the first bin, their lowest quarter ends at a quarter of it."""
 
 MANY_TOKENS: Final = 512
 """This many prompt tokens take much longer than the overhead of an iteration."""
 
 FEW_TOKENS: Final = 128
 """This many take almost no time beside a generated answer."""
-
-LOW_RATIO: Final = 0.25
-"""Ratio of turns that waited least for others."""
 
 ENOUGH_TURNS_COUNT: Final = 8
 ENOUGH_PROGRAMS_COUNT: Final = 5
@@ -162,58 +153,3 @@ class Residences:
         """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
         self._seen_s.adopt(record)
         self.median_s = self._seen_s.quantile(0.5, inf)
-
-
-class PrefillSpeed:
-    """Seconds for each uncached prompt token.
-
-    A turn with many such tokens takes at least their prefill until its first token, and more if it waits for others. So
-    a low quantile of the time per token is near the truth, and above it if the engine always has a queue. (That error
-    is safe: programs are held for longer, less is computed twice, and the queue gets shorter.) If the first token
-    cannot be seen, because the answer comes as a whole, the generation time is subtracted: the median time per token of
-    turns whose prompt was cached.
-
-    If an engine does not say what was cached, only what a branch sends for the first time counts: what it sent before
-    may still be cached, whoever believes that it is gone, and would make prefill look many times too fast.
-    """
-
-    __slots__ = ("_decode_s", "_prefill_s", "learned_token_s", "token_s")
-
-    def __init__(self) -> None:
-        """Start with the first guess."""
-        self._prefill_s = LogHistogram(TOKEN_S_EDGES)
-        self._decode_s = LogHistogram(TOKEN_S_EDGES)
-        self.token_s = FIRST_PREFILL_TOKEN_S
-        """Seconds for each uncached prompt token."""
-        self.learned_token_s: float | None = None
-        """The same; None until a turn showed it."""
-
-    def adopt(self, record: PriceRecord) -> None:
-        """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
-        if record.prefill_token_s is not None:
-            check_range("prefill", record.prefill_token_s, (LEAST_TOKEN_S, TOKEN_S_EDGES[-1]))
-        self._prefill_s.adopt(record.prefill)
-        self._decode_s.adopt(record.prefill_decode)
-        self.learned_token_s = record.prefill_token_s
-        self.token_s = FIRST_PREFILL_TOKEN_S if record.prefill_token_s is None else record.prefill_token_s
-
-    def export(self) -> tuple[HistogramRecord, HistogramRecord]:
-        """Return the times per token of uncached prompts, and of answers to cached ones."""
-        return self._prefill_s.export(), self._decode_s.export()
-
-    def turn_ended(self, ended: TurnEnded) -> None:
-        """Learn from a turn. Cost: O(log bins)."""
-        computed_tokens = ended.uncached_tokens
-        if ended.cached_tokens is None and ended.known_tokens:
-            computed_tokens = min(computed_tokens, ended.prompt_tokens - ended.known_tokens)
-        if computed_tokens >= MANY_TOKENS:
-            self._prefill_s.add(max(0.0, self.first_token_s(ended)) / computed_tokens)
-            self.learned_token_s = self.token_s = self._prefill_s.quantile(LOW_RATIO, FIRST_PREFILL_TOKEN_S)
-        elif ended.uncached_tokens <= FEW_TOKENS and ended.output_tokens and ended.first_token_s is None:
-            self._decode_s.add(ended.duration_s / ended.output_tokens)
-
-    def first_token_s(self, ended: TurnEnded) -> float:
-        """Return when a turn's first token came; an estimate if the begin of its answer was not seen."""
-        if ended.first_token_s is not None:
-            return ended.first_token_s
-        return ended.duration_s - self._decode_s.quantile(0.5, 0.0) * ended.output_tokens

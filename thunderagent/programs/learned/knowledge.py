@@ -1,4 +1,4 @@
-"""What the scheduler learns from events: how long tools run, how programs grow, how fast prefill is."""
+"""What the scheduler learns from events: how long tools run, how programs grow, what a lost token costs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from typing import Final
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.learned.growth import Growth, PrefillSpeed, Residences
+from thunderagent.programs.learned.growth import Growth, Residences
 from thunderagent.programs.learned.histogram import check_range
+from thunderagent.programs.learned.holding import (
+    NOTHING_HELD,
+    REFRESH_S,
+    EngineCosts,
+    HoldingPlan,
+    TurnMeans,
+    plan_holding,
+)
 from thunderagent.programs.learned.media_sizes import MediaSizes
+from thunderagent.programs.learned.price import Prices, SeenTurn
 from thunderagent.programs.learned.restore_pace import RestorePace
 from thunderagent.programs.learned.roles import RoleOutputs
 from thunderagent.programs.learned.tier_price import TierPrices
@@ -60,6 +69,7 @@ class Knowledge:
         "_known_capacities",
         "_learns_reserve",
         "_output_tokens",
+        "_plans",
         "_rules",
         "_turn_tokens",
         "goodput",
@@ -68,7 +78,7 @@ class Knowledge:
         "judge_record",
         "mean_tool_s",
         "media_sizes",
-        "prefill_speed",
+        "prices",
         "residences",
         "restore_pace",
         "role_outputs",
@@ -76,6 +86,7 @@ class Knowledge:
         "tokens_per_byte_ratio",
         "tool_times",
         "tools_running_count",
+        "turn_means",
     )
 
     def __init__(self, rules: ClaimRules | None = None) -> None:
@@ -85,7 +96,7 @@ class Knowledge:
         self._turn_tokens = self._output_tokens = self._rules.reserve_tokens
         """What claims hold beyond contexts: for a whole turn, and for an answer alone."""
         self.tool_times = ToolTimes()
-        self.prefill_speed = PrefillSpeed()
+        self.prices = Prices()
         self.growth = Growth()
         self.media_sizes = MediaSizes()
         self.goodput = Goodput()
@@ -104,6 +115,9 @@ class Knowledge:
         self._known_capacities: dict[str, CapacityRecord] = {}
         """Of replicas not heard of since their records were adopted."""
         self.tiers = TierPrices()
+        self.turn_means = TurnMeans()
+        self._plans: dict[str, tuple[float, HoldingPlan]] = {}
+        """By replica, with the time from which they are outdated."""
 
     def correction(self, replica_id: str) -> CapacityCorrection:
         """Return how much of a replica's capacity may be claimed."""
@@ -118,14 +132,15 @@ class Knowledge:
     def replica_removed(self, replica_id: str) -> None:
         """Forget a replica."""
         self._corrections.pop(replica_id, None)
+        self.prices.replica_removed(replica_id)
         self.tiers.replica_removed(replica_id)
+        self._plans.pop(replica_id, None)
 
     def export(self) -> LearnedRecord:
         """Return all that was learned. Cost: O(all of it), half a millisecond at most."""
         corrections = self._corrections.items()
         capacities = [record for each_id, each in corrections if (record := each.export(each_id)) is not None]
         unseen = list(self._known_capacities.values())[-UNSEEN_REPLICAS_COUNT:]
-        prefill, prefill_decode = self.prefill_speed.export()
         decode, decode_token_s, since_refresh = self.goodput.export()
         all_tools, tools = self.tool_times.export()
         all_roles, roles = self.role_outputs.export()
@@ -135,9 +150,6 @@ class Knowledge:
             mean_tool_s=self.mean_tool_s,
             growth=self.growth.export(),
             prices=PriceRecord(
-                prefill,
-                prefill_decode,
-                self.prefill_speed.learned_token_s,
                 decode,
                 decode_token_s,
                 since_refresh,
@@ -151,6 +163,8 @@ class Knowledge:
             restores=self.restore_pace.export(),
             capacities=(*unseen, *capacities),
             tiers=self.tiers.export(),
+            turn_means=self.turn_means.export(),
+            replica_prices=self.prices.export(),
         )
 
     def adopt(self, learned: LearnedRecord) -> None:
@@ -161,7 +175,7 @@ class Knowledge:
         self.tool_times.adopt(learned.all_tools, learned.tools)
         self.mean_tool_s = learned.mean_tool_s
         self.growth.adopt(learned.growth)
-        self.prefill_speed.adopt(learned.prices)
+        self.prices.adopt(learned.replica_prices)
         self.goodput.adopt(learned.prices)
         self.tokens_per_byte_ratio = ratio
         self.residences.adopt(learned.residences_s)
@@ -177,6 +191,8 @@ class Knowledge:
                 CapacityCorrection(0.0).adopt(known)  # raises if it is impossible
                 self._known_capacities[known.replica_id] = known
         self.tiers.adopt(learned.tiers)
+        if learned.turn_means is not None:
+            self.turn_means.adopt(learned.turn_means)
 
     def _measure_reserves(self) -> None:
         """Compute what claims hold beyond contexts, if that is learned.
@@ -209,8 +225,11 @@ class Knowledge:
             branch.tokens_per_byte_ratio = ratio
 
     def lost_token_s(self, replica_id: str | None) -> float:
-        """Return what it costs a replica to regain a token that its memory lost: by computing or loading it."""
-        prefill_token_s = self.prefill_speed.token_s
+        """Return what it surely costs a replica to regain a token that its memory lost: by computing or loading it.
+
+        That is the lower end of the price: what is held for a guess is missing for everybody else.
+        """
+        prefill_token_s = self.prices.of(replica_id).low_token_s
         return self.tiers.lost_token_s(replica_id, prefill_token_s) if self.tiers.by_replica else prefill_token_s
 
     def break_even_s(self, replica_id: str | None, memory_tokens: float) -> float:
@@ -221,9 +240,41 @@ class Knowledge:
         """
         return self.lost_token_s(replica_id) * memory_tokens
 
+    def holding(
+        self, replica_id: str | None, capacity_tokens: float | None, own_ratio: float, now_s: float
+    ) -> HoldingPlan:
+        """Return for how long a replica's programs are held through their tools: planned anew every `REFRESH_S`.
+
+        `own_ratio` of what its programs hold is not shared with others there. Nothing is held where the size of its
+        memory is unknown.
+        """
+        if replica_id is None or capacity_tokens is None:
+            return NOTHING_HELD
+        outdated_s, plan = self._plans.get(replica_id, (-inf, NOTHING_HELD))
+        if now_s >= outdated_s:
+            price, correction = self.prices.of(replica_id), self._corrections.get(replica_id)
+            token_s = price.cautious_token_s
+            if self.tiers.by_replica:
+                token_s = self.tiers.lost_token_s(replica_id, token_s)
+            plan = plan_holding(
+                EngineCosts(token_s, price.iteration_s, price.sequence_s),
+                self.turn_means,
+                self.tool_times.returns(),
+                memory_tokens=capacity_tokens,
+                corrected_ratio=1.0 if correction is None else correction.ratio,
+                own_ratio=own_ratio,
+                reserve_tokens=self._turn_tokens,
+            )
+            self._plans[replica_id] = (now_s + REFRESH_S, plan)
+        return plan
+
+    def last_plan(self, replica_id: str) -> HoldingPlan:
+        """Return what was planned last for a replica."""
+        return self._plans.get(replica_id, (0.0, NOTHING_HELD))[1]
+
     def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
-        return int(self.tiers.loading_s(ended) / self.prefill_speed.token_s)
+        return int(self.tiers.loading_s(ended) / self.prices.of(ended.turn.account_id).token_s)
 
     def idle_limit_s(self, tool: str) -> float:
         """Return the time in a tool after which a program will most likely not come back. Cost: O(intervals)."""
@@ -232,7 +283,7 @@ class Knowledge:
 
     def turn_ended(self, ended: TurnEnded) -> None:
         """Learn from a turn of a live program, on one of its branches."""
-        program, speed = ended.turn.program, self.prefill_speed
+        program = ended.turn.program
         assert program is not None
         if not program.first_prompt_tokens:
             program.first_prompt_tokens = ended.prompt_tokens
@@ -241,13 +292,43 @@ class Knowledge:
             program.larger_tokens_total += larger_tokens
         program.learned_count += 1
         self.growth.turn_ended(ended)
+        self.turn_means.turn_ended(ended)
         self._measure_reserves()
         self.role_outputs.turn_ended(ended)
-        some_tiers = bool(self.tiers.by_replica)
-        if not some_tiers or not self.tiers.turn_ended(ended, speed.first_token_s(ended), speed.token_s):
-            speed.turn_ended(ended)
-        program.ideal_s_total += self.goodput.turn_ended(ended, speed.token_s)
+        program.ideal_s_total += self.goodput.turn_ended(ended, self.prices.of(ended.turn.account_id).token_s)
         program.last_ended_s = ended.now_s
+
+    def turn_left_engine(self, ended: TurnEnded, others_count: int) -> None:
+        """Learn from any finished turn what its replica's time is spent on; `others_count` are still in flight there.
+
+        One that was not left alone, or may have loaded from a tier, tells only what the engine computed.
+        """
+        turn, is_row, loaded_tokens = ended.turn, not ended.turn.unrepresentative, 0
+        if self.tiers.by_replica and is_row and ended.branch is not None:
+            price = self.prices.of(turn.account_id)
+            loaded = self.tiers.turn_ended(ended, price.answered_s(ended, others_count), price.token_s)
+            is_row, loaded_tokens = loaded is not None, loaded or 0
+        least_tokens = ended.uncached_tokens
+        if ended.cached_tokens is None:
+            least_tokens = min(least_tokens, ended.prompt_tokens - ended.known_tokens)
+        seen = SeenTurn(
+            turn.granted_s,
+            None if ended.first_token_s is None else turn.granted_s + ended.first_token_s,
+            ended.now_s,
+            ended.uncached_tokens,
+            least_tokens,
+            ended.output_tokens,
+            loaded_tokens=loaded_tokens,
+            is_row=is_row,
+        )
+        self.prices.turn_ended(turn.account_id or "", seen, others_count)
+
+    def turn_lost(self, turn: Turn, now_s: float, others_count: int) -> None:
+        """Note what an engine computed for a turn in flight that left no usage."""
+        if turn.started_s is not None and turn.account_id is not None:
+            tokens = max(0, turn.prompt_tokens - turn.resident_tokens)
+            seen = SeenTurn(turn.granted_s, turn.started_s, now_s, tokens, tokens, turn.output_tokens, is_row=False)
+            self.prices.turn_ended(turn.account_id, seen, others_count)
 
     def tool_began(self, program: Program) -> None:
         """Note that a program's tool runs from now on."""
@@ -298,6 +379,7 @@ class Knowledge:
             if program.last_ended_s is not None:
                 self.residences.add(program.last_ended_s - program.opened_s)
                 self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
+            self.turn_means.program_ended(program.turn_count)
             if program.learned_count:
                 self.growth.program_ended(program.larger_tokens_total, program.learned_count)
 

@@ -130,24 +130,24 @@ class TierPrices:
             return 0.0
         return price.restore_token_s * _loaded_tokens(price, ended)
 
-    def turn_ended(self, ended: TurnEnded, answered_s: float, prefill_token_s: float) -> bool:
+    def turn_ended(self, ended: TurnEnded, answered_s: float, prefill_token_s: float) -> int | None:
         """Learn from a turn with a branch, whose first token came `answered_s` after its grant.
 
-        Return whether it loaded, or may have: then its time is not prefill alone.
+        Return how many tokens it loaded; None if it may have, and nobody knows how many.
         """
         branch, replica_id = ended.branch, ended.turn.account_id
         assert branch is not None
         was_here, branch.served_by = branch.served_by == replica_id, replica_id
         price = self.by_replica.get(replica_id or "")
         if price is None:
-            return False
+            return 0
         missing_tokens, _ = _split(ended)
         if ended.cached_tokens is None or not was_here or missing_tokens < MANY_TOKENS:
-            return missing_tokens >= FEW_TOKENS
+            return 0 if missing_tokens < FEW_TOKENS else None
         loaded_tokens = _loaded_tokens(price, ended)
         price.found(missing_tokens, loaded_tokens)
         price.loaded(answered_s - (ended.prompt_tokens - ended.cached_tokens) * prefill_token_s, loaded_tokens)
-        return True
+        return loaded_tokens
 
     def export(self) -> tuple[TierRecord, ...]:
         """Return what was learned of all."""

@@ -28,6 +28,7 @@ from math import inf
 from typing import Final
 
 from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
+from thunderagent.programs.learned.holding import Returns
 from thunderagent.programs.model.records.learned import ToolRecord
 
 EDGES_S: Final = geometric_edges(0.05, 2**0.5, 34)
@@ -199,6 +200,11 @@ class ToolTimes:
         needed_per_s = 1.0 / threshold_s if threshold_s > 0 else inf
         first_below = bisect_right(self._refreshed(name).lowest, -needed_per_s)
         return _STARTS_S[first_below] if first_below < len(_STARTS_S) else inf
+
+    def returns(self) -> Returns:
+        """Return when programs came back from tools of all names together. Cost: O(intervals)."""
+        ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
+        return Returns(_LENGTHS_S, ratios, _return_rates(ratios))
 
     def return_rate_per_s(self, name: str, elapsed_s: float) -> float:
         """Return G for a tool that has run for `elapsed_s`."""

@@ -132,6 +132,23 @@ class TierPolled:
 
 
 @dataclass(slots=True)
+class WorkPolled:
+    """What a replica's engine did since the previous poll, for whomever: iterations, and tokens.
+
+    `computed_tokens` of prompts were computed, apart from what `preemption_count` preempted requests had computed
+    again. The metrics were requested `age_s` ago.
+    """
+
+    now_s: float
+    replica_id: str
+    computed_tokens: int
+    generated_tokens: int
+    iteration_count: int
+    preemption_count: int = 0
+    age_s: float = 0.0
+
+
+@dataclass(slots=True)
 class EncodesPolled:
     """A replica reported how many of its requests have unencoded images: it encodes one after the other."""
 
@@ -283,4 +300,5 @@ FleetEvent = (
     | SandboxReady
     | SandboxesMeasured
     | TierPolled
+    | WorkPolled
 )

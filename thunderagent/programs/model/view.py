@@ -98,6 +98,9 @@ class View(Protocol):
         If its route sends it to a replica: first among those and those that are routed to the same replica.
         """
 
+    def first_to_give_way(self, replica: ReplicaView, count: int) -> Sequence[ProgramView]:
+        """Return the first `count` programs whose tools run there: those held too long or soonest so, then by rank."""
+
     @property
     def routed_count(self) -> int:
         """Number of programs that wait for room on one replica alone."""
@@ -132,6 +135,12 @@ class View(Protocol):
         """Return the learned seconds for a replica to fill its whole memory, as corrected, by prefill or tier.
 
         If it is unknown, or does not report its size, the largest open replica stands in.
+        """
+
+    def hold_threshold_s(self, replica_id: str | None) -> float:
+        """Return what a token that a replica loses is worth in seconds of holding (`learned/holding.py`).
+
+        0 if nothing should be held there, and where its size or its prices are unknown; infinite if all should be.
         """
 
     @property

@@ -126,8 +126,12 @@ class AccountView(Protocol):
         """Size of its KV pool; None is not known."""
 
     @property
+    def assumed_tokens(self) -> float | None:
+        """The same; if it is unknown, the median of the others' sizes; None if none is known."""
+
+    @property
     def limit_tokens(self) -> float:
-        """Return what may be claimed: the capacity, corrected if the policy wants that; infinite if unknown."""
+        """Return what may be claimed: the assumed size, corrected if the policy wants that; infinite without one."""
 
     @property
     def reasoning_tokens(self) -> int:

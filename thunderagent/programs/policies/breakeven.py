@@ -3,16 +3,18 @@
 Theory of operation
 ===================
 A replica's memory is claimed by programs: each claims its context and a reserve for its next turn, and what several
-prompts share is claimed once (`ClaimRules`). Four rules say who may claim it:
+prompts share is claimed once (`ClaimRules`). Five rules say who may claim it:
 
 **Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
-memory; pausing costs computing the history again. Both grow with its size, so the break-even is a time, the same for
-all on a replica: β·C, the time in which it could prefill its whole memory (β seconds a token, C tokens as corrected),
-times `hold_ratio`; behind a pool with a tier, β is what a loss costs there (`tier_price.py`). It is unknown how long a
-tool will run, only how long tools of its name ran so far. So a program is held until its tool's rate of return falls
-below one in that time (`tool_times.py`). After that it is *expired*: its claim is taken as soon as the first in the
-queue needs the room, and not before. A client's hint on its next turn replaces that guess, for at most the break-even
-time, and for at most `hint_ratio` of a replica (`verbs/hints.py`).
+memory; pausing costs computing the history again. Which is worth more depends on what the engine is short of. So it is
+planned from measured prices for how long holding pays (`learned/holding.py`), and a program is held until its tool's
+rate of return falls below one in that threshold times `hold_ratio` (`tool_times.py`). After that it is *expired*: its
+claim is taken as soon as the first in the queue needs the room, and not before. Where nothing is worth holding, twice
+the capacity may be claimed: turns wait in the engine then. A client's hint on its next turn replaces that guess, for at
+most the threshold, and for at most `hint_ratio` of a replica (`verbs/hints.py`).
+
+**No idle engine.** A replica without a turn in flight lets the first in the queue in, whatever is claimed there; the
+programs whose tools have run longest are paused for it. Engines evict those first, too.
 
 **Admission by area.** The program that will end for least memory times turns is restored first, on every event that
 frees room (`parts/least_area.py`, or another `order`). A program that has waited too long comes before all, which
@@ -24,18 +26,18 @@ else in.
 **Room to grow.** Programs are small when they come. A new one needs room not only for itself, but for the growth of all
 programs on the replica over the time in which letting it in would pay: pausing it too soon costs more than leaving
 memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow beyond the mean size of
-programs. This applies if memory is short. If all that are in or wait would fit at mean size, a newcomer that fits is
-let in at once, because not all of them are large at the same time. Programs are let in up to `low_ratio` of the
-capacity, and paused only above `high_ratio`: first expired ones, then the youngest acting, at last the youngest with a
-turn in flight, which is marked, and unmarked if there is room again before that ends. The last unfinished member of a
-group is paused last, because the whole group waits for it.
+programs. This applies if memory is short, and once growth was seen: nobody waits for a guess. If all that are in or
+wait would fit at mean size, a newcomer that fits is let in at once, because not all of them are large at the same time.
+Programs are let in up to `low_ratio` of the limit, and paused only above `high_ratio`: first expired ones, then the
+youngest acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before
+that ends. The last unfinished member of a group is paused last, because the whole group waits for it.
 
 **Home.** A program goes back to the replica with its history, if there is room. If not, it goes where a new one would:
 of the replicas where it fits, to the one with fewest programs for its memory.
 
 If memory is not short, none of this has an effect: every turn is granted at once. A program that is larger than every
 replica is let in at once, too, and so is one that would be alone on a replica: the engine decides what it can do with
-it. A replica of unknown capacity has room for everyone.
+it. A replica of unknown capacity counts as the median of the others.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ Place = Callable[[View, ProgramView, Sequence[ReplicaView]], Placement]
 class BreakEven:
     """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
-    hold_ratio: float = 0.75
-    """What holding may cost against computing again, as a part of β·C. Raise it if engines recompute much after
-    `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool; `0`: expire at
-    once.
+    hold_ratio: float = 1.5
+    """How far the planned threshold is stretched: tools' rates are learned from few returns. Raise it if engines
+    recompute much after `expired`; lower it if turns are held while `caching` is large. `inf`: hold through every tool;
+    `0`: expire at once.
     """
     low_ratio: float = 0.95
     """Admit up to this part of the limit. Lower it if programs are paused and restored in quick succession. `1`: until
@@ -101,6 +103,7 @@ class BreakEven:
     balance: Callable[[View, Moment], None] = field(init=False, repr=False, compare=False)
     hold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
     hold_threshold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
+    kept_tokens: Callable[[View, ProgramView, ReplicaView], float] = field(init=False, repr=False, compare=False)
     pause_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
     order: LeastArea = field(init=False, repr=False, compare=False)
     """Who is let in first, where no other part is chosen; it learns, so a policy belongs to one scheduler."""
@@ -128,7 +131,7 @@ class BreakEven:
             pass_count=self.pass_count,
             wait_ratio=self.wait_ratio,
         )
-        for name in ("place", "balance", "hold_s", "hold_threshold_s", "pause_rank"):
+        for name in ("place", "balance", "hold_s", "hold_threshold_s", "kept_tokens", "pause_rank"):
             object.__setattr__(self, name, getattr(rules, name))
         object.__setattr__(self, "order", LeastArea())
         for name in ("restore_rank", "observe"):

@@ -28,10 +28,10 @@ class Fitting:
     def free_tokens(self, replica: ReplicaView) -> float:
         """Return what no program claims; infinite if the capacity is unknown, negative if claims exceed it."""
         account = replica.account
-        if account.capacity_tokens is None:
+        if account.assumed_tokens is None:
             return inf
         counted_twice_tokens = self.shared_tokens * max(0, account.active_count - 1)
-        return account.capacity_tokens - account.demand_tokens + counted_twice_tokens
+        return account.assumed_tokens - account.demand_tokens + counted_twice_tokens
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica while it is active, otherwise one where its claim fits: `place` of a policy.

@@ -4,19 +4,13 @@
 
 from __future__ import annotations
 
-from math import hypot, inf
-from typing import TYPE_CHECKING, Final
+from math import hypot
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.book.replica import Replica as ReplicaView
     from thunderagent.programs.model.program import Program as ProgramView
     from thunderagent.programs.view import SchedulerView as View
-
-MOST_FIRST_GROWTH_RATIO: Final = 1 / 8
-"""But at most this part of a replica's memory."""
-
-FIRST_GROWTH_FACTOR: Final = 2.0
-"""Until programs were seen to end, one is expected to grow by this many times its claim where memory may be short."""
 
 
 def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, foresight_ratio: float) -> float:
@@ -26,8 +20,6 @@ def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, fore
     holding for the break-even time T. Until t = (r·T - c + √(c² + r²·T²)) / r that does not pay.
     """
     rate, claim_tokens = view.growth_tokens_per_s, program.claim_tokens
-    if rate == inf:
-        return inf
     grown_tokens = rate * foresight_ratio * view.break_even_s(replica.replica_id)
     return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
 
@@ -35,13 +27,8 @@ def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, fore
 def is_short(view: View, program: ProgramView, low_ratio: float) -> bool:
     """Return whether memory is short: all programs that are in or wait, each of mean size, do not fit.
 
-    The mean size is that of `program` plus the growth that programs were seen to have. Until some ended, that is a
-    guess that lets in few enough of many that come at once, and holds nobody if few come.
+    The mean size is that of `program` plus the growth that programs were seen to have.
     """
     count = view.active_count + max(1, view.waiting_count)
     room_tokens = low_ratio * sum([replica.account.limit_tokens for replica in view.replicas])
-    grown_tokens = view.mean_growth_tokens
-    if grown_tokens == inf:
-        most_tokens = MOST_FIRST_GROWTH_RATIO * room_tokens / len(view.replicas)
-        grown_tokens = min(FIRST_GROWTH_FACTOR * program.claim_tokens, most_tokens)
-    return count * (program.claim_tokens + grown_tokens) > room_tokens
+    return count * (program.claim_tokens + view.mean_growth_tokens) > room_tokens

@@ -27,6 +27,9 @@ Found = tuple["ReplicaView | None", Reason]
 _TICK: Final = Moment.TICK
 _REPLICAS_CHANGED: Final = Moment.REPLICAS_CHANGED
 
+LONGEST_HOLD_S: Final = 1e6
+"""Eleven days: so all programs whose tools run are in one order, that in which an engine evicts them."""
+
 MOST_EXPIRED_COUNT: Final = 64
 """How many programs are paused at most to make room for one."""
 
@@ -63,11 +66,12 @@ class LettingIn:
 
     def hold_s(self, view: View, program: ProgramView) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
-        return view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
+        hold_s = view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
+        return min(hold_s, LONGEST_HOLD_S)
 
     def hold_threshold_s(self, view: View, program: ProgramView) -> float:
-        """Return the break-even time, times `hold_ratio`."""
-        return times(self.hold_ratio, view.break_even_s(program.replica_id))
+        """Return what a lost token is worth in seconds of holding, as planned, times `hold_ratio`."""
+        return times(self.hold_ratio, view.hold_threshold_s(program.replica_id))
 
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the youngest first, and the last of a group last."""
@@ -159,7 +163,28 @@ class LettingIn:
             if not several or roomiest.account.active_count < active_count:  # expired ones went for it
                 return roomiest, Reason.FITS
             return self._with_fewest_programs(view, program, candidates, reserved, roomiest, foresees), Reason.FITS
+        if make_room:
+            for replica in candidates:
+                if not replica.account.turn_count and self._makes_room_on_idle(view, program, replica, reserved):
+                    return replica, Reason.FITS
         return None, Reason.NO_ROOM
+
+    def _makes_room_on_idle(
+        self, view: View, program: ProgramView, replica: ReplicaView, reserved: ReplicaView | None
+    ) -> bool:
+        """Pause programs whose tools run until a program fits on a replica without a turn; return whether it does.
+
+        Nothing that is held there is worth more than the engine's time.
+        """
+        account = replica.account
+        if replica is reserved or view.first_routed_before(program, replica) is not None:
+            return False
+        needed_tokens = view.claim_tokens_on(program, replica)
+        while account.active_count and account.limit_tokens - account.demand_tokens < needed_tokens:
+            acting = view.first_to_give_way(replica, 1)
+            if not acting or not view.propose_pause(acting[0], Reason.EXPIRED):
+                return False
+        return True
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Return whether a program waits for that replica alone, comes before this one, and may not be passed."""
@@ -237,9 +262,26 @@ class LettingIn:
         needed_tokens += min(program.growth_tokens, grown_tokens)
         return needed_tokens, self._free_tokens(replica.account, grown_tokens), grown_tokens
 
+    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return what must stay free on a replica when a program comes: above the watermark, and for growth.
+
+        That is its own growth, too, if it is foreseen. None of it is needed where no turn runs.
+        """
+        account = replica.account
+        if not account.turn_count or account.limit_tokens == inf:
+            return 0.0
+        kept_tokens = (1.0 - self.low_ratio) * account.limit_tokens
+        if self._foresees(view, program):
+            grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
+            kept_tokens += min(program.growth_tokens, grown_tokens)
+            kept_tokens += min(account.growth_tokens, account.active_count * grown_tokens)
+        return kept_tokens
+
     def _foresees(self, view: View, program: ProgramView) -> bool:
         """Return whether a program leaves room for growth: a newcomer does if memory is short."""
-        return not program.turn_count and self.foresight_ratio > 0 and is_short(view, program, self.low_ratio)
+        if program.turn_count or not self.foresight_ratio or view.mean_growth_tokens == inf:
+            return False
+        return view.growth_tokens_per_s < inf and is_short(view, program, self.low_ratio)
 
     def _roomiest(
         self,

@@ -33,6 +33,9 @@ class TurnEnds:
         program = turn.program
         if program is not None and self._core.stream.flows:
             self._core.stream.lost(turn)
+        if turn.account_id is not None:
+            account = self._core.book.replicas[turn.account_id].account
+            self._core.knowledge.turn_lost(turn, self._core.book.now_s, account.turn_count - 1)
         del self._core.book.turns[turn.turn_id]
         if program is None:
             self.end_anonymous(turn)

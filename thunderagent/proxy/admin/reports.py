@@ -12,6 +12,8 @@ from pydantic import Field
 
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.programs.book.accounts import Account
+from thunderagent.programs.learned.holding import HoldingPlan
+from thunderagent.programs.learned.price import Price
 from thunderagent.programs.model.places import Kind, Phase, Status
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
@@ -64,6 +66,28 @@ class ProgramPage(Report):
     next_offset: int | None
 
 
+class PriceReport(Report):
+    """What a lost token costs a replica, in its engine's time, as measured; null where nothing was measured."""
+
+    token_s: float = Field(description="seconds for each computed prompt token")
+    low_token_s: float = Field(description="the lower end of its interval, which decides")
+    high_token_s: float | None
+    source: str = Field(description="engine counters, turns, siblings (replicas of the pool) or guess")
+    iteration_s: float = Field(description="seconds for each iteration of the engine, whatever it computes")
+    sequence_s: float = Field(description="seconds more for each sequence that generates in it")
+    fixed_ratio: float = Field(description="part of an iteration that its present turns share, whatever they compute")
+
+
+class HoldingPlanReport(Report):
+    """For how long tools are held on a replica, and what that is predicted to bring; null where nothing is known."""
+
+    threshold_s: float | None = Field(
+        description="a tool is held while programs return from it more often than once in this time; null: always"
+    )
+    turns_per_s: float | None = Field(description="predicted with it")
+    unheld_turns_per_s: float | None = Field(description="predicted if nothing were held")
+
+
 class ReplicaReport(Report):
     """A replica now. Token counts are the ledger's, `engine` is what its last poll said."""
 
@@ -100,6 +124,8 @@ class ReplicaReport(Report):
     turns_in_flight_count: int
     hit_ratio: float
     costs_token_s: dict[str, float]
+    price: PriceReport
+    holding: HoldingPlanReport
     engine: dict[str, float | int | None]
 
 
@@ -280,10 +306,34 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 turns_in_flight_count=account.turn_count,
                 hit_ratio=round(account.hit_ratio, 4),
                 costs_token_s=costs,
+                price=_price_report(pool.scheduler.knowledge.prices.of(replica_id), account.turn_count),
+                holding=_plan_report(pool.scheduler.knowledge.last_plan(replica_id)),
                 engine={name: value for name, value in asdict(known.reading).items() if name != "models"},
             )
         )
     return reports
+
+
+def _price_report(price: Price, turn_count: int) -> PriceReport:
+    return PriceReport(
+        token_s=price.token_s,
+        low_token_s=price.low_token_s,
+        high_token_s=price.high_token_s if isfinite(price.high_token_s) else None,
+        source=price.source,
+        iteration_s=price.iteration_s,
+        sequence_s=price.sequence_s,
+        fixed_ratio=round(price.fixed_ratio(max(1, turn_count)), 4),
+    )
+
+
+def _plan_report(plan: HoldingPlan) -> HoldingPlanReport:
+    return HoldingPlanReport(
+        threshold_s=round(plan.threshold_s, 3) if isfinite(plan.threshold_s) else None,
+        turns_per_s=round(plan.turns_per_s, 3) if plan.turns_per_s and isfinite(plan.turns_per_s) else None,
+        unheld_turns_per_s=(
+            round(plan.unheld_turns_per_s, 3) if plan.unheld_turns_per_s and isfinite(plan.unheld_turns_per_s) else None
+        ),
+    )
 
 
 def _ago_s(since_s: float | None, now_s: float) -> float | None:

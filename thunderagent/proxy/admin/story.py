@@ -59,11 +59,10 @@ class RoomReport(Report):
 
     replica_id: str
     free_tokens: int | None = Field(description="what nobody claims; less than 0 if more is claimed than there is")
+    kept_tokens: int = Field(description="what the policy keeps free of that, mostly for programs to grow")
     needed_tokens: int = Field(description="what the program would add, without what others there claim already")
-    missing_tokens: int
-    growth_tokens: int = Field(
-        description="what programs there are expected to grow by, and this one if it is new: room may be kept for that"
-    )
+    missing_tokens: int = Field(description="what is needed and kept, less what is free")
+    growth_tokens: int = Field(description="what programs there are expected to grow by, and this one if it is new")
     resident_tokens: int = Field(description="of its history, what is expected to lie in memory there")
     is_home: bool
 
@@ -249,6 +248,7 @@ def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
 
 def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
     view = scheduler.view
+    kept = getattr(getattr(scheduler.policy, "base", scheduler.policy), "kept_tokens", None)
     rooms = []
     for replica in scheduler.open_replicas:
         if program.routed_to not in (None, replica.replica_id):
@@ -256,12 +256,14 @@ def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
         account = replica.account
         free_tokens = int(account.limit_tokens) - account.demand_tokens if isfinite(account.limit_tokens) else None
         needed_tokens = view.claim_tokens_on(program, replica)
+        kept_tokens = 0 if kept is None else int(kept(view, program, replica))
         rooms.append(
             RoomReport(
                 replica_id=replica.replica_id,
                 free_tokens=free_tokens,
+                kept_tokens=kept_tokens,
                 needed_tokens=needed_tokens,
-                missing_tokens=0 if free_tokens is None else max(0, needed_tokens - free_tokens),
+                missing_tokens=0 if free_tokens is None else max(0, needed_tokens + kept_tokens - free_tokens),
                 growth_tokens=account.growth_tokens + (0 if program.turn_count else program.growth_tokens),
                 resident_tokens=min(program.claim_tokens, view.resident_tokens(program, replica)),
                 is_home=replica.replica_id == program.replica_id,
@@ -293,13 +295,16 @@ def _what_is_missing(room: RoomReport, program: Program, *, is_first: bool) -> s
             f", where {room.resident_tokens:,} tokens of its {'history' if program.turn_count else 'prompt'} are cached"
         )
     if room.missing_tokens:
-        return f"{room.missing_tokens:,} tokens must become free on {where}"
+        kept = ""
+        if room.free_tokens is not None and room.free_tokens >= room.needed_tokens:
+            kept = (
+                f": {room.needed_tokens:,} are needed and {room.free_tokens:,} are free,"
+                f" but {room.kept_tokens:,} are kept for programs to grow"
+            )
+        return f"{room.missing_tokens:,} tokens must become free on {where}{kept}"
     if not is_first:
         return f"it fits on {where}, if enough room is left"
-    may_grow = room.free_tokens is not None and room.growth_tokens and not program.turn_count
-    growth = f" (programs there may grow by {room.growth_tokens:,} tokens)" if may_grow else ""
-    keeps = f"the policy keeps room free{growth} or limits active programs"
-    return f"the policy must let it in: it fits on {where}, but {keeps}"
+    return f"the policy must let it in: it fits on {where}, but the policy limits active programs"
 
 
 def _holding(program: Program, now_s: float) -> HoldingReport | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import structlog
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled
-from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of, tier_since_of
+from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
+from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of, tier_since_of, work_since_of
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
@@ -29,9 +29,10 @@ class Polls:
             refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
             self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
-        since, tier, began_anew = NOTHING_SINCE, None, False
+        since, tier, work, began_anew = NOTHING_SINCE, None, None, False
         if has_totals(reading):
             tier = tier_since_of(known.counted, reading)
+            work = work_since_of(known.counted, reading)
             since = since_of(known.counted, reading)
             began_anew = since == NOTHING_SINCE and has_totals(known.counted)
             known.counted = reading
@@ -47,6 +48,11 @@ class Polls:
             )
         if tier is not None:
             self._runtime.dispatch(TierPolled(self._runtime.now_s(), replica_id, *tier))
+        if work is not None:
+            preemption_count = since.preemption_count or 0
+            self._runtime.dispatch(
+                WorkPolled(self._runtime.now_s(), replica_id, *work, preemption_count, age_s=reading.age_s)
+            )
         encodes_count = reading.pending_encode_count
         if encodes_count is not None and encodes_count != self._runtime.pending_encode_count(replica_id):
             self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))

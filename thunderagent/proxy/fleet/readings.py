@@ -22,6 +22,14 @@ class TierSince(NamedTuple):
     hit_tokens: int
 
 
+class WorkSince(NamedTuple):
+    """What a replica's time went into between two readings."""
+
+    computed_tokens: int
+    generated_tokens: int
+    iteration_count: int
+
+
 NOTHING_SINCE = Since(None, None, None)
 
 
@@ -52,6 +60,16 @@ def tier_since_of(before: ReplicaReading, now: ReplicaReading) -> TierSince | No
     queries = now.tier_query_tokens_total - (before.tier_query_tokens_total or 0.0)
     hits = now.tier_hit_tokens_total - (before.tier_hit_tokens_total or 0.0)
     return TierSince(round(queries), round(min(hits, queries))) if queries > 0 and hits >= 0 else None
+
+
+def work_since_of(before: ReplicaReading, now: ReplicaReading) -> WorkSince | None:
+    """Compare what two readings say of an engine's work; None if it is unknown, or totals were reset."""
+    computed = _growth(before.computed_tokens_total, now.computed_tokens_total)
+    generated = _growth(before.generated_tokens_total, now.generated_tokens_total)
+    iterations = _growth(before.iterations_total, now.iterations_total)
+    if computed is None or generated is None or iterations is None or min(computed, generated, iterations) < 0:
+        return None
+    return WorkSince(round(computed), round(generated), round(iterations))
 
 
 def _growth(before: float | None, now: float | None) -> float | None:

@@ -43,6 +43,7 @@ from thunderagent.programs.model.fleet_events import (
     ResidencyReported,
     SandboxesMeasured,
     TierPolled,
+    WorkPolled,
 )
 from thunderagent.programs.model.records.signals import GpuFirstToken, Signal
 from thunderagent.proxy.reading.sse import server_sent
@@ -63,7 +64,7 @@ COALESCE_S = 0.05
 
 QUIET = frozenset(
     {Tick, TurnDue, TurnProgressed, ModelAsked}
-    | {ReplicaPolled, TierPolled, EncodesPolled, ResidencyReported, SandboxesMeasured}
+    | {ReplicaPolled, TierPolled, WorkPolled, EncodesPolled, ResidencyReported, SandboxesMeasured}
 )
 """Frequent events that say little; decisions on them are in the feed."""
 

@@ -280,18 +280,31 @@ class StateCollector:
     def _learned(self) -> Iterator[Metric]:
         break_even = GaugeMetricFamily(
             "thunderagent_break_even_seconds",
-            "Time to prefill a replica's whole memory, as corrected and learned; absent if its capacity is unknown.",
+            "Time to regain a replica's whole memory, as corrected, by the lower end of the price; absent if its "
+            "capacity is unknown.",
             labels=["replica"],
+        )
+        price_s = GaugeMetricFamily(
+            "thunderagent_token_price_seconds",
+            "What each computed prompt token takes of a replica's time: the ends of the interval, and the estimate; "
+            "absent until measured.",
+            labels=["replica", "bound", "source"],
         )
         for scheduler in self._runtime.pools.schedulers:
             for replica_id, account in scheduler.ledger.accounts.items():
                 if account.capacity_tokens is not None:
                     break_even.add_metric([replica_id], scheduler.view.break_even_s(replica_id))
+                price = scheduler.knowledge.prices.of(replica_id)
+                if price.is_measured:
+                    price_s.add_metric([replica_id, "low", price.source], price.low_token_s)
+                    price_s.add_metric([replica_id, "estimate", price.source], price.token_s)
+                    price_s.add_metric([replica_id, "high", price.source], price.high_token_s)
         yield break_even
+        yield price_s
         yield from self._by_pool(
             "thunderagent_prefill_seconds_per_token",
-            "Time to prefill one uncached prompt token, as learned.",
-            lambda scheduler: scheduler.knowledge.prefill_speed.token_s,
+            "What each computed prompt token takes of a replica's time: the median of the pool's replicas.",
+            lambda scheduler: scheduler.knowledge.prices.token_s,
         )
         yield from self._by_pool(
             "thunderagent_median_residence_seconds",

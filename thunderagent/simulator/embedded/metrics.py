@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -55,6 +55,21 @@ class EngineCollector(Collector):
             ),
         ):
             yield self._counter(name, text, {(): value})
+        yield self._counter(
+            "vllm:prompt_tokens_by_source",
+            "Number of prompt tokens by source.",
+            {
+                ("local_compute",): stats.computed_tokens,
+                ("local_cache_hit",): max(0, stats.prompt_tokens - stats.computed_tokens),
+            },
+            "source",
+        )
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Histogram of number of tokens per engine_step.", labels=list(self._labels)
+        )
+        total_tokens = stats.computed_tokens + stats.generated_tokens
+        tokens.add_metric(list(self._labels.values()), [("+Inf", stats.iteration_count)], total_tokens)
+        yield tokens
         if stats.tier_block_count:
             yield from self._tier(stats)
         yield self._counter(

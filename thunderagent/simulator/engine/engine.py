@@ -72,6 +72,7 @@ class Engine:
         self._waiting: list[EngineSequence] = []  # in the order of rank
         self._arrival_count = 0
         self._prompt_tokens = self._generated_tokens = 0
+        self._computed_tokens = self._iteration_count = 0
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
         self._tier_query_tokens = self._tier_hit_tokens = 0
         self._preemption_count = self._aborted_count = 0
@@ -94,6 +95,8 @@ class Engine:
             block_count=self.config.block_count,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            computed_tokens=self._computed_tokens,
+            iteration_count=self._iteration_count,
             prefix_query_tokens=self._prefix_query_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             preemption_count=self._preemption_count,
@@ -184,6 +187,7 @@ class Engine:
         if not batch.step_alone(self._pool):
             return None
         self._generated_tokens += count
+        self._iteration_count += 1
         return config.timing.decode_s(count, context_tokens)
 
     def retract_all(self) -> int:
@@ -422,6 +426,7 @@ class Engine:
             if sequence.known_tokens == sequence.prompt_tokens:
                 sequence.first_token_s = end_s
                 self._prompt_tokens += sequence.prompt_tokens
+                self._computed_tokens += sequence.prompt_tokens - (sequence.cached_tokens or 0)
             sequence.known_tokens += 1
             last.append(sequence.request.request_id)
             if sequence.known_tokens == sequence.end_tokens:
@@ -429,6 +434,7 @@ class Engine:
         if last:
             generated += tuple(last)
         self._generated_tokens += len(generated)
+        self._iteration_count += 1
         return generated, tuple(finished)
 
     def _gather(self) -> None:

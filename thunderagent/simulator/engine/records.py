@@ -163,8 +163,8 @@ class StepResult:
 class EngineStats:
     """Show an engine's gauges and its counters since its start, counted as vLLM counts them.
 
-    A prompt counts with its first token. Prefix queries and hits are in tokens and count first admissions only; those
-    of the tier are what the pool had not, and what of that the tier had.
+    A prompt counts with its first token, and so does the part of it that was computed. Prefix queries and hits are in
+    tokens and count first admissions only; those of the tier are what the pool had not, and what of that the tier had.
     """
 
     running_count: int
@@ -177,6 +177,8 @@ class EngineStats:
     prefix_hit_tokens: int
     preemption_count: int
     aborted_count: int
+    computed_tokens: int = 0
+    iteration_count: int = 0
     tier_query_tokens: int = 0
     tier_hit_tokens: int = 0
     tier_used_block_count: int = 0

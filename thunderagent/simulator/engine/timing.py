@@ -22,6 +22,7 @@ COSTS_US: Final = {
     "decode_context_us": "decode_context_token_s",
     "prefill_attention_us": "attention_pair_s",
     "request_overhead_us": "request_overhead_s",
+    "prefill_base_us": "prefill_base_s",
 }
 """Costs of a profile in TOML, in order of writing, and their fields."""
 
@@ -49,8 +50,9 @@ class TimingProfile:
 
     Seconds: each iteration, each uncached prompt token, each pair of a prompt token and a token it attends to, each
     decoding request, each token of a decoding request's context. `request_overhead_s` is no part of an iteration: what
-    passes outside of them from the sending of a request to its first token. The sizes are those of the engine that was
-    measured, where they are known. Raises ValueError for a negative or infinite cost, and for a size below 1.
+    passes outside of them from the sending of a request to its first token. `prefill_base_s` is what an iteration costs
+    besides if it computes any prompt. The sizes are those of the engine that was measured, where they are known. Raises
+    ValueError for a negative or infinite cost, and for a size below 1.
     """
 
     name: str
@@ -64,6 +66,7 @@ class TimingProfile:
     request_overhead_s: float = 0.0
     block_size: int | None = None
     max_num_batched_tokens: int | None = None
+    prefill_base_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not all(0 <= getattr(self, field) < float("inf") for field in COSTS_US.values()):
@@ -76,6 +79,7 @@ class TimingProfile:
         """Return how long an iteration with this work takes, in seconds."""
         return (
             self.base_s
+            + (self.prefill_base_s if work.prefill_tokens else 0.0)
             + self.prefill_token_s * work.prefill_tokens
             + self.attention_pair_s * work.attention_pairs
             + self.decode_request_s * work.decode_count

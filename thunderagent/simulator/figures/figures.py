@@ -142,13 +142,17 @@ class HeldBySize:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """One replica over the measured time; `costs` are the five terms of the ledger, and what engines queued."""
+    """One replica over the measured time; `costs` are the five terms of the ledger, and what engines queued.
+
+    `idle_held_s` is how long it had no turn in flight while a program was held for memory that could run there.
+    """
 
     replica_id: str
     capacity_tokens: int
     turn_count: int
     preemption_count: int
     costs: Costs
+    idle_held_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,7 @@ class RunResult:
     """What one run came to. Only turns and programs that ended after the warm-up count, besides in `samples`.
 
     `complete` is False for a run that was interrupted, or a batch that was not through at its time limit.
+    `program_parts_count` counts each turn as its part of its program: of few programs it says more than their number.
     `hit_ratio` is by tokens: cached over prompt. Latencies of turns begin at their arrival, so they include what was
     held; a program's latency is from its first turn's arrival to the end of its last. `turn_latency_quantiles_s` are
     those of 0, 1, ... 100 %; empty if no turn counts. `makespan_s` is set for a batch that is through, and
@@ -176,6 +181,7 @@ class RunResult:
     turn_count: int
     program_count: int
     programs_per_hour_count: float
+    program_parts_count: float
     failed_turn_count: int
     bounds: Bounds | None
     limit_ratio: float
@@ -200,6 +206,12 @@ class RunResult:
     restores: RestoreFigures
     samples: tuple[Sample, ...]
     events: tuple[tuple[Event, tuple[Decision, ...]], ...] = field(default=(), repr=False)
+
+    @property
+    def idle_held_ratio(self) -> float:
+        """Return the part of the replicas' time in which they had no turn while programs were held for memory."""
+        time_s = self.measured_s * len(self.replicas)
+        return sum(replica.idle_held_s for replica in self.replicas) / time_s if time_s > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the events as what JSON knows."""

@@ -15,7 +15,7 @@ class ProgramWait:
 
     `held_s` is the sum over its turns and `longest_hold_s` that of one turn; waits inside an engine count in neither.
     `alone_s` is its least time, on an idle engine, including its tools. `outcome` is that of its plan. `verdicts` are a
-    judge's: after how many of its turns, and whether failure was predicted.
+    judge's: after how many of its turns, and whether failure was predicted. `serial_id` is its number in its workload.
     """
 
     first_prompt_tokens: int = 0
@@ -27,6 +27,7 @@ class ProgramWait:
     ended_s: float = 0.0
     outcome: str = ""
     verdicts: list[tuple[int, bool]] = field(default_factory=list)
+    serial_id: int = 0
 
     @property
     def residence_s(self) -> float:

@@ -56,7 +56,7 @@ class RunningProgram:
         """Of its last turn."""
         self.replica_id = ""
         """Where its last turn ran; empty before its first one did."""
-        self.wait = ProgramWait(outcome=plan.outcome)
+        self.wait = ProgramWait(outcome=plan.outcome, serial_id=supplied.serial_id)
         self._turn_number = 0
 
     def __repr__(self) -> str:

@@ -156,6 +156,16 @@ class Simulation:
             events=tuple(self.events),
         )
 
+    def program_times_s(self, count: int) -> tuple[list[float], int]:
+        """Return how long the first `count` programs of the workload took, and how many of them have not ended.
+
+        Those that began count with their time until now.
+        """
+        ended = [wait.residence_s for wait in self._tally.ended if wait.serial_id < count]
+        live = self._by_program_id.values()
+        living = [self._agenda.now_s - each.started_s for each in live if each.wait.serial_id < count]
+        return ended + living, count - len(ended)
+
     @property
     def has_more(self) -> bool:
         """Whether any program is there, or still to come."""
@@ -287,7 +297,9 @@ class Simulation:
             self._program_failed(self._programs.pop(turn_id))
 
     def first_token(self, request_id: str) -> None:
-        """Report that a turn's prefill is over, and from now on every second its progress."""
+        """Report that a turn's prefill is over, and from now on every second its progress; not of a whole answer."""
+        if self._scenario.answers_whole:
+            return
         turn_id = int(request_id)
         self._dispatch(TurnStarted(self._agenda.now_s, turn_id))
         self._agenda.after(PROGRESS_PERIOD_S, partial(self._progress, turn_id, request_id))
@@ -455,11 +467,18 @@ class Simulation:
         return Random(f"poll/{self._scenario.seed}/{self._poll_count}").random() >= missing_ratio  # noqa: S311
 
     def _polled(self, replica_id: str, reading: Reading) -> ReplicaPolled:
-        age_s = self._scenario.poll_delay_s if self._agenda.now_s else 0.0
+        scenario = self._scenario
+        age_s = scenario.poll_delay_s if self._agenda.now_s else 0.0
+        now_s = self._agenda.now_s + age_s
+        capacity_tokens: int | None = int(reading.capacity_tokens * scenario.told_capacity_ratio)
+        if replica_id in scenario.unknown_replica_ids:
+            capacity_tokens = None
+        if not scenario.engine_tells_counters:
+            return ReplicaPolled(now_s, replica_id, capacity_tokens, age_s=age_s)
         return ReplicaPolled(
-            self._agenda.now_s + age_s,
+            now_s,
             replica_id,
-            int(reading.capacity_tokens * self._scenario.told_capacity_ratio),
+            capacity_tokens,
             reading.hit_ratio,
             reading.query_tokens,
             reading.preemption_count,

@@ -81,6 +81,9 @@ class Scenario:
     `release_ratio` is the part of the programs that say that they end; of the others nothing is heard any more.
     `engine_tells_cached` False is for engines whose usage does not say how much of a prompt was cached, as vLLM's
     without `--enable-prompt-tokens-details`: the scheduler then knows no more than the hit rate of the polls.
+    `engine_tells_counters` False is for engines without metrics, whose capacity an operator gave: a poll says nothing
+    else. Of the first `unknown_replica_count` replicas nobody said how much they hold. `answers_whole` is for clients
+    that do not stream: the scheduler hears of a turn when it is granted and when it ends, and of nothing in between.
     A poll's answer comes `poll_delay_s` after it was read, and `poll_missing_ratio` of them do not come at all: what
     was counted meanwhile comes with the next.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
@@ -107,6 +110,9 @@ class Scenario:
     told_capacity_ratio: float = 1.0
     release_ratio: float = 1.0
     engine_tells_cached: bool = True
+    engine_tells_counters: bool = True
+    unknown_replica_count: int = 0
+    answers_whole: bool = False
     engines_drop: bool = False
     judge: Judge | None = None
     engines_retain: bool = False
@@ -128,6 +134,10 @@ class Scenario:
             raise ConfigurationError("poll_delay_s must be 0 or more, and poll_missing_ratio from 0 to under 1")
         if not 0 <= self.release_ratio <= 1:
             raise ConfigurationError(f"release_ratio must be from 0 to 1, got {self.release_ratio}")
+        if not 0 <= self.unknown_replica_count <= self.replica_count:
+            raise ConfigurationError(
+                f"unknown_replica_count must be from 0 to {self.replica_count}, got {self.unknown_replica_count}"
+            )
         if self.loop not in get_args(Loop):
             raise ConfigurationError(f"loop must be one of {', '.join(get_args(Loop))}, got {self.loop!r}")
         for outage in self.outages:
@@ -140,6 +150,11 @@ class Scenario:
     def replica_ids(self) -> tuple[str, ...]:
         """Return the names of the replicas."""
         return tuple(f"{self.replica_prefix}{number}" for number in range(self.replica_count))
+
+    @property
+    def unknown_replica_ids(self) -> tuple[str, ...]:
+        """Return the names of the replicas of unknown capacity."""
+        return self.replica_ids[: self.unknown_replica_count]
 
 
 def estimate_bytes(scenario: Scenario, workload: Workload) -> int:

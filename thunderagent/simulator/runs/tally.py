@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 
 from thunderagent.programs.book.accounts import Costs
 from thunderagent.programs.model.decisions import Decision
@@ -54,10 +56,13 @@ class Tally:
         self._replica_numbers = {replica_id: number for number, replica_id in enumerate(replicas)}
         self._shapes: list[TurnShape] = []  # of all turns in the log
         self._engines = Engines.of(scenario.engine, scenario.replica_count)
-        self._ended: list[ProgramWait] = []
+        self.ended: list[ProgramWait] = []
+        """All programs that ran to their last turn, in the order of their ends."""
         self._failed_count = 0
         self._samples: list[Sample] = []
         self._begin_costs = {replica_id: Costs() for replica_id in replicas}
+        self._begin_idle_s = dict.fromkeys(replicas, 0.0)
+        self._program_parts = array("d")  # of each turn in the log: its part of its program
         self._begin_preemption_counts = dict.fromkeys(replicas, 0)
         self._prompt_tokens = self._cached_tokens = 0
 
@@ -66,7 +71,7 @@ class Tally:
         return Progress(
             now_s,
             turn_count=len(self.turns),
-            program_count=len(self._ended),
+            program_count=len(self.ended),
             active_count=self._scheduler.book.active_count,
             held_count=self._scheduler.ledger.waiting_count,
             hit_ratio=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
@@ -75,11 +80,13 @@ class Tally:
     def begin(self) -> None:
         """Note that the warm-up is over."""
         self._begin_costs = self._costs(self._scenario.warmup_s)
+        self._begin_idle_s = self._idle_s()
         self._begin_preemption_counts = {name: replica.preemption_count for name, replica in self._replicas.items()}
 
     def finished(self, program: RunningProgram, finished: FinishedRequest, shape: TurnShape) -> None:
         """Note a finished turn of a program."""
         self._shapes.append(shape)
+        self._program_parts.append(1.0 / len(program.plan.turns))
         program.wait.add_turn(shape.prompt_tokens, program.granted_s - program.arrived_s)
         program.wait.alone_s += self._engines.alone_s(shape) + (shape.gap_s or 0.0)
         self._prompt_tokens += finished.prompt_tokens
@@ -102,7 +109,7 @@ class Tally:
         """Add an ended program."""
         wait = program.wait
         wait.started_s, wait.ended_s = program.started_s, now_s
-        self._ended.append(wait)
+        self.ended.append(wait)
 
     def sample(self, now_s: float) -> None:
         """Sample every replica."""
@@ -141,7 +148,7 @@ class Tally:
         turns = log.since(begin_s)
         parts = self._parts_since(begin_s, turns)
         limits = scenario_bounds(scenario, [self._shapes[turn] for turn in turns], parts) if turns else None
-        ended = [wait for wait in self._ended if wait.ended_s >= begin_s]
+        ended = [wait for wait in self.ended if wait.ended_s >= begin_s]
         held = log.between(log.arrived_s, log.granted_s, turns)
         is_through = scenario.loop == "batch" and complete
         imbalances = [sample.imbalance_ratio for sample in self._samples if sample.now_s >= begin_s]
@@ -155,6 +162,7 @@ class Tally:
             turn_count=len(turns),
             program_count=len(ended),
             programs_per_hour_count=len(ended) * 3600 / measured_s if measured_s > 0 else 0.0,
+            program_parts_count=fsum(self._program_parts[turn] for turn in turns),
             failed_turn_count=self._failed_count,
             bounds=limits,
             limit_ratio=sum(parts) / measured_s / limits.limit_per_s if limits and measured_s > 0 else 0.0,
@@ -192,7 +200,7 @@ class Tally:
         if not self._shapes:
             return None
         limits = scenario_bounds(self._scenario, self._shapes)
-        return makespan_bound_s(limits, len(self._shapes), [wait.alone_s for wait in self._ended])
+        return makespan_bound_s(limits, len(self._shapes), [wait.alone_s for wait in self.ended])
 
     def _parts_since(self, begin_s: float, turns: range) -> list[float]:
         """Return for each turn the ratio of it after `begin_s`, including its preceding tool time."""
@@ -205,6 +213,7 @@ class Tally:
 
     def _replica_figures(self, now_s: float, turns: range) -> tuple[ReplicaFigures, ...]:
         costs = self._costs(now_s)
+        idle_s = self._idle_s()
         turn_counts = [0] * len(self._replicas)
         for turn in turns:
             turn_counts[self.turns.replicas[turn]] += 1
@@ -215,9 +224,14 @@ class Tally:
                 turn_count=turn_counts[self._replica_numbers[replica_id]],
                 preemption_count=replica.preemption_count - self._begin_preemption_counts[replica_id],
                 costs=difference(costs[replica_id], self._begin_costs[replica_id]),
+                idle_held_s=idle_s[replica_id] - self._begin_idle_s[replica_id],
             )
             for replica_id, replica in self._replicas.items()
         )
+
+    def _idle_s(self) -> dict[str, float]:
+        """Return for each replica how long it idled so far while programs were held, as of its last costs."""
+        return {replica_id: account.idle_held_s for replica_id, account in self._scheduler.ledger.accounts.items()}
 
     def _costs(self, now_s: float) -> dict[str, Costs]:
         """Return the ledger's costs so far, for each replica."""

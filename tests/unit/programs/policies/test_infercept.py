@@ -88,8 +88,8 @@ def test_what_grows_over_the_capacity_is_mended_by_waste() -> None:
 
 
 def test_the_speed_is_learned_where_it_is_not_told() -> None:
-    """40,000 tokens that took 4 s are held for half of that, within the precision of the histogram."""
-    driver = Driver(InferCept(reserve_tokens=0), replicas={"r0": 100_000})
+    """40,000 tokens that take 4 s are held for half of that."""
+    driver = Driver(InferCept(reserve_tokens=0), replicas={"r0": 100_000}, token_s=1e-4)
     turn_id = driver.arrives("a", 40_000)
     driver.passes(4.0)
     driver.starts(turn_id)

@@ -13,6 +13,9 @@ def test_an_iteration_takes_as_long_as_its_formula_says() -> None:
     timing = TimingProfile("t", 1.0, 0.1, 0.01, decode_context_token_s=0.001, attention_pair_s=0.0001)
     work = IterationWork(prefill_tokens=20, attention_pairs=300.0, decode_count=3, decode_context_tokens=50)
     assert timing.iteration_s(work) == pytest.approx(1.0 + 2.0 + 0.03 + 0.03 + 0.05)
+    assert replace(timing, prefill_base_s=7.0).iteration_s(work) == pytest.approx(7.0 + timing.iteration_s(work))
+    without = replace(work, prefill_tokens=0)
+    assert replace(timing, prefill_base_s=7.0).iteration_s(without) == timing.iteration_s(without)
 
 
 def test_every_profile_names_its_source_and_an_unknown_one_those_that_exist() -> None:

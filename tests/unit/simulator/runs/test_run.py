@@ -391,6 +391,56 @@ def test_a_capacity_that_is_told_wrong_is_what_the_scheduler_knows() -> None:
     assert simulation.scheduler.ledger.accounts["r0"].capacity_tokens == 200
 
 
+def test_of_whole_answers_the_scheduler_hears_only_the_end() -> None:
+    """The run is the same; of its turn of four seconds the streamed one tells on the way."""
+    plans = Recorded([plan((10, 4, 0.0))])
+    whole, streamed = (
+        simulate(small(keep_events=True, answers_whole=whole), plans, Passthrough()) for whole in (True, False)
+    )
+    told = [[e for e, _ in run.events if isinstance(e, TurnStarted | TurnProgressed)] for run in (whole, streamed)]
+    assert told[0] == []
+    assert told[1] != []
+    assert whole.first_token_latency == streamed.first_token_latency
+
+
+def test_engines_may_tell_nothing_but_a_given_capacity_and_some_not_even_that() -> None:
+    scenario = small(replica_count=2, unknown_replica_count=1, engine_tells_counters=False, keep_events=True)
+    result = simulate(scenario, Recorded([plan((10, 3, 2.5), (5, 2, 9.0))]), Passthrough())
+    polls = [event for event, _ in result.events if isinstance(event, ReplicaPolled)]
+    assert {(each.replica_id, each.capacity_tokens) for each in polls} == {("r0", None), ("r1", 400)}
+    said = {(each.hit_ratio, each.query_tokens, each.kv_used_ratio, each.engine_waiting_count) for each in polls}
+    assert said == {(None, None, None, None)}
+    assert [e.cached_tokens for e, _ in result.events if isinstance(e, TurnFinished)] == [0, 12]
+
+
+def test_idling_while_programs_are_held_is_a_part_of_the_replicas_time() -> None:
+    """`cap` lets one run at a time: during each tool, of 10 of 15 s, the replica idles, but not while nobody waits."""
+    plans = Recorded([plan((10, 1, 10.0), (5, 4, 0.0), name=f"p{number}") for number in range(2)])
+    result = simulate(small(programs_count=2), plans, Cap(1))
+    assert result.measured_s == 30.0
+    assert [replica.idle_held_s for replica in result.replicas] == [10.0]
+    assert result.idle_held_ratio == pytest.approx(1 / 3)
+    assert simulate(small(programs_count=2), plans, Passthrough()).idle_held_ratio == 0.0
+
+
+def test_a_turn_counts_as_its_part_of_its_program() -> None:
+    """At 12 s two of the three turns of its only program have ended."""
+    plans = Recorded([plan((10, 1, 4.0), (5, 1, 4.0), (5, 9, 0.0))])
+    assert simulate(small(horizon_s=12.0), plans, Passthrough()).program_parts_count == pytest.approx(2 / 3)
+
+
+def test_programs_are_timed_from_their_begins_to_their_ends() -> None:
+    """Both begin at once; at 7 s one has ended, after 4 s. The third one begins then, and is not asked for."""
+    plans = Recorded(
+        [plan((10, output, 0.0), name=f"p{number}") for number, output in enumerate((4, 9, 9))],
+    )
+    simulation = Simulation(small(programs_count=2, horizon_s=7.0, loop="closed"), plans, Passthrough())
+    simulation.run()
+    assert simulation.program_times_s(1) == ([4.0], 0)
+    assert simulation.program_times_s(2) == ([4.0, 7.0], 1)
+    assert simulation.program_times_s(4) == ([4.0, 7.0, 3.0], 3)
+
+
 def test_an_interrupt_keeps_what_is_done() -> None:
     def interrupt(progress: Progress) -> None:
         if progress.now_s >= 100:

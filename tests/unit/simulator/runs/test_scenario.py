@@ -37,6 +37,8 @@ class Long:
         {"sample_interval_s": 0.0},
         {"told_capacity_ratio": 0.0},
         {"release_ratio": 1.1},
+        {"unknown_replica_count": -1},
+        {"unknown_replica_count": 2},
         {"warmup_s": 3600.0},
         {"warmup_s": -1.0},
         {"loop": "spiral"},

@@ -45,12 +45,23 @@ class GrowthRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PriceRecord:
-    """Price of a token: to prefill (None: not learned), and to generate, as looked up so many turns ago."""
+class TurnMeansRecord:
+    """Means over turns, in tokens, and over how many: what they hold, bring, leave and generate; and of programs."""
 
-    prefill: HistogramRecord
-    prefill_decode: HistogramRecord
-    prefill_token_s: float | None
+    count: int
+    held_tokens: float
+    new_tokens: float
+    left_tokens: float
+    output_tokens: float
+    program_count: int
+    program_turn_count: float
+    """Turns of an ended program, mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceRecord:
+    """Price of a generated token, as looked up so many turns ago, and how many tokens a byte is."""
+
     decode: HistogramRecord
     decode_token_s: float
     decode_refreshed_count: int
@@ -74,6 +85,19 @@ class TierRecord:
     restore: HistogramRecord
     missing_tokens: float
     found_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPriceRecord:
+    """Price of a computed prompt token on a replica with its interval, of an iteration, and of a sequence in it."""
+
+    replica_id: str
+    token_s: float
+    low_token_s: float
+    high_token_s: float
+    iteration_s: float
+    sequence_s: float
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +132,6 @@ class LearnedRecord:
     tiers: tuple[TierRecord, ...] = ()
     lengths: LengthsRecord | None = None
     """None if the order does not learn them."""
+    turn_means: TurnMeansRecord | None = None
+    """None in a state that an earlier version kept."""
+    replica_prices: tuple[ReplicaPriceRecord, ...] = ()

@@ -1,0 +1,222 @@
+"""How long it pays to hold programs through their tools: what an engine makes a second, if they are held for that long.
+
+Theory of operation
+===================
+An engine is short of memory, of compute, or of both. Holding a context through a tool takes memory, in which another
+turn could run; giving it up takes compute, because it is computed again. What is worth more depends on the engine and
+on the load, and both are measured. So the time for which programs are held is *planned*: for each time H of a grid the
+turns a second are predicted, and the best H wins.
+
+**Compute.** An engine that serves B turns at once spends on each token that they generate an iteration, a + c·B
+seconds, and b seconds on each prompt token that it computes (`price.py`). A turn brings u new tokens, generates o
+and leaves L. Those are computed again unless its program comes back within H, which it does in a part P(H) of all
+cases. So B turns at once take
+
+    B·b·(u + (1 - P(H))·L) + o·(a + c·B)
+
+seconds, and that many turns end in this time. (What is shared with other programs is not lost, and a program's last
+turn loses nothing.)
+
+**Memory.** A turn that runs holds x tokens, and so does a program whose tool runs, for E[min(tool, H)] seconds. At X
+turns a second both together fill the memory C:
+
+    B·x + X·E[min(tool, H)]·x = C.
+
+B and X follow from the two equations. With H = 0 nothing is held, as if no proxy stood before the engine, and with
+H = inf everything is. Where prefill is cheap, or contexts are small, or programs rarely come back, H = 0 is best: then
+nothing is gained by keeping turns waiting. P and E are those of all tools together (`tool_times.py`): engines evict
+what was not used for longest, whoever's it is, so memory cannot be kept for quick tools alone for long.
+
+**The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
+return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
+break-even time b·C of an engine that is short of compute alone, less what the memory is worth.
+"""
+
+# compiled: it is planned anew every few seconds
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final, NamedTuple
+
+from thunderagent.programs.learned.histogram import MOST_TOKENS, check_range
+from thunderagent.programs.model.records.learned import TurnMeansRecord
+from thunderagent.programs.model.turn import TurnEnded
+
+LEARNING_RATIO: Final = 0.01
+"""Weight of the newest turn, or program, in the means; while few were seen, all weigh the same."""
+
+ENOUGH_TURNS_COUNT: Final = 16
+"""Before this many turns nothing is planned, and nobody is held."""
+
+REFRESH_S: Final = 5.0
+"""How long a plan stays."""
+
+BISECTIONS_COUNT: Final = 30
+"""Precision of a prediction: the memory divided by 2 so many times."""
+
+HOLDING_GAIN_RATIO: Final = 1.05
+"""Programs are held if that is predicted to make this many times the turns: a prediction is not exact."""
+
+CLAIMED_RATIO: Final = 0.95
+"""Part of the memory that may be claimed where programs are held."""
+
+SLACK_RATIO: Final = 1.0001
+"""So that a tool whose rate is just the lowest is held."""
+
+
+class EngineCosts(NamedTuple):
+    """What an engine's iteration costs, in seconds: each prompt token, each iteration, each sequence in it."""
+
+    prefill_token_s: float
+    iteration_s: float
+    sequence_s: float
+
+
+class Returns(NamedTuple):
+    """When programs come back from their tools: for each interval of a grid its length, and the part that returns.
+
+    `return_ratios` are of those still away at its start; `rates_per_s` are the return rates there (`tool_times.py`).
+    """
+
+    lengths_s: Sequence[float]
+    return_ratios: Sequence[float]
+    rates_per_s: Sequence[float]
+
+
+class HoldingPlan(NamedTuple):
+    """For how long tools are held, and what that brings."""
+
+    threshold_s: float
+    """What a lost token is worth, in seconds of holding: 0 if nothing is held, infinite if all is."""
+    turns_per_s: float
+    """Predicted with it; 0 if nothing is known yet."""
+    unheld_turns_per_s: float
+    """Predicted if nothing were held."""
+
+
+NOTHING_HELD: Final = HoldingPlan(0.0, 0.0, 0.0)
+
+
+class TurnMeans:
+    """Means over turns, in tokens: what they hold while they run, bring, leave in memory, and generate."""
+
+    __slots__ = (
+        "count",
+        "held_tokens",
+        "left_tokens",
+        "new_tokens",
+        "output_tokens",
+        "program_count",
+        "program_turn_count",
+    )
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        self.count = self.program_count = 0
+        self.held_tokens = self.new_tokens = self.left_tokens = self.output_tokens = 0.0
+        self.program_turn_count = 0.0
+        """Turns of an ended program."""
+
+    def turn_ended(self, ended: TurnEnded) -> None:
+        """Learn from a turn. Its prompt and half of its output are in memory while it runs; all of it is left."""
+        self.count += 1
+        ratio = max(LEARNING_RATIO, 1.0 / self.count)
+        self.held_tokens += ratio * (ended.prompt_tokens + ended.output_tokens / 2 - self.held_tokens)
+        self.new_tokens += ratio * (ended.prompt_tokens - ended.known_tokens - self.new_tokens)
+        self.left_tokens += ratio * (ended.prompt_tokens + ended.output_tokens - self.left_tokens)
+        self.output_tokens += ratio * (ended.output_tokens - self.output_tokens)
+
+    def program_ended(self, turn_count: int) -> None:
+        """Learn how many turns an ended program had."""
+        self.program_count += 1
+        self.program_turn_count += max(LEARNING_RATIO, 1.0 / self.program_count) * (
+            turn_count - self.program_turn_count
+        )
+
+    @property
+    def goes_on_ratio(self) -> float:
+        """Part of all turns that are not their program's last; 1 until a program ended."""
+        return 1.0 - 1.0 / self.program_turn_count if self.program_turn_count else 1.0
+
+    def export(self) -> TurnMeansRecord:
+        """Return its content."""
+        return TurnMeansRecord(
+            self.count,
+            self.held_tokens,
+            self.new_tokens,
+            self.left_tokens,
+            self.output_tokens,
+            self.program_count,
+            self.program_turn_count,
+        )
+
+    def adopt(self, record: TurnMeansRecord) -> None:
+        """Adopt another's content. Raises ValueError for impossible values."""
+        for count in (record.count, record.program_count):
+            check_range("count", count, (0, inf))
+        for tokens in (record.held_tokens, record.new_tokens, record.left_tokens, record.output_tokens):
+            check_range("tokens of turns", tokens, (0.0, MOST_TOKENS))
+        check_range("turns of programs", record.program_turn_count, (1.0 if record.program_count else 0.0, inf))
+        self.count, self.held_tokens, self.new_tokens = record.count, record.held_tokens, record.new_tokens
+        self.left_tokens, self.output_tokens = record.left_tokens, record.output_tokens
+        self.program_count, self.program_turn_count = record.program_count, record.program_turn_count
+
+
+def plan_holding(
+    costs: EngineCosts,
+    means: TurnMeans,
+    returns: Returns,
+    *,
+    memory_tokens: float,
+    corrected_ratio: float = 1.0,
+    own_ratio: float = 1.0,
+    reserve_tokens: float = 0.0,
+) -> HoldingPlan:
+    """Return for how long tools are best held on an engine with this memory.
+
+    `corrected_ratio` of it can be claimed (`capacity.py`), `own_ratio` of what turns hold is not shared with others,
+    and a program that is held claims `reserve_tokens` besides. Cost: O(intervals · bisections).
+    """
+    held_tokens = own_ratio * means.held_tokens
+    if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
+        return NOTHING_HELD
+    goes_on_ratio = means.goes_on_ratio
+    lost_tokens = goes_on_ratio * own_ratio * means.left_tokens
+    unheld = best = _turns_per_s(costs, means, memory_tokens / held_tokens, lost_tokens, 0.0)
+    places_count = CLAIMED_RATIO * corrected_ratio * memory_tokens / (held_tokens + reserve_tokens)
+    threshold_s, lowest_per_s, away_ratio, away_s = 0.0, inf, 1.0, 0.0
+    for length_s, return_ratio, rate_per_s in zip(*returns, strict=True):
+        away_s += away_ratio * length_s * (1.0 - return_ratio / 2)
+        away_ratio *= 1.0 - return_ratio
+        lowest_per_s = min(lowest_per_s, rate_per_s)
+        predicted = _turns_per_s(costs, means, places_count, away_ratio * lost_tokens, goes_on_ratio * away_s)
+        if predicted > best:
+            best, threshold_s = predicted, SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf
+    if best < HOLDING_GAIN_RATIO * unheld:
+        return HoldingPlan(0.0, unheld, unheld)
+    return HoldingPlan(threshold_s, best, unheld)
+
+
+def _turns_per_s(costs: EngineCosts, means: TurnMeans, places_count: float, lost_tokens: float, away_s: float) -> float:
+    """Return the predicted turns a second, if each loses that many tokens, and a place is kept for `away_s` after it.
+
+    Fewer than one turn at once: the engine idles for the rest of the time.
+    """
+    own_s = costs.prefill_token_s * (means.new_tokens + lost_tokens) + means.output_tokens * costs.sequence_s
+    shared_s = means.output_tokens * costs.iteration_s
+    if own_s + shared_s <= 0:
+        return inf
+    low, high, turns_per_s = 0.0, places_count, 0.0
+    for _ in range(BISECTIONS_COUNT):
+        running_count = (low + high) / 2
+        if running_count < 1.0:
+            turns_per_s = running_count / (own_s + shared_s)
+        else:
+            turns_per_s = running_count / (running_count * own_s + shared_s)
+        if running_count + turns_per_s * away_s > places_count:
+            high = running_count
+        else:
+            low = running_count
+    return turns_per_s
