@@ -17,6 +17,7 @@ import json
 import math
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,16 @@ CONNECTION_BROKE = 0  # in place of an HTTP status
 CountRange = tuple[int, int]
 
 
+class EndSignal(StrEnum):
+    """How a program says that it ended."""
+
+    RELEASE = "release"
+    """By a call to the proxy."""
+    FINAL_TURN = "final-turn"
+    """By a small turn with the header `X-Dynamo-Session-Final: true`, which no engine sees."""
+    NONE = "none"
+
+
 @dataclass(frozen=True)
 class LoadSpec:
     """The shape of the programs and how many run at a time; the defaults are the standard load."""
@@ -43,7 +54,8 @@ class LoadSpec:
     first_prompt_tokens: CountRange = (400, 800)
     output_tokens: CountRange = (24, 64)
     tool_result_tokens: CountRange = (150, 450)
-    tool_mean_s: float = 1.0  # exponential
+    tool_mean_s: float = 1.0
+    is_tool_time_fixed: bool = False  # else exponential
     word_count: int = 2000
     model: str = "random-llama"
     stream: bool = True
@@ -51,6 +63,8 @@ class LoadSpec:
     tries: int = 5  # of one turn, as an agent framework would
     retry_after_s: float = 1.0
     turn_timeout_s: float = 600.0  # of one try
+    program_header: str = "X-Program-ID"
+    end_signal: EndSignal = EndSignal.RELEASE
 
 
 @dataclass(frozen=True)
@@ -198,12 +212,18 @@ def plan_program(spec: LoadSpec, index: int) -> ProgramPlan:
         TurnPlan(
             prompt=_words(rng, rng.randint(*(spec.tool_result_tokens if turn else spec.first_prompt_tokens)), spec),
             output_tokens=rng.randint(*spec.output_tokens),
-            tool_s=rng.expovariate(1 / spec.tool_mean_s) if spec.tool_mean_s else 0.0,
+            tool_s=_tool_s(rng, spec),
         )
         for turn in range(turn_count)
     )
     system_prompt = _words(Random(f"{spec.seed}/system"), spec.system_tokens, spec)
     return ProgramPlan(index, f"program-{spec.seed}-{index}", system_prompt, turns)
+
+
+def _tool_s(rng: Random, spec: LoadSpec) -> float:
+    if spec.is_tool_time_fixed or not spec.tool_mean_s:
+        return spec.tool_mean_s
+    return rng.expovariate(1 / spec.tool_mean_s)
 
 
 def _words(rng: Random, count: int, spec: LoadSpec) -> str:
@@ -222,8 +242,9 @@ async def run_load(
 ) -> LoadResult:
     """Keep programs running for `warmup_s + measure_s` seconds and measure the last `measure_s`.
 
-    `base_url` has no `/v1`. Turns in flight at the end are cancelled and not recorded. A program that ends,
-    or is cut off at the end, is released when the target is a proxy. `on_turn` sees every turn as it ends.
+    `base_url` has no `/v1`; of several, with a comma between, each try goes to the next. Turns in flight at the end
+    are cancelled and not recorded. A program that ends, or is cut off at the end, says so when the target is a proxy,
+    as the load has it. `on_turn` sees every turn as it ends.
     """
     async with _open_run(spec, base_url, is_proxy, on_turn) as run:
         with contextlib.suppress(TimeoutError):
@@ -255,7 +276,7 @@ async def _open_run(
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     timeout = aiohttp.ClientTimeout(total=spec.turn_timeout_s, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
-        run = _Run(spec, base_url.rstrip("/"), is_proxy, on_turn or (lambda _record: None), session)
+        run = _Run(spec, base_url, is_proxy, on_turn or (lambda _record: None), session)
         yield run
         await run.release_all()
 
@@ -272,7 +293,7 @@ class _Run:
         session: aiohttp.ClientSession,
     ) -> None:
         self._spec = spec
-        self._base_url = base_url
+        self._base_urls = itertools.cycle(base_url.split(","))
         self._is_proxy = is_proxy
         self._on_turn = on_turn
         self._session = session
@@ -363,9 +384,9 @@ class _Run:
     async def _try_turn(self, program_id: str, body: dict[str, Any]) -> _Answer:
         """Send a turn once and read its answer to the end; a failure becomes part of the answer."""
         answer = _Answer()
-        url = f"{self._base_url}/v1/chat/completions"
+        url = self._next_url("/v1/chat/completions")
         try:
-            async with self._session.post(url, json=body, headers={"X-Program-ID": program_id}) as response:
+            async with self._session.post(url, json=body, headers={self._spec.program_header: program_id}) as response:
                 answer.held_s = float(response.headers.get("X-Hold-Ms", 0.0)) / 1000
                 if response.status != ANSWER_OK:
                     answer.fail(response.status, await response.text())
@@ -392,15 +413,21 @@ class _Run:
         if answer.status != ANSWER_OK:
             answer.fail(CONNECTION_BROKE, "the stream ended without [DONE]")
 
+    def _next_url(self, path: str) -> str:
+        return next(self._base_urls).rstrip("/") + path
+
     async def _release(self, program_id: str) -> None:
-        """Release a program, if the target is a proxy."""
+        """Say that a program ended, if the target is a proxy and the load says ends."""
         self._live_program_ids.discard(program_id)
-        if not self._is_proxy:
+        if not self._is_proxy or self._spec.end_signal is EndSignal.NONE:
             return
-        url = f"{self._base_url}/programs/release"
+        path, body, headers = _end_call(self._spec, program_id)
         try:
-            async with self._session.post(url, json={"program_id": program_id}) as response:
-                self._release_error_count += response.status != ANSWER_OK
+            async with self._session.post(self._next_url(path), json=body, headers=headers) as response:
+                await response.read()
+                # The peer that takes such a turn answers it with nothing, or with an error for want of an answer.
+                is_right = response.status == ANSWER_OK or self._spec.end_signal is EndSignal.FINAL_TURN
+                self._release_error_count += not is_right
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             self._release_error_count += 1
 
@@ -459,6 +486,20 @@ def _turn_body(spec: LoadSpec, turn: TurnPlan, messages: list[dict[str, str]]) -
     if spec.stream and spec.include_usage:
         body["stream_options"] = {"include_usage": True}
     return body
+
+
+def _end_call(spec: LoadSpec, program_id: str) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Return the path, body and headers of the call that ends a program."""
+    if spec.end_signal is EndSignal.RELEASE:
+        return "/programs/release", {"program_id": program_id}, {}
+    body = {
+        "model": spec.model,
+        "messages": [{"role": "user", "content": "w0"}],
+        "max_tokens": 1,
+        "stream": spec.stream,
+    }
+    headers = {spec.program_header: program_id, "X-Dynamo-Session-Final": "true"}
+    return "/v1/chat/completions", body, headers
 
 
 def _cached_tokens(usage: dict[str, Any]) -> int | None:

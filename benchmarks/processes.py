@@ -35,11 +35,12 @@ class Server:
 
 
 @asynccontextmanager
-async def thunderagent(*arguments: str, log_path: Path) -> AsyncIterator[Server]:
+async def thunderagent(*arguments: str, log_path: Path, code: Path | None = None) -> AsyncIterator[Server]:
     """Run `thunderagent ARGUMENTS` during the block, which begins after its line "ready at URL".
 
-    Standard error goes to `log_path`. The command sees none of the THUNDERAGENT_ variables, which would change
-    its configuration. Where the kernel can, it ends the command if this process dies first. Raises ServerError
+    It runs the package in the folder `code`; by default the one that this process would import. Standard error
+    goes to `log_path`. The command sees none of the THUNDERAGENT_ variables, which would change its configuration.
+    Where the kernel can, it ends the command if this process dies first. Raises ServerError
     if the command ends, or says nothing for `READY_S` seconds.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,10 +52,31 @@ async def thunderagent(*arguments: str, log_path: Path) -> AsyncIterator[Server]
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
             env={name: value for name, value in os.environ.items() if not name.startswith("THUNDERAGENT_")},
+            cwd=code,  # `python -m` looks there first
             start_new_session=True,  # Ctrl-C is for this process alone, which then stops the others in order
         )
     try:
         yield Server(process, await _url_when_ready(process, arguments, log_path))
+    finally:
+        await stop(process)
+
+
+@asynccontextmanager
+async def running(*command: str, log_path: Path, core: int | None = None, **environment: str) -> AsyncIterator[Process]:
+    """Run a command during the block, on one core if given, with these variables besides; its output is logged."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    pinning = () if core is None else ("taskset", "--cpu-list", str(core))
+    with log_path.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(*die_with_parent(), *pinning, *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        yield process
     finally:
         await stop(process)
 

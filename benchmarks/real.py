@@ -115,13 +115,13 @@ async def serve_proxy(engine_urls: Sequence[str], policy: Contestant) -> AsyncIt
 
 
 class Watch:
-    """Samples a proxy's replica twice a second: its claimable capacity, and whether it is idle while turns wait."""
+    """Samples a proxy twice a second: its replicas' claimable capacity, and which are idle while turns wait."""
 
     def __init__(self, url: str, warmup_s: float) -> None:
         self._url = url
         self._from_s = time.monotonic() + warmup_s
         self.capacity_ratios: list[float] = []
-        self._idle: list[bool] = []
+        self._idle: list[float] = []
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -144,10 +144,10 @@ class Watch:
         async with session.get("/queue?limit=1") as answer:
             waits = (await answer.json())["turns_held_count"] > 0
         async with session.get("/replicas") as answer:
-            (replica,) = (await answer.json())["replicas"]
-        self.capacity_ratios.append(replica["capacity_ratio"])
+            replicas = (await answer.json())["replicas"]
+        self.capacity_ratios.append(min(replica["capacity_ratio"] for replica in replicas))
         if time.monotonic() >= self._from_s:
-            self._idle.append(waits and not replica["turns_in_flight_count"])
+            self._idle.append(fmean(waits and not replica["turns_in_flight_count"] for replica in replicas))
 
     def figures(self) -> dict[str, float | None]:
         """Return the least and the last ratio of the whole run, and the idle part of the measured time."""

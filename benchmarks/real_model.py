@@ -31,11 +31,11 @@ def write_model(
     word_count: int,
     max_model_len: int,
     seed: int,
+    has_weights: bool = True,
 ) -> None:
-    """Write configuration, float32 weights and tokenizer; the same arguments give the same files."""
+    """Write configuration, tokenizer and perhaps float32 weights; the same arguments give the same files."""
     # Only the engine's environment has these packages.
     import tokenizers  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
-    import torch  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
     import transformers  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
 
     words = [f"w{index}" for index in range(word_count)]
@@ -50,13 +50,13 @@ def write_model(
     fast_tokenizer.chat_template = CHAT_TEMPLATE
     fast_tokenizer.save_pretrained(folder)
 
-    torch.manual_seed(seed)
     head_count = hidden_size // HEAD_SIZE
     config = transformers.LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
+        architectures=["LlamaForCausalLM"],
         num_attention_heads=head_count,
         num_key_value_heads=head_count,
         max_position_embeddings=max_model_len,
@@ -64,6 +64,12 @@ def write_model(
         eos_token_id=vocabulary[EOS_TOKEN],
         tie_word_embeddings=False,
     )
+    if not has_weights:
+        config.save_pretrained(folder)
+        return
+    import torch  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+    torch.manual_seed(seed)
     transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
