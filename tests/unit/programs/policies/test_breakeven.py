@@ -194,6 +194,115 @@ def test_tools_are_held_by_their_names() -> None:
     assert of_kind(Pause, driver.decisions) == ["b"]
 
 
+# --- No idle engine
+
+
+def test_a_replica_without_a_turn_lets_the_first_in_whoever_is_held_there() -> None:
+    """With a turn in flight, whoever it belongs to, the first waits as long as others are held."""
+    for busy in (False, True):
+        driver = driver_with()
+        if busy:
+            driver.keeps_busy()
+        opens(driver, a=600)
+        turn = driver.arrives("b", 600)
+        if busy:
+            assert driver.decisions == [Hold(turn, "b", Reason.NO_ROOM)]
+            continue
+        assert driver.decisions == [
+            Pause("a", "r0", Reason.EXPIRED),
+            Restore("b", "r0", Reason.FITS),
+            Grant(turn, "b", "r0", Reason.FITS),
+        ]
+
+
+@pytest.mark.parametrize("end", ["finishes", "fails", "is_abandoned"])
+def test_it_does_so_when_its_last_turn_ends(end: str) -> None:
+    """There is no tick in between; the second in the queue waits for the first one's turn."""
+    driver = driver_with()
+    turns = driver.keeps_busy("r0", "r0")
+    opens(driver, a=600)
+    first = driver.arrives("first", 600)
+    driver.passes(1.0)
+    second = driver.arrives("second", 700)
+    getattr(driver, end)(turns[0])
+    assert driver.held(first)
+    getattr(driver, end)(turns[1])
+    assert of_kind(Pause, driver.decisions) == ["a"]
+    assert first in driver.granted_on
+    assert driver.held(second)
+    driver.finishes(first, 600)
+    assert of_kind(Pause, driver.decisions) == ["first"]
+    assert second in driver.granted_on
+
+
+def test_those_go_for_it_whose_tools_have_run_longest_and_no_more_than_need_be() -> None:
+    """They are evicted first, too."""
+    for tokens, going in ((100, []), (400, ["b"]), (700, ["b", "c"]), (701, ["b", "c", "a"])):
+        driver = driver_with()
+        opens(driver, a=300, b=300, c=300)
+        opens(driver, a=300)
+        assert not driver.held(driver.arrives("d", tokens))
+        assert of_kind(Pause, driver.decisions) == going
+
+
+def test_those_held_too_long_go_first_for_it_then_those_soonest_so() -> None:
+    """The client of `young` said when its next turn comes; the others are held for ever."""
+    for elapsed_s in (0.0, 30.0):
+        driver = driver_with()
+        opens(driver, old=300, young=300, middle=300)
+        driver.is_hinted("young", 4.0)
+        driver.passes(elapsed_s)
+        assert (driver.program("young").hold_until_s < driver.now_s) == (elapsed_s > 0)
+        driver.arrives("next", 600)
+        assert of_kind(Pause, driver.decisions) == ["young", "old"]
+
+
+def test_room_above_the_watermark_and_for_growth_is_nobodys_there() -> None:
+    """With a turn in flight the next would wait; without one nobody has to go for it."""
+    for busy in (False, True):
+        driver = driver_with(low_ratio=0.5, foresight_ratio=1e9)
+        grown(driver)
+        opens(driver, a=400)
+        if busy:
+            driver.keeps_busy()
+        turn = driver.arrives("b", 500)
+        assert driver.held(turn) == busy
+        assert of_kind(Pause, driver.decisions) == []
+
+
+def test_of_several_the_idle_one_lets_the_first_in() -> None:
+    """It is not its home, where a turn runs."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    away_from_home(driver, 300)
+    driver.keeps_busy("r0", "r1")
+    opens(driver, x=900, y=900)
+    homes = {driver.home(each): each for each in ("x", "y")}
+    driver.passes(1.0)
+    turn = driver.arrives("a", 300)
+    assert driver.held(turn)
+    ends = next(each for each, at in driver.granted_on.items() if at == "r1" and driver.scheduler.turns.get(each))
+    driver.finishes(ends)
+    assert driver.granted_on[turn] == "r1"
+    assert of_kind(Pause, driver.decisions) == [homes["r1"]]
+    assert driver.home(homes["r0"]) == "r0"
+
+
+def test_a_program_that_waits_for_one_replica_gets_it_when_it_idles() -> None:
+    """One that may go anywhere, and came later, stays in the queue."""
+    driver = driver_with(order=Fcfs(), replicas={"r0": 1000, "r1": 1000})
+    driver.routes("program", "bound", r0=1)
+    busy, _ = driver.keeps_busy("r0", "r1")
+    opens(driver, x=900, y=900)
+    bound = driver.arrives("bound", 500)
+    driver.passes(1.0)
+    free = driver.arrives("free", 600)
+    assert driver.held(bound)
+    assert driver.held(free)
+    driver.finishes(busy)
+    assert driver.granted_on[bound] == "r0"
+    assert driver.held(free)
+
+
 # --- Admission by age
 
 
@@ -811,12 +920,61 @@ def test_one_that_would_be_alone_fits_though_its_growth_does_not() -> None:
     assert not driver.held(driver.arrives("a", 990))
 
 
-def test_a_replica_whose_capacity_is_not_known_has_room_for_everyone() -> None:
+def test_where_no_capacity_is_known_there_is_room_for_everyone() -> None:
     """This holds whatever they claim, with the default settings."""
     driver = Driver(BreakEven(), replicas={"r0": None}, settings=LONG)
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(50)]
     assert not any(driver.held(turn) for turn in turns)
     assert driver.ticks(1.0) == []
+
+
+@pytest.mark.parametrize(("known", "assumed_tokens"), [((3000, 1000, 2000), 2000), ((500,), 500), ((), inf)])
+def test_a_replica_of_unknown_size_counts_as_the_median_of_the_others(
+    known: tuple[int, ...], assumed_tokens: float
+) -> None:
+    """Where no size is known it has room for everyone; once its own is known, that counts."""
+    driver = driver_with(replicas={"unknown": None} | {f"r{number}": size for number, size in enumerate(known)})
+    account = driver.scheduler.replicas["unknown"].account
+    assert account.limit_tokens == assumed_tokens
+    assert account.capacity_tokens is None
+    driver.comes_up("unknown", 700)
+    assert account.limit_tokens == account.assumed_tokens == account.capacity_tokens == 700
+
+
+def test_what_a_replica_of_unknown_size_counts_as_changes_with_the_others() -> None:
+    """They come, tell another size, and go."""
+    driver = driver_with(replicas={"r0": None})
+    account = driver.scheduler.replicas["r0"].account
+    limits = [account.limit_tokens]
+    for size in (1000, 4000):
+        driver.comes_up("r1", size)
+        limits.append(account.limit_tokens)
+    driver.is_removed("r1")
+    limits.append(account.limit_tokens)
+    assert limits == [inf, 1000, 4000, inf]
+
+
+def test_a_new_replica_of_unknown_size_gets_its_share_beside_known_ones() -> None:
+    """It neither draws all nor gets none, and holds who comes when as much is claimed there."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    opens(driver, a=200, b=200)
+    driver.comes_up("new", None)
+    turns = [driver.arrives(f"p{number}", 200) for number in range(15)]
+    granted = [turn for turn in turns if turn in driver.granted_on]
+    homes = [driver.granted_on[turn] for turn in granted]
+    assert {each: homes.count(each) for each in ("r0", "r1", "new")} == {"r0": 4, "r1": 4, "new": 5}
+    assert [driver.demand(each) for each in ("r0", "r1", "new")] == [1000, 1000, 1000]
+
+
+def test_where_no_size_is_known_turns_in_flight_decide() -> None:
+    """Whatever is claimed: the one with fewest turns gets the next."""
+    driver = driver_with(replicas={"r0": None, "r1": None})
+    large = driver.arrives("large", 100_000)
+    others = [driver.arrives(f"p{number}", 100) for number in range(3)]
+    homes = [driver.granted_on[turn] for turn in (large, *others)]
+    assert sorted(homes[:2]) == sorted(homes[2:]) == ["r0", "r1"]
+    driver.finishes(large, 100_000)
+    assert driver.granted_on[driver.arrives("next", 100)] == homes[0]
 
 
 def test_who_is_to_be_held_through_every_tool_is_held_where_no_capacity_is_known() -> None:
