@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 from zlib import crc32
 
 from thunderagent.leases import LeaseSource, TurnAsk
 from thunderagent.programs.invariants import check
+from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.price import FIRST_TOKEN_S
 from thunderagent.programs.model.decisions import Decision, Grant, Reason, Reject, Restore
@@ -111,7 +113,8 @@ class Driver:
     """Drives a scheduler by hand: keeps the time and the turn ids, checks the invariants after every event.
 
     `replicas` are up from the start, each with its capacity in tokens (None: unknown), and with the price of a token,
-    as after a restart (None: unknown).
+    as after a restart (None: unknown). With `threshold_s`, what is planned for them is fixed; otherwise nothing is held
+    until a plan is made of what turns show.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Driver:
         settings: SchedulerSettings | None = None,
         now_s: float = 100.0,
         token_s: float | None = FIRST_TOKEN_S,
+        threshold_s: float | None = None,
     ) -> None:
         self.scheduler = Scheduler(policy or Passthrough(), settings)
         self.now_s = now_s
@@ -135,6 +139,8 @@ class Driver:
             learned = replace(Knowledge().export(), replica_prices=prices)
             self.send(KnowledgeLoaded(self.now_s, next(iter(replicas)), learned))
         for replica_id, capacity_tokens in replicas.items():
+            if threshold_s is not None:
+                self.plans(threshold_s, replica_id)
             self.comes_up(replica_id, capacity_tokens)
         self.ticks()
 
@@ -161,6 +167,11 @@ class Driver:
     def ticks(self, elapsed_s: float = 0.0) -> list[Decision]:
         self.now_s += elapsed_s
         return self.send(Tick(self.now_s))
+
+    def plans(self, threshold_s: float, replica_id: str = "r0") -> None:
+        """Fix what a lost token is worth on a replica, in seconds of holding, whatever turns and tools show."""
+        plan = HoldingPlan(threshold_s, 2.0 if threshold_s else 1.0, 1.0)
+        self.scheduler.knowledge._plans[replica_id] = (inf, plan)
 
     # --- turns
 
@@ -365,6 +376,10 @@ class Driver:
         self._turn_count += 1
         self.send(PinnedTurnArrived(self.now_s, self._turn_count, replica_id, tokens * BYTES_PER_TOKEN))
         return self._turn_count
+
+    def keeps_busy(self, *replica_ids: str) -> list[int]:
+        """Keep a turn in flight on each that claims nothing: an idle replica lets somebody in. Return their ids."""
+        return [self.arrives_pinned(replica_id, 0) for replica_id in replica_ids or ("r0",)]
 
     def suspends(self, cause: str = "pause", replica_id: str | None = None) -> list[Decision]:
         """Stop grants on a replica, or on all."""

@@ -14,7 +14,7 @@ from thunderagent.programs.policies.breakeven import BreakEven
 
 
 def driver_of(capacity_tokens: int | None = 10_000) -> Driver:
-    return Driver(BreakEven(), replicas={"r0": capacity_tokens})
+    return Driver(BreakEven(), replicas={"r0": capacity_tokens}, threshold_s=20.0)
 
 
 def learns_sizes(driver: Driver, tokens: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import Driver, known_price
+from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT, HintRecord
 from thunderagent.programs.model.decisions import Pause
@@ -16,18 +16,17 @@ from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.runtime.event_log import EventLogWriter, replay
 
 THRESHOLD_S = 20.0
-"""The break-even time of a replica in these tests."""
+"""What is planned in these tests: how many seconds of holding a lost token is worth."""
 
 
 def driver_with(policy: str = "breakeven", **settings: object) -> Driver:
-    """Drive a policy whose break-even is `THRESHOLD_S`, and which itself would hold for a moment."""
+    """Drive a policy that has this threshold, and itself would hold for a moment, on a replica that never idles."""
     plain = {"reserve_tokens": 0, "foresight_ratio": 0, "low_ratio": 1, "adapt_capacity": False}
     settings = settings if policy != "breakeven" else plain | settings
-    driver = Driver(load_policy(policy, settings), replicas={"r0": 1000})
-    knowledge = driver.scheduler.knowledge
-    knowledge.prices.adopt((known_price("r0", THRESHOLD_S / 1000),))
+    driver = Driver(load_policy(policy, settings), replicas={"r0": 1000}, threshold_s=THRESHOLD_S)
+    driver.keeps_busy()
     for _ in range(1000):  # tools without a name take an hour
-        knowledge.tool_times.returned("", 3600.0)
+        driver.scheduler.knowledge.tool_times.returned("", 3600.0)
     return driver
 
 
@@ -84,7 +83,7 @@ def test_a_hint_with_a_turn_counts_from_its_end(driver: Driver) -> None:
 
 
 def test_one_that_is_less_sure_is_held_for_less() -> None:
-    """A confidence of one half pays a third of the break-even time; a lower one counts as no hint."""
+    """A confidence of one half pays a third of the threshold; a lower one counts as no hint."""
     found = {}
     for said_s, confidence in ((6.0, 0.5), (7.0, 0.5), (7.0, 0.6), (1.0, 0.4)):
         driver = driver_with(hold_ratio=1.0)
@@ -100,7 +99,7 @@ def test_one_that_is_less_sure_is_held_for_less() -> None:
     }
 
 
-def test_a_hint_said_again_and_again_keeps_a_claim_for_the_break_even_time_alone(driver: Driver) -> None:
+def test_a_hint_said_again_and_again_keeps_a_claim_for_the_threshold_alone(driver: Driver) -> None:
     """The time counts from the first hint between two turns."""
     driver.takes_turn("a", 200)
     began_s = driver.now_s

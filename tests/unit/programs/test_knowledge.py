@@ -187,9 +187,11 @@ def test_the_break_even_is_that_of_the_memory_that_there_really_is() -> None:
     assert scheduler.view.break_even_s("r1") == scheduler.view.break_even_s(None) == pytest.approx(2.5)
 
 
-def test_a_small_replica_holds_by_its_own_break_even() -> None:
-    """The other one is ten times as large: the longer a memory takes to fill, the longer holding pays."""
+def test_a_small_replica_holds_by_its_own_plan() -> None:
+    """The other one is ten times as large, and what it loses is worth more."""
     driver = Driver(load_policy("breakeven", {"reserve_tokens": 0}), replicas={"small": 10_000, "large": 100_000})
+    driver.plans(2.0, "small")
+    driver.plans(20.0, "large")
     held_s = {}
     for name in ("a", "b"):
         driver.takes_turn(name, 100, tool="ls")

@@ -35,7 +35,7 @@ def returning(driver: Driver, *, found_ratio: float, rounds: int = 12, tells_cac
 
 
 def make_driver(*, tier: bool) -> Driver:
-    driver = Driver(BreakEven(reserve_tokens=0), replicas={"r0": POOL_TOKENS})
+    driver = Driver(BreakEven(reserve_tokens=0), replicas={"r0": POOL_TOKENS}, threshold_s=20.0)
     if tier:
         driver.send(TierPolled(driver.now_s, "r0", 10, 0))
     return driver

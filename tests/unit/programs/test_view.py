@@ -53,7 +53,7 @@ class Watching:
 def watched(**more: float) -> tuple[Driver, Watching, View]:
     policy = Watching(**more)
     settings = SchedulerSettings(idle_limit_s=1e6, forget_limit_s=1e7)
-    driver = Driver(policy, replicas={"r0": 1000, "r1": 1000}, settings=settings)
+    driver = Driver(policy, replicas={"r0": 1000, "r1": 1000}, settings=settings, threshold_s=20.0)
     assert policy.view is not None
     return driver, policy, policy.view
 

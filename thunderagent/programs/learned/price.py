@@ -51,9 +51,11 @@ KEPT_COUNT: Final = 256
 MOST_KEPT_COUNT: Final = 1024
 
 FIRST_FIT_COUNT: Final = 16
-"""Turns before the first fit, and between fits at first."""
+"""Turns before the first fit, and between fits at first; an eighth of those that are remembered, if that is more."""
 
 LATER_FIT_COUNT: Final = 64
+LATER_FIT_S: Final = 15.0
+"""Turns and time between two fits once `KEPT_COUNT` are remembered: a fit takes some 10 ms."""
 
 PREEMPTED_POLLS_COUNT: Final = 5
 """In so many polls after a preemption, what is computed again is not among what the engine counts."""
@@ -146,6 +148,7 @@ class Price:
         "_counted",
         "_ended_count",
         "_fits",
+        "_fitted_s",
         "_forgotten_s",
         "_polls",
         "_polls_since_fit",
@@ -176,6 +179,7 @@ class Price:
         self._forgotten_s = -inf
         """Before this, some turns are not known."""
         self._since_fit = 0
+        self._fitted_s = -inf
         self._fits: list[Fit] = []
         """The last ones, one for each assumption."""
         self._by_turns: Bounds | None = None
@@ -237,11 +241,14 @@ class Price:
             self._forgotten_s = turns.popleft().ended_s
         self._since_fit += 1
         self._ended_count += turn.is_row
-        if self._since_fit >= (LATER_FIT_COUNT if len(turns) >= KEPT_COUNT else FIRST_FIT_COUNT):
-            self._since_fit = 0
+        if len(turns) < KEPT_COUNT:
+            is_due = self._since_fit >= max(FIRST_FIT_COUNT, len(turns) // 8)
+        else:
+            is_due = self._since_fit >= LATER_FIT_COUNT and turn.ended_s >= self._fitted_s + LATER_FIT_S
+        if is_due:
+            self._since_fit, self._fitted_s = 0, turn.ended_s
             self._fit(others_count)
-            return True
-        return False
+        return is_due
 
     def export(self, replica_id: str) -> ReplicaPriceRecord:
         """Return what is known."""

@@ -8,15 +8,20 @@ import pytest
 
 from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.learned.price import FIRST_TOKEN_S
 from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
 from thunderagent.programs.model.policy import Order, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.composed import Composed
+from thunderagent.programs.policies.letting_in import LONGEST_HOLD_S
 from thunderagent.programs.policies.parts.orders import Fcfs
 
-PREFILL_TOKEN_S = 5e-5
-"""The scheduler's guess until it learns better: 1,000 tokens are computed in 50 ms. Short turns teach nothing."""
+TOKEN_S = FIRST_TOKEN_S
+"""The price of a token on these replicas: 1,000 are computed in 50 ms. Short turns teach nothing."""
+
+THRESHOLD_S = 2.0
+"""What is planned: how many seconds of holding a lost token is worth."""
 
 LONG = SchedulerSettings(idle_limit_s=1e6, forget_limit_s=1e7)
 FOREVER = 1e12
@@ -47,12 +52,17 @@ def driver_with(
     )
     if order is not None:
         policy = Composed(policy, order=order)
-    return Driver(policy, replicas=replicas or {"r0": 1000}, settings=LONG)
+    return Driver(policy, replicas=replicas or {"r0": 1000}, settings=LONG, threshold_s=THRESHOLD_S)
 
 
-def holds_for(threshold_s: float, capacity_tokens: int = 1000) -> float:
+def holds_for(threshold_s: float) -> float:
     """Return the hold ratio that gives a threshold."""
-    return threshold_s / (PREFILL_TOKEN_S * capacity_tokens)
+    return threshold_s / THRESHOLD_S
+
+
+def foresees_for(elapsed_s: float, capacity_tokens: int = 1000) -> float:
+    """Return the foresight ratio that looks so far ahead."""
+    return elapsed_s / (TOKEN_S * capacity_tokens)
 
 
 def opens(driver: Driver, **tokens: int) -> None:
@@ -79,6 +89,7 @@ def test_when_a_tool_begins_its_program_keeps_its_claim() -> None:
 def test_an_expired_program_goes_when_somebody_needs_its_room(hold_s: float, waits: bool) -> None:
     """A held one stays."""
     driver = driver_with(hold_ratio=hold_s)
+    driver.keeps_busy()
     opens(driver, a=600)
     turn = driver.arrives("b", 600)
     assert driver.held(turn) == waits
@@ -87,7 +98,7 @@ def test_an_expired_program_goes_when_somebody_needs_its_room(hold_s: float, wai
         assert driver.decisions == [
             Pause("a", "r0", Reason.EXPIRED),
             Restore("b", "r0", Reason.FITS),
-            Grant(2, "b", "r0", Reason.FITS),
+            Grant(turn, "b", "r0", Reason.FITS),
         ]
 
 
@@ -116,9 +127,11 @@ def test_with_the_expired_goes_what_they_would_grow_by() -> None:
 def test_all_who_expired_go_for_one_that_fits_only_alone(someone_works: bool) -> None:
     """Together they claim less than the expected shortage, but without them the replica would be empty."""
     driver = driver_with(hold_ratio=0.0, foresight_ratio=1e9)
+    driver.keeps_busy()
     opens(driver, a=200)
     if someone_works:
         driver.arrives("w", 50)
+    grown(driver)
     turn = driver.arrives("b", 700)
     assert driver.held(turn) == someone_works
     assert driver.home("a") == ("r0" if someone_works else None)
@@ -137,6 +150,7 @@ def test_a_program_is_held_until_its_tool_returns_less_than_once_in_the_threshol
     driver = driver_with(hold_ratio=holds_for(20.0))
     for _ in range(100):
         driver.scheduler.knowledge.tool_times.returned("compile", 10.0)
+    driver.keeps_busy()
     driver.takes_turn("a", 500, tool="compile")
     hold_s = driver.program("a").hold_until_s - driver.now_s
     assert hold_s == pytest.approx(driver.scheduler.knowledge.tool_times.hold_s("compile", 20.0))
@@ -148,15 +162,21 @@ def test_a_program_is_held_until_its_tool_returns_less_than_once_in_the_threshol
     assert not driver.held(turn)
 
 
-def test_the_threshold_is_the_time_to_prefill_the_whole_memory() -> None:
-    """Twice the memory takes twice as long: the break-even is the same for all sizes of programs."""
-    held_s = []
-    for capacity_tokens in (100_000, 1_000_000):
-        driver = driver_with(hold_ratio=1.0, replicas={"r0": capacity_tokens})
-        driver.takes_turn("small", 10)
-        driver.takes_turn("large", 500)
-        held_s.append([driver.program(name).hold_until_s - driver.now_s for name in ("small", "large")])
-    assert held_s[0][0] == held_s[0][1] < held_s[1][0] == held_s[1][1]
+def test_the_threshold_is_the_one_that_is_planned_for_its_replica() -> None:
+    """The same for all sizes of programs; the hold ratio scales it, and infinite it is where all should be held."""
+    held_s = {}
+    for threshold_s, hold_ratio in ((5.0, 1.0), (20.0, 1.0), (5.0, 4.0), (0.0, 4.0), (inf, 1.0), (inf, 0.0)):
+        driver = driver_with(hold_ratio=hold_ratio)
+        driver.plans(threshold_s)
+        opens(driver, small=10, large=500)
+        small_s, large_s = (
+            driver.program(each).hold_until_s - driver.program(each).acting_since_s for each in ("small", "large")
+        )
+        assert small_s == large_s
+        held_s[threshold_s, hold_ratio] = small_s
+    assert 0.0 < held_s[5.0, 1.0] < held_s[20.0, 1.0] == held_s[5.0, 4.0] < LONGEST_HOLD_S
+    assert held_s[0.0, 4.0] == held_s[inf, 0.0] == 0.0
+    assert held_s[inf, 1.0] == LONGEST_HOLD_S
 
 
 def test_tools_are_held_by_their_names() -> None:
@@ -166,11 +186,121 @@ def test_tools_are_held_by_their_names() -> None:
     for _ in range(200):
         times.returned("ls", 1.0)
         times.returned("train", 3600.0)
+    driver.keeps_busy()
     driver.takes_turn("a", 400, tool="ls")
     driver.takes_turn("b", 400, tool="train")
     driver.passes(0.5)
     driver.arrives("c", 400)
     assert of_kind(Pause, driver.decisions) == ["b"]
+
+
+# --- No idle engine
+
+
+def test_a_replica_without_a_turn_lets_the_first_in_whoever_is_held_there() -> None:
+    """With a turn in flight, whoever it belongs to, the first waits as long as others are held."""
+    for busy in (False, True):
+        driver = driver_with()
+        if busy:
+            driver.keeps_busy()
+        opens(driver, a=600)
+        turn = driver.arrives("b", 600)
+        if busy:
+            assert driver.decisions == [Hold(turn, "b", Reason.NO_ROOM)]
+            continue
+        assert driver.decisions == [
+            Pause("a", "r0", Reason.EXPIRED),
+            Restore("b", "r0", Reason.FITS),
+            Grant(turn, "b", "r0", Reason.FITS),
+        ]
+
+
+@pytest.mark.parametrize("end", ["finishes", "fails", "is_abandoned"])
+def test_it_does_so_when_its_last_turn_ends(end: str) -> None:
+    """There is no tick in between; the second in the queue waits for the first one's turn."""
+    driver = driver_with()
+    turns = driver.keeps_busy("r0", "r0")
+    opens(driver, a=600)
+    first = driver.arrives("first", 600)
+    driver.passes(1.0)
+    second = driver.arrives("second", 700)
+    getattr(driver, end)(turns[0])
+    assert driver.held(first)
+    getattr(driver, end)(turns[1])
+    assert of_kind(Pause, driver.decisions) == ["a"]
+    assert first in driver.granted_on
+    assert driver.held(second)
+    driver.finishes(first, 600)
+    assert of_kind(Pause, driver.decisions) == ["first"]
+    assert second in driver.granted_on
+
+
+def test_those_go_for_it_whose_tools_have_run_longest_and_no_more_than_need_be() -> None:
+    """They are evicted first, too."""
+    for tokens, going in ((100, []), (400, ["b"]), (700, ["b", "c"]), (701, ["b", "c", "a"])):
+        driver = driver_with()
+        opens(driver, a=300, b=300, c=300)
+        opens(driver, a=300)
+        assert not driver.held(driver.arrives("d", tokens))
+        assert of_kind(Pause, driver.decisions) == going
+
+
+def test_those_held_too_long_go_first_for_it_then_those_soonest_so() -> None:
+    """The client of `young` said when its next turn comes; the others are held for ever."""
+    for elapsed_s in (0.0, 30.0):
+        driver = driver_with()
+        opens(driver, old=300, young=300, middle=300)
+        driver.is_hinted("young", 4.0)
+        driver.passes(elapsed_s)
+        assert (driver.program("young").hold_until_s < driver.now_s) == (elapsed_s > 0)
+        driver.arrives("next", 600)
+        assert of_kind(Pause, driver.decisions) == ["young", "old"]
+
+
+def test_room_above_the_watermark_and_for_growth_is_nobodys_there() -> None:
+    """With a turn in flight the next would wait; without one nobody has to go for it."""
+    for busy in (False, True):
+        driver = driver_with(low_ratio=0.5, foresight_ratio=1e9)
+        grown(driver)
+        opens(driver, a=400)
+        if busy:
+            driver.keeps_busy()
+        turn = driver.arrives("b", 500)
+        assert driver.held(turn) == busy
+        assert of_kind(Pause, driver.decisions) == []
+
+
+def test_of_several_the_idle_one_lets_the_first_in() -> None:
+    """It is not its home, where a turn runs."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    away_from_home(driver, 300)
+    driver.keeps_busy("r0", "r1")
+    opens(driver, x=900, y=900)
+    homes = {driver.home(each): each for each in ("x", "y")}
+    driver.passes(1.0)
+    turn = driver.arrives("a", 300)
+    assert driver.held(turn)
+    ends = next(each for each, at in driver.granted_on.items() if at == "r1" and driver.scheduler.turns.get(each))
+    driver.finishes(ends)
+    assert driver.granted_on[turn] == "r1"
+    assert of_kind(Pause, driver.decisions) == [homes["r1"]]
+    assert driver.home(homes["r0"]) == "r0"
+
+
+def test_a_program_that_waits_for_one_replica_gets_it_when_it_idles() -> None:
+    """One that may go anywhere, and came later, stays in the queue."""
+    driver = driver_with(order=Fcfs(), replicas={"r0": 1000, "r1": 1000})
+    driver.routes("program", "bound", r0=1)
+    busy, _ = driver.keeps_busy("r0", "r1")
+    opens(driver, x=900, y=900)
+    bound = driver.arrives("bound", 500)
+    driver.passes(1.0)
+    free = driver.arrives("free", 600)
+    assert driver.held(bound)
+    assert driver.held(free)
+    driver.finishes(busy)
+    assert driver.granted_on[bound] == "r0"
+    assert driver.held(free)
 
 
 # --- Admission by age
@@ -179,6 +309,7 @@ def test_tools_are_held_by_their_names() -> None:
 def test_whoever_is_through_for_least_goes_first() -> None:
     """A small program before a large one that came before it."""
     driver = driver_with(pass_count=0)
+    driver.keeps_busy()
     driver.takes_turn("x", 1000)
     driver.passes(60.0)
     driver.takes_turn("x", 1000)
@@ -227,6 +358,7 @@ def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() ->
     driver.drains("r0")
     driver.comes_up("r0", 1000)
     assert driver.home("old") is None
+    driver.keeps_busy()
     driver.takes_turn("x", 1000)
     young = driver.arrives("young", 200)
     driver.passes(5.0)
@@ -240,6 +372,7 @@ def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() ->
 def test_room_is_given_on_the_event_that_frees_it() -> None:
     """There is no tick in between."""
     driver = driver_with()
+    driver.keeps_busy()
     opens(driver, a=900)
     driver.arrives("b", 500)
     assert restored_on(driver.releases("a")) == {"b": "r0"}
@@ -249,6 +382,7 @@ def test_a_few_behind_the_first_may_pass_it() -> None:
     """If the first does not fit and one may pass, only the next in the queue is considered."""
     for pass_count, passed in ((0, []), (1, []), (2, ["small"])):
         driver = driver_with(pass_count=pass_count)
+        driver.keeps_busy()
         opens(driver, a=700, b=300)
         for name, tokens in (("first", 900), ("second", 800), ("small", 200)):
             assert driver.held(driver.arrives(name, tokens))
@@ -260,6 +394,7 @@ def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
     """It may pass on arrival, too; `pass_count` 0 switches that off, and the reason says so."""
     for pass_count in (0, 4):
         driver = driver_with(pass_count=pass_count, order=Fcfs())
+        driver.keeps_busy()
         opens(driver, a=700)
         driver.arrives("first", 900)
         turn = driver.arrives("small", 200)
@@ -284,6 +419,7 @@ def test_whoever_passes_takes_nothing_from_the_expired() -> None:
 def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() -> None:
     """The limit is half of the median life: until then others pass, afterwards the room is kept until it fits."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000}, order=Fcfs())
+    driver.keeps_busy()
     driver.takes_turn("lived", 10)
     driver.passes(100.0)
     driver.takes_turn("lived", 10)
@@ -306,6 +442,7 @@ def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() ->
 def test_on_other_replicas_whoever_fits_goes_on() -> None:
     """Only the replica where the first is nearest to fitting is kept for it, though fewer programs are there."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, order=Fcfs())
+    driver.keeps_busy("r0", "r1")
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
     driver.releases("lived")
@@ -320,6 +457,7 @@ def test_on_other_replicas_whoever_fits_goes_on() -> None:
 def test_one_whose_home_is_kept_for_the_first_goes_elsewhere() -> None:
     """The full home counts as usual: the program goes elsewhere."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, order=Fcfs())
+    driver.keeps_busy("r0", "r1")
     driver.takes_turn("lived", 10)
     driver.passes(10.0)
     driver.releases("lived")
@@ -340,15 +478,18 @@ def test_one_whose_home_is_kept_for_the_first_goes_elsewhere() -> None:
 def test_until_a_program_ended_nobody_has_waited_for_too_long() -> None:
     """The median is unknown until then."""
     driver = driver_with()
+    driver.keeps_busy()
     opens(driver, a=700)
-    driver.arrives("first", 900)
+    first = driver.arrives("first", 900)
     driver.passes(1e5)
+    assert driver.held(first)
     assert not driver.held(driver.arrives("small", 100))
 
 
 def test_without_patience_nobody_passes_the_first_before_any_program_ended() -> None:
     """With `wait_ratio=0` a replica is reserved at once, though the median is not known yet."""
     driver = driver_with(wait_ratio=0.0, order=Fcfs())
+    driver.keeps_busy()
     opens(driver, a=700)
     driver.arrives("first", 900)
     driver.passes(1.0)
@@ -381,15 +522,23 @@ def test_a_newcomer_needs_room_for_what_all_will_grow_by() -> None:
     """Ten of 100 fit into 1,000; fewer fit the further ahead it looks; if it is off, all ten fit."""
     counts = []
     for foresight_s in (0.0, 5.0, 20.0, 1000.0):
-        driver = driver_with(foresight_ratio=holds_for(foresight_s))
+        driver = driver_with(foresight_ratio=foresees_for(foresight_s))
         grown(driver)
         counts.append(newcomers_let_in(driver))
     assert counts[0] == 10 > counts[1] > counts[2] > counts[3] == 1
 
 
-def test_until_growth_is_known_much_of_it_is_expected() -> None:
-    """A cold start does not fill the memory to the brim: ten fit, at most half of them are let in."""
-    assert 1 <= newcomers_let_in(driver_with(foresight_ratio=1.0)) <= 5
+def test_nobody_waits_for_growth_that_was_not_seen_yet() -> None:
+    """How fast programs grow, and how far, must both be known: all ten that fit are let in before."""
+    for rate_known, size_known, some_wait in ((False, False, False), (True, False, False), (True, True, True)):
+        driver = driver_with(foresight_ratio=foresees_for(1000.0))
+        growth = driver.scheduler.knowledge.growth
+        for _ in range(20):
+            if rate_known:
+                growth.turn_ended(grew(100, 50, 10.0))
+            if size_known:
+                growth.program_ended(5000, 1)
+        assert (newcomers_let_in(driver) < 10) == some_wait
 
 
 def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None:
@@ -402,7 +551,7 @@ def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None
 
 def test_one_that_comes_back_needs_room_for_itself_only() -> None:
     """A returning program of the same size continues where a newcomer has to wait."""
-    driver = driver_with(foresight_ratio=holds_for(20.0), pass_count=0)
+    driver = driver_with(foresight_ratio=foresees_for(20.0), pass_count=0)
     grown(driver)
     opens(driver, back=100)
     driver.drains("r0")
@@ -414,7 +563,7 @@ def test_one_that_comes_back_needs_room_for_itself_only() -> None:
 
 def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
     """A program that is larger than most from the start is not expected to grow at all."""
-    driver = driver_with(foresight_ratio=holds_for(20.0))
+    driver = driver_with(foresight_ratio=foresees_for(20.0))
     growth = driver.scheduler.knowledge.growth
     for _ in range(20):
         growth.turn_ended(grew(100, 50, 10.0))
@@ -766,12 +915,12 @@ def test_one_that_is_alone_always_fits() -> None:
 
 def test_one_that_would_be_alone_fits_though_its_growth_does_not() -> None:
     """A newcomer on an empty replica needs no room to grow."""
-    driver = driver_with(foresight_ratio=holds_for(1e4))
+    driver = driver_with(foresight_ratio=foresees_for(1e4))
     grown(driver)
     assert not driver.held(driver.arrives("a", 990))
 
 
-def test_a_replica_whose_capacity_is_not_known_has_room_for_everyone() -> None:
+def test_where_no_capacity_is_known_there_is_room_for_everyone() -> None:
     """This holds whatever they claim, with the default settings."""
     driver = Driver(BreakEven(), replicas={"r0": None}, settings=LONG)
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(50)]
@@ -779,11 +928,60 @@ def test_a_replica_whose_capacity_is_not_known_has_room_for_everyone() -> None:
     assert driver.ticks(1.0) == []
 
 
+@pytest.mark.parametrize(("known", "assumed_tokens"), [((3000, 1000, 2000), 2000), ((500,), 500), ((), inf)])
+def test_a_replica_of_unknown_size_counts_as_the_median_of_the_others(
+    known: tuple[int, ...], assumed_tokens: float
+) -> None:
+    """Where no size is known it has room for everyone; once its own is known, that counts."""
+    driver = driver_with(replicas={"unknown": None} | {f"r{number}": size for number, size in enumerate(known)})
+    account = driver.scheduler.replicas["unknown"].account
+    assert account.limit_tokens == assumed_tokens
+    assert account.capacity_tokens is None
+    driver.comes_up("unknown", 700)
+    assert account.limit_tokens == account.assumed_tokens == account.capacity_tokens == 700
+
+
+def test_what_a_replica_of_unknown_size_counts_as_changes_with_the_others() -> None:
+    """They come, tell another size, and go."""
+    driver = driver_with(replicas={"r0": None})
+    account = driver.scheduler.replicas["r0"].account
+    limits = [account.limit_tokens]
+    for size in (1000, 4000):
+        driver.comes_up("r1", size)
+        limits.append(account.limit_tokens)
+    driver.is_removed("r1")
+    limits.append(account.limit_tokens)
+    assert limits == [inf, 1000, 4000, inf]
+
+
+def test_a_new_replica_of_unknown_size_gets_its_share_beside_known_ones() -> None:
+    """It neither draws all nor gets none, and holds who comes when as much is claimed there."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 1000})
+    opens(driver, a=200, b=200)
+    driver.comes_up("new", None)
+    turns = [driver.arrives(f"p{number}", 200) for number in range(15)]
+    granted = [turn for turn in turns if turn in driver.granted_on]
+    homes = [driver.granted_on[turn] for turn in granted]
+    assert {each: homes.count(each) for each in ("r0", "r1", "new")} == {"r0": 4, "r1": 4, "new": 5}
+    assert [driver.demand(each) for each in ("r0", "r1", "new")] == [1000, 1000, 1000]
+
+
+def test_where_no_size_is_known_turns_in_flight_decide() -> None:
+    """Whatever is claimed: the one with fewest turns gets the next."""
+    driver = driver_with(replicas={"r0": None, "r1": None})
+    large = driver.arrives("large", 100_000)
+    others = [driver.arrives(f"p{number}", 100) for number in range(3)]
+    homes = [driver.granted_on[turn] for turn in (large, *others)]
+    assert sorted(homes[:2]) == sorted(homes[2:]) == ["r0", "r1"]
+    driver.finishes(large, 100_000)
+    assert driver.granted_on[driver.arrives("next", 100)] == homes[0]
+
+
 def test_who_is_to_be_held_through_every_tool_is_held_where_no_capacity_is_known() -> None:
-    """The break-even time is 0 there, and holding costs nothing."""
+    """Nothing is planned there, and holding costs nothing."""
     driver = Driver(BreakEven(hold_ratio=inf), replicas={"r0": None}, settings=LONG)
     driver.takes_turn("a", 100)
-    assert driver.program("a").hold_until_s == inf
+    assert driver.program("a").hold_until_s == driver.now_s + LONGEST_HOLD_S
 
 
 def test_an_idle_table_decides_nothing_in_a_thousand_ticks() -> None:

@@ -122,7 +122,8 @@ def test_migrate_moves_who_waits_behind_others() -> None:
             "global_policy.wait_s": 0.0,
         },
     )
-    driver = Driver(policy, replicas={"r0": 10_000, "r1": 10_000})
+    driver = Driver(policy, replicas={"r0": 10_000, "r1": 10_000}, threshold_s=20.0)
+    driver.keeps_busy("r0", "r1")
     for program_id, tokens in (("first", 100), ("a", 5_000)):
         driver.takes_turn(program_id, tokens)
         driver.scheduler.core.pause(driver.program(program_id), Reason.IDLE)
