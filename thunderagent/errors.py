@@ -23,6 +23,11 @@ class ThunderAgentError(Exception):
     answer_headers: Mapping[str, str] = MappingProxyType({})
 
     @property
+    def turn_verdict(self) -> str:
+        """Return whose fault it is that a turn ends with this: a `TurnVerdict`."""
+        return "agent_error" if self.status < 500 else "infrastructure_failed"
+
+    @property
     def message(self) -> str:
         """Return the sentence that tells a caller what went wrong."""
         return str(self)
@@ -280,6 +285,11 @@ class TurnAbortedError(ThunderAgentError):
     code = "turn_aborted"
     retry_after_s = 1
 
+    @property
+    def turn_verdict(self) -> str:
+        """Return that it was the trainer's doing."""
+        return "aborted_by_trainer"
+
 
 class TurnSupersededError(ThunderAgentError):
     """The client retried the same turn, and the retry took the place of this attempt.
@@ -429,7 +439,7 @@ class ReplicaRemovedError(ReplicaUnreachableError):
 
 
 class ReplicaClosedEarlyError(ReplicaError):
-    """The replica closed the connection before its answer was whole, or its answer is not HTTP."""
+    """The replica closed the connection before its answer was whole."""
 
     code = "replica_closed_early"
 
@@ -438,6 +448,18 @@ class ReplicaAnswerTooLargeError(ReplicaError):
     """The replica answered with more than can be kept, where the answer must be whole."""
 
     code = "replica_answer_too_large"
+
+
+class ReplicaGarbledError(ReplicaError):
+    """The replica answered, and the answer cannot be read as HTTP. The turn ran there, so it is not tried again."""
+
+    code = "replica_garbled"
+
+
+class ReplicaLostError(ReplicaError):
+    """The replica was declared silent or frozen while the request was in flight there."""
+
+    code = "replica_lost"
 
 
 class ReplicaTimeoutError(ReplicaError):

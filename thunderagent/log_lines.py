@@ -46,6 +46,8 @@ class TurnLine(Line):
     program_id: str | None
     replica_id: str | None
     outcome: str
+    verdict: str
+    cause: str
     status: int | None
     reason: str | None
     held_s: float

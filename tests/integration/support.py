@@ -426,6 +426,8 @@ class FakeReplica:
         self.metrics: str | None = exposition(capacity_tokens)
         """The content of `/metrics`; None is 404."""
         self.healthy = True
+        self.is_silent = False
+        """Whether polls get no answer."""
         self.models: tuple[str, ...] | None = None
         """The models that it reports to the poller; None is 404."""
         self.calls: list[Call] = []
@@ -472,6 +474,9 @@ class FakeReplica:
         return self.calls[number]
 
     async def answer_call(self, call: Call) -> None:
+        if self.is_silent and call.target in ("/health", "/metrics"):
+            self.polls_count += 1
+            return
         if call.target == "/health":
             self.polls_count += 1
             call.write(_whole_answer(b"", status="200 OK" if self.healthy else "503 Service Unavailable"))

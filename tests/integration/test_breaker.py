@@ -13,11 +13,15 @@ import pytest
 from tests.integration.support import (
     CHAT,
     DEADLINE_S,
+    DONE,
+    JSON_TYPE,
+    LAST_CHUNK,
     Gate,
     Wire,
     answers,
     ask,
     chunk,
+    event,
     events_of,
     fake_replica,
     get,
@@ -25,6 +29,7 @@ from tests.integration.support import (
     post,
     running_proxy,
     stream_head,
+    streams,
     turn,
     until,
     word,
@@ -306,14 +311,225 @@ async def test_the_last_replica_is_never_taken_away() -> None:
         assert (await ask(proxy.url, "a")).status == 200
 
 
-@pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Service Unavailable", "400 Bad Request"])
-async def test_what_an_engine_answers_is_no_failure(status: str) -> None:
-    """Every status is the client's affair; otherwise a client could take one replica after the other away."""
-    async with two_replicas(**BREAKS) as (broken, _, proxy):
-        broken.behaviour = answers({"error": "no"}, status=status)
+async def test_a_4xx_is_its_clients_own() -> None:
+    """It goes to the client as it is, and says nothing of the replica."""
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+        broken.behaviour = healthy.behaviour = answers({"error": "no"}, status="400 Bad Request")
         for number in range(12):
-            await ask(proxy.url, str(number))
+            assert (await ask(proxy.url, str(number))).status == 400
+        assert len(broken.calls) + len(healthy.calls) == 12
         assert (await breaker_of(proxy, broken))["breaker"] == "closed"
+
+
+async def test_a_replica_that_answers_500_is_failing_and_costs_no_turn() -> None:
+    """Its turns are tried elsewhere; it is no free replica, but gets none for a while, and says why."""
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 60.0}) as (broken, healthy, proxy):
+        broken.behaviour = answers({"error": "no"}, status="500 Internal Server Error")
+        served = await asyncio.gather(*(ask(proxy.url, str(number)) for number in range(4)))
+        served += [await ask(proxy.url, f"later-{number}") for number in range(16)]
+        assert {(each.status, each.header("X-Replica-ID")) for each in served} == {(200, healthy.replica_id)}
+        assert 3 <= len(broken.calls) <= 4, "those sent before the third answer came"
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("open", "failing")
+        assert "it answered 500" in report["verdict_reason"]
+        assert report["verdict_for_s"] >= 0
+
+
+async def test_a_turn_that_fails_everywhere_says_nothing_of_a_replica() -> None:
+    """Otherwise a client could take one replica after the other away. The last answer is its own."""
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+        broken.behaviour = healthy.behaviour = answers({"error": "no"}, status="500 Internal Server Error")
+        for number in range(12):
+            answer = await ask(proxy.url, str(number))
+            assert (answer.status, answer.json()) == (500, {"error": "no"})
+        for replica in (broken, healthy):
+            assert (await breaker_of(proxy, replica))["breaker"] == "closed"
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+async def test_a_full_replica_costs_no_turn_and_gets_none_for_a_while(status: str) -> None:
+    async with two_replicas(**BREAKS) as (full, healthy, proxy):
+        full.behaviour = answers({"error": "full"}, status=status, headers=[JSON_TYPE, ("retry-after", "25")])
+        for number in range(12):
+            answer = await ask(proxy.url, str(number))
+            assert (answer.status, answer.header("X-Replica-ID")) == (200, healthy.replica_id)
+        assert len(full.calls) == 1
+        report = await breaker_of(proxy, full)
+        assert (report["breaker"], report["verdict"]) == ("closed", "backpressure")
+        assert report["verdict_reason"] == f"it answered {status[:3]}"
+
+
+async def test_a_turn_waits_where_the_only_replica_is_full() -> None:
+    """It is sent again once there is room, as long as its client waits."""
+    calls_count = 0
+
+    async def full_at_first(call: Call) -> None:
+        nonlocal calls_count
+        calls_count += 1
+        await answers(status="503 Service Unavailable" if calls_count == 1 else "200 OK")(call)
+
+    async with fake_replica(full_at_first) as replica, running_proxy(replica.url) as proxy:
+        patient = await post(proxy.url, CHAT, turn("a"), ("X-Program-Patience", "60"))
+        assert (patient.status, calls_count) == (200, 2)
+        replica.behaviour = answers({"error": "full"}, status="503 Service Unavailable")
+        impatient = await post(proxy.url, CHAT, turn("a"), ("X-Program-Patience", "0.5"))
+        assert (impatient.status, impatient.json()) == (503, {"error": "full"})
+
+
+async def test_an_unreadable_answer_is_not_computed_again() -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n"
+    for garbled in (head, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nok"):
+        async with two_replicas() as (broken, other, proxy):
+            broken.behaviour = other.behaviour = writes(garbled)
+            answer = await ask(proxy.url, "a")
+            assert (answer.status, answer.error["code"]) == (502, "replica_garbled")
+            assert len(broken.calls) + len(other.calls) == 1
+
+
+async def test_turns_wait_when_all_engines_die_and_come_back() -> None:
+    """However many there are: what a lost replica had goes on elsewhere once, whatever the budget."""
+    hangs = Gate()
+    async with (
+        fake_replica(hangs) as one,
+        fake_replica(hangs) as other,
+        running_proxy(one.url, other.url, retry_budget_ratio=0.0) as proxy,
+    ):
+        turns = [asyncio.create_task(ask(proxy.url, f"p{number}")) for number in range(130)]
+        await until(lambda: len(one.calls) + len(other.calls) == 130)
+        await asyncio.gather(one.stop(), other.stop())
+        await proxy.up(0)
+        one.behaviour = other.behaviour = answers()
+        await asyncio.gather(one.start(), other.start())
+        assert {answer.status for answer in await asyncio.gather(*turns)} == {200}
+
+
+async def test_what_is_in_flight_on_a_silent_replica_ends() -> None:
+    """Before the first byte a turn goes elsewhere, or waits; after it the stream ends with one event."""
+    hangs, polls = Gate([stream_head(), chunk(word("one"))]), {"poll_deadline_s": 0.2, "poll_silence_limit_s": 1.0}
+
+    async def behave(call: Call) -> None:
+        await (hangs if call.json()["messages"][0]["content"] == "begun" else Gate())(call)
+
+    async with (
+        fake_replica(behave) as silent,
+        running_proxy(silent.url, policy="passthrough", policy_args={}, **polls) as proxy,
+    ):
+        begun = asyncio.create_task(ask(proxy.url, "begun", stream=True, content="begun"))
+        waits = asyncio.create_task(ask(proxy.url, "waits"))
+        await until(lambda: len(silent.calls) == 2)
+        silent.is_silent = True
+        answer = await begun
+        assert not answer.whole
+        assert events_of(answer.body)[-1]["error"]["code"] == "replica_lost"
+        report = await breaker_of(proxy, silent)
+        assert (report["up"], report["verdict"]) == (False, "silent")
+        assert not waits.done(), "there is no other replica: it waits"
+        silent.behaviour, silent.is_silent = answers(), False
+        assert (await waits).status == 200
+        assert (await breaker_of(proxy, silent))["verdict"] == "up"
+
+
+async def test_a_replica_whose_streams_flow_is_not_silent() -> None:
+    """A loaded engine may delay its polls for long."""
+    gone = asyncio.Event()
+
+    async def drip(call: Call) -> None:
+        call.write(stream_head())
+        while not gone.is_set():
+            call.write(chunk(word("x")))
+            await asyncio.sleep(0.1)
+        call.write(LAST_CHUNK)
+
+    polls = {"poll_deadline_s": 0.1, "poll_silence_limit_s": 2.0}
+    async with fake_replica(drip) as loaded, running_proxy(loaded.url, **polls) as proxy:
+        stream = asyncio.create_task(ask(proxy.url, "a", stream=True))
+        await until(lambda: loaded.calls)
+        loaded.is_silent = True
+        silent_polls_count = loaded.polls_count + 30
+        await until(lambda: loaded.polls_count >= silent_polls_count)
+        assert (await breaker_of(proxy, loaded))["up"]
+        gone.set()
+        loaded.is_silent = False
+        assert (await stream).whole
+
+
+FREEZES = {"frozen_limit_s": 1.5, "policy": "passthrough", "policy_args": {}}
+IDLE_QUEUE = 'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
+
+
+async def test_what_is_in_flight_on_a_frozen_replica_goes_elsewhere() -> None:
+    """It answers its polls, and nothing moves. It comes back with the first check that is answered."""
+    async with (
+        fake_replica(Gate()) as frozen,
+        fake_replica() as healthy,
+        running_proxy(frozen.url, healthy.url, **FREEZES) as proxy,
+    ):
+        frozen.metrics = IDLE_QUEUE
+        turns = [asyncio.create_task(ask(proxy.url, f"p{number}")) for number in range(4)]
+        served = await asyncio.gather(*turns)
+        assert {(each.status, each.header("X-Replica-ID")) for each in served} == {(200, healthy.replica_id)}
+        assert frozen.calls
+        report = await breaker_of(proxy, frozen)
+        assert (report["up"], report["verdict"]) == (False, "frozen")
+        assert "stood still" in report["verdict_reason"]
+        calls_count = len(frozen.calls)
+        for number in range(6):
+            assert (await ask(proxy.url, f"q{number}")).header("X-Replica-ID") == healthy.replica_id
+        assert len(frozen.calls) == calls_count
+        frozen.behaviour = answers()
+        await proxy.up(2)
+        assert (await breaker_of(proxy, frozen))["verdict"] == "up"
+
+
+async def test_a_replica_that_computes_whole_answers_for_long_is_not_frozen() -> None:
+    """No byte comes and no counter moves; but it answers the check, as an engine does that works on several at once."""
+    gate, checks_count = Gate(), 0
+
+    async def behave(call: Call) -> None:
+        nonlocal checks_count
+        if call.target == "/v1/completions":
+            checks_count += 1
+            await answers()(call)
+        else:
+            await gate(call)
+
+    async with fake_replica(behave) as slow, running_proxy(slow.url, **FREEZES) as proxy:
+        slow.metrics = IDLE_QUEUE
+        turn_there = asyncio.create_task(ask(proxy.url, "a"))
+        await until(lambda: checks_count == 3)
+        assert (await breaker_of(proxy, slow))["verdict"] == "up"
+        gate.open()
+        assert (await turn_there).status == 200
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [event({"error": {"message": "the request queue is full", "type": "SERVICE_UNAVAILABLE", "code": 503}}), DONE],
+        [word("one"), event({"error": {"message": "EngineCore", "code": 500}}), DONE],
+        [word("one"), word("", "abort"), DONE],
+    ],
+    ids=["first", "later", "abort"],
+)
+async def test_an_error_inside_a_stream_is_no_finished_turn(events: list[bytes]) -> None:
+    """It reaches the client as it is, ends no program, and counts under a name of its own."""
+    async with fake_replica(streams(*events)) as replica, running_proxy(replica.url) as proxy:
+        answer = await post(proxy.url, CHAT, turn("a", stream=True), ("X-Program-Final", "1"))
+        assert answer.body == b"".join(events)
+        assert (await get(proxy.url, "/programs/a")).status == 200
+        turns = (await metrics_of(proxy.url))["thunderagent_turns_total"]
+        assert (turns["errored",], turns["finished",]) == (1, 0)
+
+
+async def test_a_replica_whose_answers_have_errors_inside_is_failing() -> None:
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 60.0}) as (broken, healthy, proxy):
+        error = {"error": {"message": "EngineCore", "type": "InternalServerError", "code": 500}}
+        broken.behaviour = answers(error)
+        for number in range(20):
+            assert (await ask(proxy.url, str(number))).status == 200
+        assert len(broken.calls) == 3
+        assert (await breaker_of(proxy, broken))["verdict"] == "failing"
+        assert len(healthy.calls) == 17
 
 
 async def test_a_breaker_may_be_switched_off() -> None:
@@ -395,3 +611,32 @@ async def test_a_replica_killed_in_mid_turn_fails_over_or_is_one_clean_error() -
             assert error["error"]["code"] == "replica_closed_early"
         assert len(dies.calls) <= 5 + 20
         assert len(healthy.calls) == 20
+
+
+async def test_a_program_says_whether_it_may_be_trained_on() -> None:
+    """One field: an engine's failure is not the agent's, and a turn that is answered after all is none."""
+    async with fake_replica() as replica, running_proxy(replica.url, retries_count=0) as proxy:
+
+        async def verdict() -> tuple[str, str, str | None]:
+            report = (await get(proxy.url, "/programs/a")).json()
+            return report["verdict"], report["verdict_cause"], report["verdict_replica_id"]
+
+        assert (await ask(proxy.url, "a")).status == 200
+        assert await verdict() == ("ok", "", None)
+        replica.behaviour = answers({"error": "no"}, status="500 Internal Server Error")
+        await ask(proxy.url, "a", content="second")
+        assert await verdict() == ("infrastructure_failed", "status 500", replica.replica_id)
+        replica.behaviour = answers()
+        await ask(proxy.url, "a", content="another one")
+        assert (await verdict())[0] == "infrastructure_failed", "the agent went on without that answer"
+        await ask(proxy.url, "a", content="second")
+        assert await verdict() == ("ok", "", None), "the same turn was answered after all"
+        for behaviour, expected in (
+            (answers({"error": "no"}, status="400 Bad Request"), ("agent_error", "status 400")),
+            (writes(), ("infrastructure_failed", "replica_closed_early")),
+            (answers({"error": {"code": 500, "message": "x"}}), ("infrastructure_failed", "in its answer: 500")),
+        ):
+            replica.behaviour = behaviour
+            await ask(proxy.url, "a", content="third")
+            assert (await verdict())[:2] == expected
+            assert any(expected[0] in each["why"] for each in (await get(proxy.url, "/programs/a")).json()["story"])

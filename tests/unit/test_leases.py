@@ -99,7 +99,7 @@ def test_the_map_has_what_the_scheduler_decided_on_replicas() -> None:
     """It is updated after each event, without a request; removed replicas are gone."""
     runtime = runtime_of("a", "b", "c")
     states, replicas = runtime.replicas.states, runtime.replicas
-    assert states["a"] == ReplicaState("a", "http://a", is_up=True, is_open=True, capacity_tokens=1000)
+    assert states["a"] == ReplicaState("a", "http://a", is_up=True, is_open=True, capacity_tokens=1000, verdict="up")
     assert replicas.open_ids == ("a", "b", "c")
     runtime.replica_draining("a")
     runtime.replica_tripped("b", tripped=True)

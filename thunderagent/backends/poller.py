@@ -54,8 +54,14 @@ class ReplicaListener(Protocol):
     def replica_up(self, replica_id: str) -> None:
         """Note that a replica can serve: for the first time, or again."""
 
-    def replica_down(self, replica_id: str, why: str) -> None:
-        """Note that a replica can no longer serve, or, once, that it cannot at the start."""
+    def replica_down(self, replica_id: str, why: str, *, is_silent: bool = False) -> None:
+        """Note that a replica can no longer serve, or, once, that it cannot at the start.
+
+        With `is_silent` it answered no poll for long; otherwise it refused one, or answered badly.
+        """
+
+    def heard_ago_s(self, replica_id: str) -> float:
+        """Return how long ago a turn there last had a byte; infinite if none ever had."""
 
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Note how many data-parallel ranks a URL has whose endpoints are `finds_ranks`, when that changes."""
@@ -343,7 +349,9 @@ class Poller:
             now_s = asyncio.get_running_loop().time()
             if watched.silent_since_s is None:
                 watched.silent_since_s = now_s - settings.deadline_s
-            is_over = not watched.is_up or now_s - watched.silent_since_s >= settings.silence_limit_s
+            silent_s = now_s - watched.silent_since_s
+            silent_s = min([silent_s, *map(self._listener.heard_ago_s, watched.endpoints)])  # its turns tell, too
+            is_over = not watched.is_up or silent_s >= settings.silence_limit_s
         else:
             watched.failure_count += 1
             is_over = failure.is_refusal or watched.failure_count >= settings.down_after_failures
@@ -352,7 +360,7 @@ class Poller:
         for replica_id in list(watched.endpoints):
             if replica_id in watched.endpoints and watched.is_up.get(replica_id) is not False:
                 watched.is_up[replica_id] = False
-                self._listener.replica_down(replica_id, failure.why)
+                self._listener.replica_down(replica_id, failure.why, is_silent=failure.is_silence)
 
     def _read(self, watched: _Watched, endpoint: ReplicaEndpoint, found: Found) -> ReplicaReading | None:
         """Return a replica's metrics, with the capacity from elsewhere; None if it was not asked for.

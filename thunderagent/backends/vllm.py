@@ -47,7 +47,15 @@ PROMPT_TOKENS: Final = ("vllm:prompt_tokens_total",)
 GENERATED: Final = ("vllm:generation_tokens_total",)
 ITERATIONS: Final = ("vllm:iteration_tokens_total_count",)
 
+PROGRESS: Final = (
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_total",
+    "vllm:iteration_tokens_total_count",
+)
+"""The last one counts steps, also those of a long prefill."""
+
 _NEEDED: Final = (
+    *PROGRESS,
     CACHE_CONFIG,
     TIER_CONFIG,
     *KV_USED,
@@ -128,6 +136,7 @@ class VllmBackend:
             computed_tokens_total=_computed_tokens(samples),
             generated_tokens_total=_total(_first_known(samples, GENERATED)),
             iterations_total=_total(_first_known(samples, ITERATIONS)),
+            progress_total=_total([value for name in PROGRESS for value in _first_known(samples, (name,))]),
         )
 
     def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature

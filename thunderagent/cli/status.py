@@ -252,14 +252,11 @@ def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def _health(replica: dict[str, Any]) -> str:
-    if not replica["up"]:
-        return f"down: {replica['why_down']}"
-    if replica["draining"]:
-        return "draining"
-    health = "up" if replica["breaker"] == "closed" else f"breaker {replica['breaker'].replace('_', '-')}"
-    if replica["suspended_for"]:
-        health += f", suspended: {', '.join(replica['suspended_for'])}"
-    return health
+    """Return the verdict with its reason, and a breaker that is about to close."""
+    health = str(replica["verdict"])
+    if replica["verdict_reason"]:
+        health += f": {replica['verdict_reason']}"
+    return health + ", breaker half-open" if replica["breaker"] == "half_open" else health
 
 
 def _pool_column(rows: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -79,7 +79,15 @@ class Engines(Slice):
     poll_deadline_s: float = Field(2.0, gt=0, description="a poll that takes longer has failed, in seconds")
     down_after_failures: int = Field(2, ge=1, description="failed polls in a row that take a replica down")
     poll_silence_limit_s: float = Field(
-        30.0, gt=0, description="a replica whose polls only time out is down after this time, in seconds"
+        30.0,
+        gt=0,
+        description="a replica without an answered poll and a byte of its turns is down after this time, in seconds",
+    )
+    frozen_limit_s: float = Field(
+        15.0,
+        ge=0,
+        description="a replica that answers polls while its counters and turns stand still, and a check turn has no "
+        "answer, is frozen after this time, in seconds; 0: never",
     )
     max_poll_bytes: int = Field(
         8 * 2**20,

@@ -115,6 +115,12 @@ class TurnEnd(Struct, frozen=True, array_like=True, tag="end", gc=False):
     cached_tokens: int | None = None
     tool: str = ""
     """Which tool the answer calls; empty if it calls none."""
+    is_error: bool = False
+    """Whether a failed turn had an answer, which reported an error inside."""
+    verdict: str = ""
+    """Whose fault a bad end is: a `TurnVerdict`; empty if unknown, or it is tried again."""
+    cause: str = ""
+    """A word for the cause: the code of an error, or the status of an answer."""
 
 
 class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
@@ -130,6 +136,10 @@ class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
     capacity_tokens: int | None = None
     pool: str = ""
     """The name of its pool; empty if there is only one."""
+    verdict: str = ""
+    """How its engine does: a `ReplicaState`; empty if unknown."""
+    why: str = ""
+    """The reason of the verdict."""
 
 
 class ReplicaMap:
@@ -214,6 +224,9 @@ class LeaseSource(Protocol):
     def turns_count(self, replica_id: str) -> int:
         """Return how many turns have leases on a replica."""
 
+    def aborted_ago_s(self, replica_id: str) -> float:
+        """Return how long ago a trainer aborted what runs on a replica; infinite if never, or that is unknown here."""
+
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
         """End a program; return False if there is none of that id and generation. Idempotent.
 
@@ -236,5 +249,8 @@ class FleetSource(LeaseSource, Protocol):
     def replica_removed(self, replica_id: str) -> None:
         """Report that a replica is gone for good."""
 
-    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+    def replica_tripped(self, replica_id: str, *, tripped: bool, why: str = "") -> None:
         """Report that a replica that is up fails turn after turn, or that it may be tried again."""
+
+    def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
+        """Report that a replica says it is full: it is granted nothing for that time."""

@@ -76,13 +76,17 @@ class OpenLease:
         """End it: the answer is complete, with this usage as far as the engine reported it, and calls this tool."""
         self._end("finished", prompt_tokens, output_tokens, cached_tokens, tool)
 
-    def failed(self) -> None:
-        """End it: the replica failed the turn."""
-        self._end("failed")
+    def failed(self, cause: str = "") -> None:
+        """End it: the replica failed the turn, for that cause."""
+        self._end("failed", verdict="infrastructure_failed" if cause else "", cause=cause)
 
-    def refused(self) -> None:
-        """End it: the engine refused the turn."""
-        self._end("refused")
+    def errored(self, verdict: str, cause: str) -> None:
+        """End it: the engine reported an error inside its answer."""
+        self._end("failed", is_error=True, verdict=verdict, cause=cause)
+
+    def refused(self, verdict: str = "", cause: str = "") -> None:
+        """End it: the engine refused the turn; without a verdict it is tried again."""
+        self._end("refused", verdict=verdict, cause=cause)
 
     def abandoned(self) -> None:
         """End it: the client left."""
@@ -95,6 +99,10 @@ class OpenLease:
         output_tokens: int | None = None,
         cached_tokens: int | None = None,
         tool: str = "",
+        *,
+        is_error: bool = False,
+        verdict: str = "",
+        cause: str = "",
     ) -> None:
         if self._ended:
             return
@@ -102,6 +110,16 @@ class OpenLease:
         of = self.granted
         self._keeper.ended(
             TurnEnd(
-                of.turn_id, of.program_id, of.generation, outcome, prompt_tokens, output_tokens, cached_tokens, tool
+                of.turn_id,
+                of.program_id,
+                of.generation,
+                outcome,
+                prompt_tokens,
+                output_tokens,
+                cached_tokens,
+                tool,
+                is_error,
+                verdict,
+                cause,
             )
         )

@@ -14,6 +14,7 @@ from thunderagent.programs.model.fleet_events import (
     GrantsSuspended,
     ReplicaDown,
     ReplicaDraining,
+    ReplicaJudged,
     ReplicaKilled,
     ReplicaPolled,
     ReplicaRemoved,
@@ -28,6 +29,7 @@ _OF_REPLICAS = (
     ReplicaDraining,
     ReplicaRemoved,
     ReplicaTripped,
+    ReplicaJudged,
     ReplicaPolled,
     EncodesPolled,
     ReplicaKilled,
@@ -72,4 +74,6 @@ class Fleet:
             tuple(replica.suspended_for),
             replica.account.capacity_tokens,
             self._pools.of_replica(replica_id).name if self._pools.several else "",
+            replica.verdict.state.value,
+            replica.verdict.reason,
         )

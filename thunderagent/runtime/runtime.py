@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import inf
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 from msgspec.structs import replace
@@ -48,23 +48,27 @@ from thunderagent.programs.model.events import (
     TurnAbandoned,
     TurnAdopted,
     TurnDue,
+    TurnJudged,
     TurnProgressed,
     TurnStarted,
     TurnUnverified,
 )
 from thunderagent.programs.model.fleet_events import (
+    BACKPRESSURE,
     GrantsContinued,
     GrantsSuspended,
     ModelAsked,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
+    ReplicaJudged,
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
 )
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.signals import Signal
+from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime.event_log import EventLogWriter
@@ -86,6 +90,18 @@ class RuntimeSettings:
     """Longest time between two ticks; a policy may want them more often."""
     grace_s: float = 30.0
     """How long a shutdown waits for turns in flight."""
+
+
+class ReplicaWork(NamedTuple):
+    """What a replica does, as far as turns tell: how many are in flight, and when one last had a byte."""
+
+    turn_count: int
+    heard_s: float
+    is_paused: bool
+    is_tripped: bool
+    """Whether it gets no programs, for another reason than failing turns."""
+    collapsed_ratio: float | None
+    """How much its cache kept of what it was given, if it has collapsed."""
 
 
 ELSEWHERE: Final = "another scheduler leads; ask that, or a gateway"
@@ -130,6 +146,10 @@ class Runtime:
         self._abortable_ids: set[int] = set()
         self._engine_request_ids: dict[int, str] = {}
         """By held turn, the id by which its client may abort it."""
+        self._pressed: dict[str, asyncio.TimerHandle] = {}
+        """Ends of the times for which replicas are granted nothing, because they said that they are full."""
+        self._aborted_s: dict[str, float] = {}
+        """When a trainer last aborted all that ran on a replica."""
         self._superseded_ids: set[int] = set()
         """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
@@ -205,6 +225,7 @@ class Runtime:
             raise
         except ThunderAgentError as error:
             self.outcome_counts["aborted" if isinstance(error, TurnAbortedError) else "rejected"] += 1
+            self._writer.dispatch(TurnJudged(self.now_s(), turn_id, error.turn_verdict, error.code))
             self._writer.dispatch(TurnAbandoned(self.now_s(), turn_id))  # at a shutdown the scheduler still holds it
             raise
         finally:
@@ -262,6 +283,8 @@ class Runtime:
         there.
         """
         aborted_count = 0
+        if replica_id is not None:
+            self._aborted_s[replica_id] = self.now_s()
         turns = self.pools.turns if replica_id is None else self.pools.of_replica(replica_id).scheduler.turns
         for turn_id in sorted(self._abortable_ids):
             waiter, turn = self._waiters[turn_id], turns.get(turn_id)
@@ -349,6 +372,23 @@ class Runtime:
         replica = self.pools.replicas.get(replica_id)
         return replica.account.turn_count if replica is not None else 0
 
+    def work_of(self, replica_id: str) -> ReplicaWork | None:
+        """Return what a verdict on a replica needs of the scheduler; None if it is unknown."""
+        replica = self.pools.replicas.get(replica_id)
+        if replica is None:
+            return None
+        return ReplicaWork(
+            replica.account.turn_count if replica.up else 0,
+            replica.account.heard_s,
+            is_paused=any(cause != BACKPRESSURE for cause in replica.suspended_for),
+            is_tripped=replica.tripped and not replica.verdict.holds(ReplicaState.FAILING),
+            collapsed_ratio=replica.keeping.found_ratio if replica.up and replica.keeping.has_collapsed else None,
+        )
+
+    def aborted_ago_s(self, replica_id: str) -> float:
+        """Return how long ago a trainer aborted what runs on a replica; infinite if never."""
+        return self.now_s() - self._aborted_s.get(replica_id, -inf)
+
     def pending_encode_count(self, replica_id: str) -> int | None:
         """Return how many images a replica has to encode; None if unknown."""
         replica = self.pools.replicas.get(replica_id)
@@ -379,11 +419,14 @@ class Runtime:
         self.leases_count -= 1
         if self._no_lease_left is not None and not self.leases_count:
             self._no_lease_left.set()
+        if end.verdict:
+            self._writer.dispatch(TurnJudged(self.now_s(), end.turn_id, end.verdict, end.cause))
         self._writer.dispatch(ending(end, self.now_s()))
 
     def count_end(self, end: TurnEnd) -> None:
         """Count how a turn ended, and its usage; call it directly for a turn without a lease here."""
-        outcome = self._superseded_or(end.outcome, end.turn_id) if self._superseded_ids else end.outcome
+        outcome: str = "errored" if end.is_error else end.outcome
+        outcome = self._superseded_or(outcome, end.turn_id) if self._superseded_ids else outcome
         self.outcome_counts[outcome] += 1
         if end.outcome == "finished":
             self.prompt_tokens_total += end.prompt_tokens or 0
@@ -468,9 +511,20 @@ class Runtime:
             self.served.listed(replica_id, ())
         self._writer.dispatch(ReplicaUp(self.now_s(), replica_id, capacity_tokens))
 
-    def replica_down(self, replica_id: str) -> None:
-        """Report that a replica is down."""
+    def replica_down(self, replica_id: str, state: ReplicaState = ReplicaState.DOWN, why: str = "") -> None:
+        """Report that a replica is down, or so silent or frozen that it counts as that."""
+        if why:
+            self.replica_judged(replica_id, state, why)
         self._writer.dispatch(ReplicaDown(self.now_s(), replica_id))
+
+    def replica_judged(self, replica_id: str, state: ReplicaState, why: str) -> None:
+        """Report a cause for the verdict on a replica; an empty reason ends it."""
+        self._writer.dispatch(ReplicaJudged(self.now_s(), replica_id, state, why))
+
+    def heard_ago_s(self, replica_id: str) -> float:
+        """Return how long ago a turn on a replica last had a byte; infinite if none ever had."""
+        replica = self.pools.replicas.get(replica_id)
+        return inf if replica is None else self.now_s() - replica.account.heard_s
 
     def replica_draining(self, replica_id: str) -> None:
         """Report that a replica gets nothing new."""
@@ -491,12 +545,33 @@ class Runtime:
     def replica_removed(self, replica_id: str) -> None:
         """Report that a replica is gone for good."""
         self._fleet.urls.pop(replica_id, None)
+        self._aborted_s.pop(replica_id, None)
         self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
         self.served.forget(replica_id)
 
-    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+    def replica_tripped(self, replica_id: str, *, tripped: bool, why: str = "") -> None:
         """Report that a replica that is up fails turn after turn, or that it may be tried again."""
+        if tripped and why:
+            self.replica_judged(replica_id, ReplicaState.FAILING, why)
         self._writer.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
+
+    def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
+        """Report that a replica says it is full: it is granted nothing for that time."""
+        if replica_id not in self.pools.replicas or self._closing:
+            return
+        timer = self._pressed.pop(replica_id, None)
+        if timer is not None:
+            timer.cancel()
+        self.replica_judged(replica_id, ReplicaState.BACKPRESSURE, why)
+        if timer is None:
+            self.suspend_grants(BACKPRESSURE, replica_id)
+        loop = asyncio.get_running_loop()
+        self._pressed[replica_id] = loop.call_later(for_s, self._ease, replica_id)
+
+    def _ease(self, replica_id: str) -> None:
+        self._pressed.pop(replica_id, None)
+        if replica_id in self.pools.replicas and not self._closing:
+            self.continue_grants(BACKPRESSURE, replica_id)
 
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process."""
@@ -519,6 +594,8 @@ class Runtime:
         Without `waits` they go on elsewhere: gateways carry them, and report their end to another scheduler.
         """
         self._closing = True
+        for timer in self._pressed.values():
+            timer.cancel()
         self.served.close()
         for waiter in self._waiters.values():
             if not waiter.done():

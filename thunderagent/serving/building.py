@@ -115,6 +115,7 @@ def turn_settings_of(config: ServeConfig, identity: IdentityRules) -> TurnSettin
         held=held_limits(config),
         websocket_limit_s=config.websocket_limit_s,
         names_programs=bool(config.kv_events),
+        no_replica_limit_s=config.no_replica_limit_s,
     )
 
 

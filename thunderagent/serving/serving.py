@@ -24,6 +24,7 @@ from thunderagent.proxy.control.engine_control import EngineControlSettings
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
+from thunderagent.proxy.fleet.judging import Judging
 from thunderagent.proxy.fleet.observer import Observer, ask_plainly
 from thunderagent.proxy.fleet.polls import Polls
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -157,14 +158,16 @@ async def proxy(
         tags_programs=config.engine_tags,
         notice_timeout_s=config.notice_timeout_s,
     )
+    authorization = f"Bearer {api_key}" if api_key else ""
+    judging = Judging(runtime, replicas, frozen_limit_s=config.frozen_limit_s, authorization=authorization)
     poller = Poller(
-        Polls(runtime, replicas, capacity_override_tokens=config.capacity_tokens),
+        Polls(runtime, replicas, judging, capacity_override_tokens=config.capacity_tokens),
         PollerSettings(
             interval_s=config.poll_interval_s,
             deadline_s=config.poll_deadline_s,
             down_after_failures=config.down_after_failures,
             silence_limit_s=config.poll_silence_limit_s,
-            authorization=f"Bearer {api_key}" if api_key else "",
+            authorization=authorization,
             ssl_context=ssl_context,
             max_bytes=config.max_poll_bytes,
         ),
@@ -246,6 +249,7 @@ async def proxy(
             app[LOOP_LAG].run,
             app[OPEN_FILES].run,
             partial(replicas.run, client),
+            partial(judging.run, client),
             partial(collect_garbage, lambda: runtime.leases_count + runtime.held_count),
             provisioning.run,
         ]

@@ -101,7 +101,10 @@ class Recorder:
         self.up_s[replica_id] = asyncio.get_running_loop().time()
         self.news.set()
 
-    def replica_down(self, replica_id: str, why: str) -> None:
+    def heard_ago_s(self, replica_id: str) -> float:
+        return float("inf")
+
+    def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.heard.append(("down", replica_id, why))
         self.news.set()
 

@@ -65,7 +65,10 @@ class Listener:
     def replica_up(self, replica_id: str) -> None:
         self.heard.append("up")
 
-    def replica_down(self, replica_id: str, why: str) -> None:
+    def heard_ago_s(self, replica_id: str) -> float:
+        return float("inf")
+
+    def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.heard.append(why)
 
 

@@ -84,6 +84,7 @@ def test_a_real_engine_is_read() -> None:
         computed_tokens_total=467_375.0,
         generated_tokens_total=26_370.0,
         iterations_total=8149.0,
+        progress_total=1_383_846.0,
     )
 
 

@@ -15,11 +15,13 @@ from thunderagent.programs.model.events import (
     TurnAdopted,
     TurnArrived,
     TurnDue,
+    TurnJudged,
     TurnUnverified,
 )
 from thunderagent.programs.model.fleet_events import (
     KnowledgeLoaded,
     ProvisionAsked,
+    ReplicaJudged,
     ReplicaKilled,
     TierPolled,
     WorkPolled,
@@ -42,7 +44,7 @@ def a_log(path: Path, driver: Driver) -> Path:
     return path
 
 
-def every_event() -> Driver:
+def every_event() -> Driver:  # noqa: PLR0915 - a line for each kind
     """A driver that handled each kind of event, with ids that JSON must escape."""
     driver = Driver(Cap(n=1), settings=SETTINGS)
     turn = driver.arrives('a "quoted" \u2028 日本', 100, branch="sub", parent_branch="agent")
@@ -88,6 +90,8 @@ def every_event() -> Driver:
     driver.send(WorkPolled(driver.now_s, "r0", 100, 50, 20))
     driver.serve("lora", "r0")
     driver.arrives("f", 100, model="lora")
+    driver.send(ReplicaJudged(driver.now_s, "r0", "failing", "it answered 500"))
+    driver.send(TurnJudged(driver.now_s, turn, "infrastructure_failed", "replica_lost"))
     driver.trips("r0")
     driver.drains("r0")
     driver.goes_down("r0")

@@ -104,7 +104,10 @@ class Core:
     def replica_up(self, replica_id: str) -> None:
         self.polls.replica_up(replica_id)
 
-    def replica_down(self, replica_id: str, why: str) -> None:
+    def heard_ago_s(self, replica_id: str) -> float:
+        return float("inf")
+
+    def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.polls.replica_down(replica_id, why)
 
     def ranks_found(self, url: str, ranks_count: int) -> None:

@@ -128,6 +128,7 @@ class Account:
         "flight_s",
         "flight_token_s",
         "growth_tokens",
+        "heard_s",
         "held_s",
         "hit_ratio",
         "idle_held_s",
@@ -173,6 +174,8 @@ class Account:
         self.growth_tokens = 0
         """Expected growth of its programs beyond their claims."""
         self.turn_count = 0
+        self.heard_s = -inf
+        """When an answer there last began, went on or ended."""
         self.hit_ratio = 0.0
         """As last polled; so are the next two."""
         self.kv_used_ratio = 0.0

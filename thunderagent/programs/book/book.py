@@ -15,6 +15,7 @@ from thunderagent.programs.model.decisions import Decision, Mark, Pause, Reason,
 from thunderagent.programs.model.places import Kind, Place, not_allowed
 from thunderagent.programs.model.program import Group, Program
 from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.verdict import ReplicaState, Verdict
 from thunderagent.programs.model.views import SandboxSums
 
 
@@ -314,6 +315,8 @@ class Book:
         """Register a replica that is not up yet."""
         account = self.ledger.open(replica_id, self.now_s)
         replica = self.replicas[replica_id] = Replica(replica_id, account, self.suspended_for, self._pause_rank)
+        replica.verdict = Verdict(self.now_s)
+        replica.verdict.set(ReplicaState.DOWN, "not polled yet", self.now_s)
         return replica
 
     def resident_tokens(self, program: Program, replica: Replica) -> int:

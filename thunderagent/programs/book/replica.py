@@ -12,6 +12,7 @@ from thunderagent.programs.book.residency import Residency
 from thunderagent.programs.model.places import Kind, Place
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.ranked_set import Rank, RankedSet
+from thunderagent.programs.model.verdict import Keeping, Verdict
 
 RankOf = Callable[[Program], Rank]
 
@@ -210,6 +211,7 @@ class Replica:
         "asking",
         "draining",
         "flushed_s",
+        "keeping",
         "leaving",
         "let_in",
         "own_causes",
@@ -221,6 +223,7 @@ class Replica:
         "tells_cached",
         "tripped",
         "up",
+        "verdict",
         "working",
     )
 
@@ -238,6 +241,8 @@ class Replica:
         self.flushed_s = -inf
         """When the cache that it keeps for later turns was last flushed."""
         self.tripped = False
+        self.verdict = Verdict(0.0)
+        self.keeping = Keeping()
         self.programs: dict[str, Program] = {}
         """Programs that are active here."""
         self.let_in: set[Program] = set()

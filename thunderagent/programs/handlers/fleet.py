@@ -10,6 +10,7 @@ from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.fleet_events import (
+    BACKPRESSURE,
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
@@ -19,6 +20,7 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
+    ReplicaJudged,
     ReplicaPolled,
     ReplicaRemoved,
     ReplicaTripped,
@@ -29,10 +31,12 @@ from thunderagent.programs.model.fleet_events import (
 )
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.model.verdict import STATES, ReplicaState
 from thunderagent.programs.rules.tenants import Tenants
 
 PROMPT_S: Final = 0.25
 """Counters that are older than this cannot be compared with what the scheduler saw."""
+_NOT_UP = (ReplicaState.DOWN, ReplicaState.SILENT, ReplicaState.FROZEN)
 
 REMOVED_COUNT: Final = 1000
 """How many removed replicas are remembered."""
@@ -65,6 +69,7 @@ class Fleet:
             GrantsContinued: self._grants_continued,
             ReplicaFlushed: self._replica_flushed,
             ReplicaTripped: self._replica_tripped,
+            ReplicaJudged: self._replica_judged,
             ModelServed: self._model_served,
             ModelAsked: self._model_asked,
             ReplicaPolled: self._replica_polled,
@@ -147,6 +152,8 @@ class Fleet:
         grown = event.capacity_tokens not in (None, replica.account.capacity_tokens)
         if event.capacity_tokens is not None and grown:
             self._set_capacity(replica, event.capacity_tokens)
+        verdict, now_s = replica.verdict, self._core.book.now_s
+        verdict.end_all(now_s, *_NOT_UP, ReplicaState.DRAINING)
         if grown or not replica.up or replica.draining:
             self._set_health(replica, up=True, draining=False)
             self._end_marks(replica, Reason.REPLICA_DRAINING)
@@ -156,7 +163,22 @@ class Fleet:
         replica = self._known_or_new(event.replica_id)
         if replica is not None:
             self._empty(replica, Reason.REPLICA_DOWN)
+            verdict, now_s = replica.verdict, self._core.book.now_s
+            if not any(verdict.holds(state) for state in _NOT_UP):
+                verdict.set(ReplicaState.DOWN, "", now_s)
             self._replicas_changed()
+
+    def _replica_judged(self, event: ReplicaJudged) -> None:
+        """Note a cause for the verdict; what it does to turns follows as an event of its own."""
+        replica, state = self._known_or_new(event.replica_id), STATES.get(event.state)
+        if replica is None or state is None:
+            return
+        if state is ReplicaState.COLLAPSED:
+            replica.keeping.begin_anew()
+        if event.reason:
+            replica.verdict.set(state, event.reason, self._core.book.now_s)
+        else:
+            replica.verdict.end(state, self._core.book.now_s)
 
     def _replica_removed(self, event: ReplicaRemoved) -> None:
         book = self._core.book
@@ -189,6 +211,10 @@ class Fleet:
         account.pending_encode_count = None  # after a restart it has none; it reports that again
         replica.residency.clear()
         replica.own_causes.clear()  # a restarted engine is no longer paused
+        replica.keeping.begin_anew()
+        over = (ReplicaState.FAILING, ReplicaState.COLLAPSED, ReplicaState.DRAINING, ReplicaState.BACKPRESSURE)
+        replica.verdict.end_all(book.now_s, *over)
+        self._judge_suspension(replica)
         for turn in [turn for turn in book.anonymous_held.values() if turn.pinned_replica_id == replica.replica_id]:
             core.reject(turn, Reason.NO_REPLICA)
 
@@ -196,6 +222,7 @@ class Fleet:
         replica = self._known_or_new(event.replica_id)
         if replica is not None:
             self._set_health(replica, up=replica.up, draining=True)
+            replica.verdict.set(ReplicaState.DRAINING, "", self._core.book.now_s)
             self._send_away(replica, Reason.REPLICA_DRAINING)
             self._replicas_changed()
 
@@ -205,9 +232,13 @@ class Fleet:
             return
         replica.tripped = event.tripped
         self._set_health(replica, up=replica.up, draining=replica.draining)
+        verdict, now_s = replica.verdict, self._core.book.now_s
         if replica.tripped:
+            if not (verdict.holds(ReplicaState.FAILING) or verdict.holds(ReplicaState.COLLAPSED)):
+                verdict.set(ReplicaState.FAILING, "turn after turn", now_s)
             self._send_away(replica, Reason.REPLICA_TRIPPED)
         else:
+            verdict.end_all(now_s, ReplicaState.FAILING, ReplicaState.COLLAPSED)
             self._end_marks(replica, Reason.REPLICA_TRIPPED)
         self._replicas_changed()
 
@@ -236,7 +267,9 @@ class Fleet:
             book.suspended_for[event.cause] = None
         for each in book.meant(event.replica_id):
             book.set_usable(each)
-            self._learn_nothing(each)
+            self._judge_suspension(each)
+            if event.cause != BACKPRESSURE:
+                self._learn_nothing(each)
         self._replicas_changed()
 
     def _grants_continued(self, event: GrantsContinued) -> None:
@@ -248,10 +281,24 @@ class Fleet:
         for replica in suspended if event.replica_id is not None else ():
             replica.own_causes.pop(event.cause, None)
         for replica in suspended:
+            self._judge_suspension(replica)
             if not replica.suspended_for:
                 book.set_usable(replica)
                 self._continue_programs(replica)
         self._replicas_changed()
+
+    def _judge_suspension(self, replica: Replica) -> None:
+        """Note for the verdict what suspends a replica; backpressure is a state of its own."""
+        verdict, now_s = replica.verdict, self._core.book.now_s
+        causes = [cause for cause in replica.suspended_for if cause != BACKPRESSURE]
+        if causes:
+            verdict.set(ReplicaState.SUSPENDED, ", ".join(causes), now_s)
+        else:
+            verdict.end(ReplicaState.SUSPENDED, now_s)
+        if BACKPRESSURE not in replica.own_causes:
+            verdict.end(ReplicaState.BACKPRESSURE, now_s)
+        elif not verdict.holds(ReplicaState.BACKPRESSURE):
+            verdict.set(ReplicaState.BACKPRESSURE, "it says that it is full", now_s)
 
     def _continue_programs(self, replica: Replica) -> None:
         """Grant what was held in place on a replica, longest wait first, and start the idle limit again."""
@@ -271,6 +318,7 @@ class Fleet:
         if replica is None:  # removed while it was told to
             return
         replica.residency.clear_idle()
+        replica.keeping.begin_anew()
         replica.flushed_s = self._core.book.now_s
         self._learn_nothing(replica)
 

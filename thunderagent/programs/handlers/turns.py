@@ -10,12 +10,14 @@ from thunderagent.programs.model.events import (
     TurnAbandoned,
     TurnFailed,
     TurnFinished,
+    TurnJudged,
     TurnProgressed,
     TurnStarted,
     TurnUnverified,
 )
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.turn import Turn, TurnEnded
+from thunderagent.programs.model.verdict import TURN_VERDICTS, TurnVerdict
 
 _TURN_ENDED: Final = Moment.TURN_ENDED
 
@@ -34,6 +36,7 @@ class Turns:
             TurnStarted: self._turn_started,
             TurnProgressed: self._turn_progressed,
             TurnFinished: self._turn_finished,
+            TurnJudged: self._turn_judged,
             TurnFailed: self._turn_lost,
             TurnAbandoned: self._turn_lost,
         }
@@ -45,6 +48,8 @@ class Turns:
 
     def _turn_started(self, event: TurnStarted) -> None:
         core, turn = self._core, self._core.book.turns.get(event.turn_id)
+        if turn is not None and turn.account_id is not None:
+            core.book.replicas[turn.account_id].account.heard_s = core.book.now_s
         if turn is not None and turn.account_id is not None and turn.started_s is None:
             turn.started_s = core.book.now_s
             self._engine_began(turn)
@@ -64,7 +69,10 @@ class Turns:
 
     def _turn_progressed(self, event: TurnProgressed) -> None:
         turn = self._core.book.turns.get(event.turn_id)
-        if turn is None or turn.program is None or turn.account_id is None:
+        if turn is None or turn.account_id is None:
+            return
+        self._core.book.replicas[turn.account_id].account.heard_s = self._core.book.now_s
+        if turn.program is None:
             return
         if event.output_tokens > turn.output_tokens:
             turn.output_tokens = event.output_tokens
@@ -82,6 +90,7 @@ class Turns:
         if turn.account_id is not None:
             ended = TurnEnded(turn, branch, book.now_s, prompt_tokens, output_tokens, event.cached_tokens)
             knowledge, account = core.knowledge, book.replicas[turn.account_id].account
+            account.heard_s = book.now_s
             loaded_tokens = knowledge.loading_tokens(ended) if knowledge.tiers.by_replica else 0
             price = knowledge.prices.of(turn.account_id)
             prefill_token_s = price.token_s if price.is_measured else None
@@ -105,6 +114,8 @@ class Turns:
             branch.turn_finished(event.tool)
             if is_believed and turn.account_id is not None:  # its replica was not lost meanwhile
                 branch.kept_since_s = book.now_s
+        if program.verdict.verdict is not TurnVerdict.OK:
+            program.verdict.ended(TurnVerdict.OK, "", None, turn.branch_id, turn.prompt_bytes)
         program.prompt_tokens_total += prompt_tokens
         program.output_tokens_total += output_tokens
         program.cached_tokens_total += event.cached_tokens or 0
@@ -121,7 +132,11 @@ class Turns:
         core, turn = self._core, ended.turn
         tells_cached, has_tier = ended.cached_tokens is not None, turn.account_id in core.knowledge.tiers.by_replica
         if tells_cached:
-            core.book.replicas[turn.account_id or ""].tells_cached = True
+            replica = core.book.replicas[turn.account_id or ""]
+            replica.tells_cached = True
+            account = replica.account
+            if not has_tier and account.capacity_tokens is not None and account.demand_tokens <= account.limit_tokens:
+                replica.keeping.turn_ended(min(turn.kept_tokens, ended.prompt_tokens), ended.cached_tokens or 0)
         if not tells_cached or has_tier:
             if turn.started_s is None:
                 self._engine_began(turn)
@@ -130,10 +145,19 @@ class Turns:
         if ended.branch is not None:
             core.knowledge.turn_ended(ended)
 
+    def _turn_judged(self, event: TurnJudged) -> None:
+        turn, verdict = self._core.book.turns.get(event.turn_id), TURN_VERDICTS.get(event.verdict)
+        if turn is not None and turn.program is not None and verdict is not None:
+            turn.verdict_cause = f"{event.verdict}: {event.cause}" if event.cause else event.verdict
+            replica_id = turn.account_id or turn.program.replica_id
+            turn.program.verdict.ended(verdict, event.cause, replica_id, turn.branch_id, turn.prompt_bytes)
+
     def _turn_lost(self, event: TurnFailed | TurnAbandoned) -> None:
         """End a turn without learning from it: held or in flight, failed or left by its client."""
         turn = self._core.book.turns.get(event.turn_id)
         if turn is not None:
+            if isinstance(event, TurnAbandoned) and turn.program is not None and not turn.verdict_cause:
+                turn.program.verdict.ended(TurnVerdict.CLIENT_LEFT, "", None, turn.branch_id, turn.prompt_bytes)
             how = "abandoned" if isinstance(event, TurnAbandoned) else "refused" if event.refused else "failed"
             self._core.turn_ends.drop(turn, how)
             self._core.balance(_TURN_ENDED)

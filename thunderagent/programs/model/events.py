@@ -199,6 +199,16 @@ class TurnFailed:
 
 
 @dataclass(slots=True)
+class TurnJudged:
+    """Whose fault it is that a turn is about to end badly: a `TurnVerdict`; the cause is a word of it."""
+
+    now_s: float
+    turn_id: int
+    verdict: str
+    cause: str = ""
+
+
+@dataclass(slots=True)
 class TurnAbandoned:
     """The client left while the turn was held or in flight."""
 
@@ -320,6 +330,7 @@ Event = (
     | TurnProgressed
     | TurnFinished
     | TurnFailed
+    | TurnJudged
     | TurnAbandoned
     | ProgramCrowdedOut
     | ProgramReleased

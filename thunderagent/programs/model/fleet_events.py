@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from thunderagent.programs.model.advice.routes import Targets
 from thunderagent.programs.model.records.learned import LearnedRecord
 
+BACKPRESSURE = "backpressure"
+"""The cause for which a replica that says it is full grants nothing: its engine goes on with what it has."""
+
 
 @dataclass(slots=True)
 class ReplicaUp:
@@ -95,6 +98,19 @@ class ReplicaTripped:
     now_s: float
     replica_id: str
     tripped: bool = True
+
+
+@dataclass(slots=True)
+class ReplicaJudged:
+    """A cause holds for the verdict on a replica, one of `ReplicaState`; an empty reason ends it.
+
+    What is done for it follows as an event of its own.
+    """
+
+    now_s: float
+    replica_id: str
+    state: str
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -289,6 +305,7 @@ FleetEvent = (
     | ReplicaDown
     | ReplicaDraining
     | ReplicaFlushed
+    | ReplicaJudged
     | ReplicaKilled
     | ReplicaPolled
     | ReplicaRemoved

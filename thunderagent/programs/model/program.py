@@ -13,6 +13,7 @@ from thunderagent.programs.model.advice.verdicts import Level, Verdicts
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Kind, Phase, Place, Status
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
+from thunderagent.programs.model.verdict import ProgramVerdict
 
 STORY_ENTRIES: Final = 48
 """How many of its last events a program's story keeps."""
@@ -121,6 +122,7 @@ class Program:
         "tool_runs",
         "turn_count",
         "turns_ended_s",
+        "verdict",
         "verdicts",
     )
 
@@ -194,6 +196,7 @@ class Program:
         self.granted_output_tokens = 0
         """Expected output of the turn that was granted last."""
         self.verdicts = Verdicts()
+        self.verdict = ProgramVerdict()
         self.turn_count = self.prompt_tokens_total = self.output_tokens_total = self.cached_tokens_total = 0
         self.held_s_total = 0.0
         self.ideal_s_total = 0.0

@@ -64,6 +64,7 @@ class Turn:
         "turn_id",
         "unrepresentative",
         "unverified",
+        "verdict_cause",
         "waiting_since_s",
         "wanted_replica_id",
     )
@@ -107,6 +108,8 @@ class Turn:
         self.unrepresentative = False
         self.unverified = False
         """Its replica was suspended or flushed while it ran: its times, hits and end say nothing."""
+        self.verdict_cause = ""
+        """Whose fault it is that it ends badly, as far as told."""
         self.granted_s = 0.0
         self.granted_flight_s = 0.0
         """Its account's `flight_s` at the grant."""

@@ -94,7 +94,7 @@ class TurnEnds:
     def after_turn(self, program: Program, turn: Turn, outcome: str, *, tool_begins: bool = False) -> None:
         """Move a program on after one of its turns ended; a leaving program leaves after its last."""
         book, place = self._core.book, program.place
-        why = f"calls {program.tool}" if program.tool and outcome == "finished" else ""
+        why = f"calls {program.tool}" if program.tool and outcome == "finished" else turn.verdict_cause
         program.note(book.now_s, outcome, why, program.replica_id, turn.granted_s or None)
         if place.phase is REASONING and not program.in_flight and not program.held:
             self._turns_ended(program, tool_begins=tool_begins)

@@ -12,11 +12,13 @@ from pydantic import Field
 
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.programs.book.accounts import Account
+from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import Price
 from thunderagent.programs.model.places import Kind, Phase, Status
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.model.verdict import ReplicaState, TurnVerdict
 from thunderagent.proxy.fleet.breaker import BreakerState
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report
@@ -47,6 +49,12 @@ class ProgramReport(Report):
     turns_in_flight_count: int
     turns_held_count: int
     hold_reason: str
+    verdict: TurnVerdict = Field(
+        description="ok: its turns may be trained on; otherwise whose fault it is that one ended badly, and was not "
+        "answered when it was tried again"
+    )
+    verdict_cause: str = Field(description="the code of an error, or the status of an answer; empty while it is ok")
+    verdict_replica_id: str | None = Field(description="where that turn ran; null while it is ok, or if it did not run")
     age_s: float
     acting_for_s: float | None
     held_for_s: float | None
@@ -103,6 +111,9 @@ class ReplicaReport(Report):
     draining_for_s: float | None
     leaving_for_s: float | None = Field(description="since when no source has named it: it goes when it is drained")
     in_flight_count: int = Field(description="turns and other requests that have not ended there")
+    verdict: ReplicaState = Field(description="how its engine does; up: all is well")
+    verdict_reason: str = Field(description="why; empty while it is up")
+    verdict_for_s: float = Field(description="how long it has been so")
     breaker: BreakerState = Field(description="open: it fails turn after turn, and gets none for a while")
     breaker_retry_in_s: float | None = Field(description="when it is tried again; null if the breaker is not open")
     why_down: str
@@ -185,6 +196,9 @@ def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
         "turns_in_flight_count": len(program.in_flight),
         "turns_held_count": len(program.held),
         "hold_reason": program.hold_reason,
+        "verdict": program.verdict.verdict,
+        "verdict_cause": program.verdict.cause,
+        "verdict_replica_id": program.verdict.replica_id,
         "age_s": round(now_s - program.opened_s, 3),
         "acting_for_s": round(now_s - program.acting_since_s, 3) if acting else None,
         "held_for_s": round(now_s - first_held.waiting_since_s, 3) if first_held is not None else None,
@@ -285,6 +299,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 draining_for_s=_ago_s(known.draining_since_s, now_s),
                 leaving_for_s=_ago_s(known.leaving_since_s, now_s),
                 in_flight_count=replicas.in_flight_count(replica_id),
+                **_verdict(replica, known.why_down, now_s),
                 breaker=replicas.breakers.state_of(replica_id),
                 breaker_retry_in_s=replicas.breakers.retry_in_s(replica_id),
                 why_down=known.why_down,
@@ -334,6 +349,15 @@ def _plan_report(plan: HoldingPlan) -> HoldingPlanReport:
             round(plan.unheld_turns_per_s, 3) if plan.unheld_turns_per_s and isfinite(plan.unheld_turns_per_s) else None
         ),
     )
+
+
+def _verdict(replica: Replica | None, why_down: str, now_s: float) -> dict[str, Any]:
+    if replica is None:
+        return {"verdict": ReplicaState.DOWN, "verdict_reason": why_down, "verdict_for_s": 0.0}
+    verdict = replica.verdict
+    reason = verdict.reason or (why_down if verdict.state is ReplicaState.DOWN else "")
+    for_s = round(now_s - verdict.since_s, 3)
+    return {"verdict": verdict.state, "verdict_reason": reason, "verdict_for_s": for_s}
 
 
 def _ago_s(since_s: float | None, now_s: float) -> float | None:

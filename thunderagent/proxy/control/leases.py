@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from secrets import token_hex
 from types import MappingProxyType
@@ -292,11 +293,12 @@ class Leases:
                 cached_tokens = None if held.claim is not None else self._believed(said.cached_tokens)
                 held.lease.finished(prompt_tokens, output_tokens, cached_tokens, said.tool)
             else:
-                {
-                    "failed": held.lease.failed,
+                ends: dict[str, Callable[[], None]] = {
+                    "failed": partial(held.lease.failed, "reported"),
                     "refused": held.lease.refused,
                     "abandoned": held.lease.abandoned,
-                }[said.outcome]()
+                }
+                ends[said.outcome]()
         return report_response(LeaseEndedReport(lease_id=lease_id, ended=held is not None))
 
     def _of_caller(self, lease_id: str) -> _Held | None:

@@ -3,7 +3,11 @@
 Theory of operation
 ===================
 The poller finds replicas that are gone. This finds those that look healthy but whose turns fail: connections that are
-closed, or time out, before the first byte of an answer. An engine's answer is no failure, whatever its status.
+closed, or time out, before the first byte of an answer; answers that cannot be read, 5xx, and errors inside a 200. A
+4xx is its client's own, and 429 and 503 say that the engine is full, which is no failure (`Pressure`).
+
+A client may make an engine fail: a turn that fails elsewhere in the same way says nothing of either replica, and errors
+inside the answers of one program count once in a row.
 
     closed ──(so many failures in a row)──▶ open ──(backoff is over)──▶ half-open ──(first byte)──▶ closed
                                              ▲───────(failure; the backoff doubles)───┘
@@ -34,6 +38,7 @@ from thunderagent.leases import FleetSource
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved
+from thunderagent.programs.model.verdict import Pressure
 
 log = structlog.get_logger("thunderagent.breaker")
 
@@ -64,11 +69,13 @@ class BreakerState(StrEnum):
 
 
 class _Breaker:
-    __slots__ = ("backoff_s", "closed_s", "failure_count", "probe", "state", "timer", "until_s")
+    __slots__ = ("backoff_s", "closed_s", "failed_program_id", "failure_count", "probe", "state", "timer", "until_s")
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
         self.failure_count = 0
+        self.failed_program_id: str | None = None
+        """The program whose answer last had an error, if no turn was answered well since."""
         self.backoff_s = 0.0
         self.until_s = 0.0
         self.closed_s = 0.0
@@ -87,6 +94,7 @@ class Breakers:
         self._breakers: dict[str, _Breaker] = {}
         self.knows: Callable[[str], bool] = self._breakers.__contains__
         """Returns whether a replica recently failed a turn; otherwise there is nothing to wait for or to report."""
+        self._pressures: dict[str, Pressure] = {}
         if settings.failure_count:
             runtime.observe(self._heard, *_FEWER)
 
@@ -133,17 +141,53 @@ class Breakers:
                 )
         return None
 
+    def began(self, replica_id: str) -> None:
+        """Record that the head of a good answer arrived; its end may still be bad."""
+        breaker = self._breakers.get(replica_id)
+        if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
+            self._close(replica_id, breaker)
+
     def succeeded(self, replica_id: str) -> None:
-        """Record that the first byte of an answer arrived."""
+        """Record that an answer was good to its end."""
+        if self._pressures:
+            self._pressures.pop(replica_id, None)
         breaker = self._breakers.get(replica_id)
         if breaker is None:
             return
         breaker.failure_count = 0
+        breaker.failed_program_id = None
         if breaker.state is BreakerState.HALF_OPEN:
             self._close(replica_id, breaker)
 
-    def failed(self, replica_id: str) -> None:
-        """Record that a replica failed a turn before the first byte of an answer."""
+    def pressed(self, replica_id: str, retry_after_s: float | None, status: int) -> float:
+        """Record that a replica is full; return the seconds for which it is granted nothing."""
+        now_s = self._runtime.now_s()
+        pressure = self._pressures.setdefault(replica_id, Pressure())
+        is_new = now_s >= pressure.until_s
+        for_s = pressure.pressed(retry_after_s, now_s)
+        if is_new:
+            log.info("replica_is_full", replica_id=replica_id, status=status, for_s=round(for_s, 3))
+            self._runtime.replica_pressed(replica_id, for_s, f"it answered {status}")
+        return for_s
+
+    def excuse(self, replica_id: str) -> None:
+        """Take one failure back: its turn failed elsewhere in the same way."""
+        breaker = self._breakers.get(replica_id)
+        if breaker is not None and breaker.state is BreakerState.CLOSED and breaker.failure_count:
+            breaker.failure_count -= 1
+
+    def erred(self, replica_id: str, program_id: str | None, why: str) -> None:
+        """Record that an answer had an error inside; several in a row of one program count once."""
+        breaker = self._breakers.get(replica_id)
+        if program_id is not None and breaker is not None and breaker.failed_program_id == program_id:
+            return
+        self.failed(replica_id, why)
+        breaker = self._breakers.get(replica_id)
+        if breaker is not None:
+            breaker.failed_program_id = program_id
+
+    def failed(self, replica_id: str, why: str = "its turns end before the first byte") -> None:
+        """Record that a replica failed a turn."""
         if not self._settings.failure_count:
             return
         if not self._runtime.replicas.is_up(replica_id):
@@ -152,12 +196,12 @@ class Breakers:
         breaker.failure_count += 1
         too_many = breaker.failure_count >= self._settings.failure_count
         if breaker.state is BreakerState.HALF_OPEN or (breaker.state is BreakerState.CLOSED and too_many):
-            self._open(replica_id, breaker)
+            self._open(replica_id, breaker, why)
 
     def lost(self, replica_id: str, error: BaseException, probe: asyncio.Future[bool] | None) -> None:
         """Record what ended a turn that was sent, before the head of its answer arrived."""
         if isinstance(error, ReplicaError) and not isinstance(error, ReplicaRemovedError):
-            self.failed(replica_id)
+            self.failed(replica_id, error.code)
         else:
             self.left(replica_id, probe)
 
@@ -168,10 +212,10 @@ class Breakers:
             breaker.probe.cancel()
             breaker.probe = None
 
-    def _open(self, replica_id: str, breaker: _Breaker) -> None:
+    def _open(self, replica_id: str, breaker: _Breaker, why: str) -> None:
         """Open a breaker, unless no other replica could serve."""
         settings, now_s = self._settings, self._runtime.now_s()
-        if not self._has_other(replica_id):
+        if not self.has_other(replica_id):
             self._close(replica_id, breaker, probe_succeeded=False)
             return
         again = breaker.state is BreakerState.HALF_OPEN or now_s - breaker.closed_s < settings.longest_backoff_s
@@ -184,12 +228,15 @@ class Breakers:
             "breaker_opened",
             replica_id=replica_id,
             failure_count=breaker.failure_count,
+            why=why,
             backoff_s=round(breaker.backoff_s, 3),
         )
         self._end_probe(breaker, succeeded=False)
-        self._runtime.replica_tripped(replica_id, tripped=True)
+        self._runtime.replica_tripped(
+            replica_id, tripped=True, why=f"{breaker.failure_count} turns in a row failed, the last one: {why}"
+        )
 
-    def _has_other(self, replica_id: str) -> bool:
+    def has_other(self, replica_id: str) -> bool:
         """Return whether another replica of the same pool is open, now or when grants go on."""
         states = self._runtime.replicas.states
         own = states.get(replica_id)
@@ -220,6 +267,7 @@ class Breakers:
         if type(event) not in _GONE:
             return
         assert isinstance(event, ReplicaDown | ReplicaRemoved)
+        self._pressures.pop(event.replica_id, None)
         breaker = self._breakers.pop(event.replica_id, None)
         if breaker is not None:
             if breaker.timer is not None:
@@ -229,7 +277,7 @@ class Breakers:
     def _try_early(self) -> None:
         """Probe now the open replicas for which no other can serve."""
         for replica_id, breaker in list(self._breakers.items()):
-            if breaker.state is BreakerState.OPEN and not self._has_other(replica_id):
+            if breaker.state is BreakerState.OPEN and not self.has_other(replica_id):
                 if breaker.timer is not None:
                     breaker.timer.cancel()
                 self._half_open(replica_id, breaker)

@@ -19,6 +19,9 @@ from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaAnswerTooLargeError,
     ReplicaClosedEarlyError,
+    ReplicaError,
+    ReplicaGarbledError,
+    ReplicaLostError,
     ReplicaRefusedError,
     ReplicaRemovedError,
     ReplicaTimeoutError,
@@ -26,7 +29,15 @@ from thunderagent.errors import (
     TotalTimeoutError,
 )
 from thunderagent.proxy.wire.exchange import Channel, Sink
-from thunderagent.proxy.wire.failures import ClosedError, ConnectLateError, SilentError, TotalError, UnreachedError
+from thunderagent.proxy.wire.failures import (
+    ClosedError,
+    ConnectLateError,
+    GarbledError,
+    LostError,
+    SilentError,
+    TotalError,
+    UnreachedError,
+)
 from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 from thunderagent.proxy.wire.http11.pool import Pool
@@ -122,6 +133,12 @@ class ReplicaClient:
         if pool is not None:
             pool.pause.set(on=paused)
 
+    def lose(self, replica_id: str, why: str) -> None:
+        """Fail all requests in flight to a replica that was declared lost. An unknown id is ignored."""
+        pool = self._pools.get(replica_id)
+        if pool is not None:
+            pool.lose(why)
+
     def requests_count(self, replica_id: str) -> int:
         """Return how many requests to a replica have not ended; 0 for an unknown one."""
         pool = self._pools.get(replica_id)
@@ -148,7 +165,8 @@ class ReplicaClient:
         are computed again. `silence_timeout_s` replaces the limits after the connection, for requests that may take
         longer than a turn. Raises `ReplicaUnreachableError` if no connection could be made (`ReplicaRefusedError` if
         nobody listens there, `ReplicaRemovedError` if the replica was removed, `ConnectTimeoutError` if that took too
-        long), `ReplicaClosedEarlyError` if the replica closed it without a proper head, `FirstByteTimeoutError` or
+        long), `ReplicaClosedEarlyError` if the replica closed it before it answered, `ReplicaGarbledError` if what it
+        answered cannot be read, `ReplicaLostError` if it was declared lost, `FirstByteTimeoutError` or
         `TotalTimeoutError` if it stayed silent.
         """
         pool = self._pools.get(replica_id)
@@ -168,8 +186,8 @@ class ReplicaClient:
             limits = Limits(settings.connect_timeout_s, silence_timeout_s)
         try:
             answer = await pool.request(method, base_url, path, headers, body, limits, may_repeat=may_repeat)
-        except (UnreachedError, ConnectLateError) as error:
-            raise _unreached(replica_id, error) from None
+        except (UnreachedError, ConnectLateError, GarbledError, LostError) as error:
+            raise _ended_by(replica_id, error) from None
         except SilentError:
             limited = self._settings.first_byte_timeout_s is not None
             late = FirstByteTimeoutError if limited else ReplicaTimeoutError
@@ -204,7 +222,8 @@ class ReplicaClient:
     async def next_chunk(self, replica_id: str, answer: Answer) -> bytes:
         """Return the next bytes of an answer's body, as many as arrived; empty at its end.
 
-        Raises `ReplicaClosedEarlyError` if it breaks off, `ReplicaTimeoutError` if the replica falls silent,
+        Raises `ReplicaClosedEarlyError` if it breaks off, `ReplicaGarbledError` if it cannot be read,
+        `ReplicaLostError` if the replica was declared lost, `ReplicaTimeoutError` if it falls silent, and
         `TotalTimeoutError` if it takes too long in all.
         """
         return await _received(replica_id, answer.next_piece())
@@ -237,10 +256,20 @@ async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
         raise TotalTimeoutError(
             f"replica {replica_id} took longer for its answer than allowed", replica_id=replica_id
         ) from None
+    except (GarbledError, LostError) as error:
+        raise _ended_by(replica_id, error) from None
     except ClosedError as error:
         raise ReplicaClosedEarlyError(
             f"replica {replica_id} closed the connection in the middle of its answer: {error}", replica_id=replica_id
         ) from None
+
+
+def _ended_by(replica_id: str, error: UnreachedError | ConnectLateError | GarbledError | LostError) -> ReplicaError:
+    if isinstance(error, (UnreachedError, ConnectLateError)):
+        return _unreached(replica_id, error)
+    if isinstance(error, GarbledError):
+        return ReplicaGarbledError(f"replica {replica_id} sent no valid answer: {error}", replica_id=replica_id)
+    return ReplicaLostError(f"replica {replica_id} is lost: {error}", replica_id=replica_id)
 
 
 def _unreached(replica_id: str, error: UnreachedError | ConnectLateError) -> ReplicaUnreachableError:

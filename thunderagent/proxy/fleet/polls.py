@@ -6,6 +6,8 @@ import structlog
 
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
+from thunderagent.programs.model.verdict import ReplicaState
+from thunderagent.proxy.fleet.judging import Judging
 from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of, tier_since_of, work_since_of
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
@@ -16,8 +18,18 @@ log = structlog.get_logger("thunderagent.replicas")
 class Polls:
     """Listens to the poller, and tells the runtime."""
 
-    def __init__(self, runtime: Runtime, replicas: Replicas, *, capacity_override_tokens: int | None = None) -> None:
-        """Store readings in `replicas`; the override replaces the engines' reported capacity."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        replicas: Replicas,
+        judging: Judging | None = None,
+        *,
+        capacity_override_tokens: int | None = None,
+    ) -> None:
+        """Store readings in `replicas`, and have them judged; the override replaces the engines' reported capacity."""
+        self._judging = judging
+        if judging is not None:
+            judging.came_back = self.replica_up
         self._runtime = runtime
         self._replicas = replicas
         self._capacity_override_tokens = capacity_override_tokens
@@ -56,6 +68,8 @@ class Polls:
         encodes_count = reading.pending_encode_count
         if encodes_count is not None and encodes_count != self._runtime.pending_encode_count(replica_id):
             self._runtime.dispatch(EncodesPolled(self._runtime.now_s(), replica_id, encodes_count))
+        if self._judging is not None:
+            self._judging.polled(replica_id, reading)
 
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; log an error if its capacity is unknown."""
@@ -81,11 +95,17 @@ class Polls:
         """Pass on how many ranks a URL has: it may add or remove replicas."""
         self._replicas.on_ranks_found(url, ranks_count)
 
-    def replica_down(self, replica_id: str, why: str) -> None:
+    def heard_ago_s(self, replica_id: str) -> float:
+        """Return how long ago a turn there last had a byte; infinite if none ever had."""
+        return self._runtime.heard_ago_s(replica_id)
+
+    def replica_down(self, replica_id: str, why: str, *, is_silent: bool = False) -> None:
         """Take a replica away from the scheduler."""
-        log.warning("replica_down", replica_id=replica_id, why=why)
+        log.warning("replica_down", replica_id=replica_id, why=why, silent=is_silent)
+        if self._judging is not None:
+            self._judging.forget(replica_id)
         known = self._replicas.known[replica_id]
         known.why_down = why
         known.is_up = False
-        self._runtime.replica_down(replica_id)
+        self._runtime.replica_down(replica_id, ReplicaState.SILENT if is_silent else ReplicaState.DOWN, why)
         self._runtime.served.replica_heard(replica_id)

@@ -17,15 +17,17 @@ import structlog
 from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
-from thunderagent.leases import FleetSource
+from thunderagent.leases import FleetSource, ReplicaMap
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import (
+    BACKPRESSURE,
     GrantsContinued,
     GrantsSuspended,
     ReplicaDown,
     ReplicaUp,
 )
+from thunderagent.programs.model.verdict import LOST
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
@@ -61,6 +63,9 @@ class Connections(Protocol):
 
     def requests_count(self, replica_id: str) -> int:
         """Return how many requests to a replica have not ended."""
+
+    def lose(self, replica_id: str, why: str) -> None:
+        """Fail all requests in flight to a replica. An unknown id is ignored."""
 
     def set_paused(self, replica_id: str, *, paused: bool) -> None:
         """Set whether a replica's silence is no failure. An unknown id is ignored."""
@@ -133,6 +138,11 @@ class Replicas:
         self._tagged = TaggedPrograms(self._program_ended)
         runtime.observe(self._tagged.heard, Release)
 
+    @property
+    def map(self) -> ReplicaMap:
+        """Return the replicas, as last pushed."""
+        return self._runtime.replicas
+
     def __repr__(self) -> str:
         return f"<Replicas {', '.join(self.known)}>"
 
@@ -143,10 +153,23 @@ class Replicas:
         self._runtime.observe(self._note_pauses, *_MAY_PAUSE)
 
     def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
-        """Allow silence on replicas where nothing is granted: their engines are paused, sleep, or get new weights."""
-        if self._connections is not None:
-            for replica_id, state in self._runtime.replicas.states.items():
-                self._connections.set_paused(replica_id, paused=bool(state.suspended_for))
+        """Allow silence on replicas where nothing is granted: their engines are paused, sleep, or get new weights.
+
+        Of a replica that is declared silent or frozen nothing will come: what is in flight there ends.
+        """
+        if self._connections is None:
+            return
+        for replica_id, state in self._runtime.replicas.states.items():
+            paused = any(cause != BACKPRESSURE for cause in state.suspended_for)
+            self._connections.set_paused(replica_id, paused=paused)
+        if isinstance(event, ReplicaDown):
+            down = self._runtime.replicas.get(event.replica_id)
+            if down is not None and down.verdict in LOST:
+                self._connections.lose(event.replica_id, f"{down.verdict}: {down.why}")
+
+    def aborted_ago_s(self, replica_id: str) -> float:
+        """Return how long ago a trainer aborted what runs on a replica; infinite if never, or that is unknown here."""
+        return self._runtime.aborted_ago_s(replica_id)
 
     def url_of(self, replica_id: str) -> str:
         """Return the base URL of a replica. Raises `ReplicaRemovedError` if it is gone."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_events
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Dialect, KeepId, Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import Calls
@@ -156,6 +157,7 @@ class StreamUsage:
         "_listener",
         "_reader",
         "_take_out",
+        "error",
         "events_count",
         "last_events",
     )
@@ -181,6 +183,8 @@ class StreamUsage:
         self._last_choice = b""
         self.events_count = 0
         self.last_events = b""
+        self.error: AnswerError | None = None
+        """The first error that an event reported."""
 
     @property
     def usage(self) -> Usage:
@@ -227,6 +231,8 @@ class StreamUsage:
             self.events_count += whole.count(b"\rdata:")
         self.last_events = whole
         self._reader.read(whole)
+        if self.error is None:
+            self.error = error_of_events(whole)
         if self._listener is not None:
             self._listener(whole)
         return self._without_usage(whole) if self._take_out else whole

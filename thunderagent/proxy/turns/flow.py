@@ -56,6 +56,7 @@ from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, 
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, done
 from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
+from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.request_id import REQUEST_ID, take_named_request_id
 from thunderagent.proxy.wire.websockets import Websockets
 
@@ -84,6 +85,8 @@ class TurnSettings:
     """How much may be held."""
     websocket_limit_s: float = 3600.0
     """A websocket is ended after this time."""
+    no_replica_limit_s: float = 60.0
+    """How long a turn whose client states no patience waits while engines refuse it, or are gone."""
     names_programs: bool = False
     """Tell engines whose turn it is, so that the events of their KV cache say whose blocks they are about."""
     tells_attempts: bool = False
@@ -170,6 +173,7 @@ class Turns:
                 return
             record.status = error.status
             record.outcome = "failed" if isinstance(error, ReplicaError) else "rejected"
+            record.verdict, record.cause = error.turn_verdict, error.code
             if record.held_stream is None or not exchange.begun:
                 tell_with_error(error, record.headers())
                 raise
@@ -240,6 +244,7 @@ class Turns:
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
         deadline_s, failed_s = self._deadline_s(record, attempt), 0.0
+        give_up_s = deadline_s if deadline_s is not None else self._leases.now_s() + self._settings.no_replica_limit_s
         while True:
             asked_s = monotonic()
             try:
@@ -251,32 +256,61 @@ class Turns:
                 self._note_grant(record, attempt, lease.granted)
                 if exchange.kept is not None:
                     exchange.kept.release()  # the scheduler limits how many run
-                granted, granted_s = lease.granted, monotonic()
-                self._metrics.turn_granted(granted.held_s, granted_s - record.arrived_s - record.held_s - failed_s)
-                named, body, authorization = None, record.turn.body, None
-                if forwarding.names(granted.replica_id):
-                    authorization = headers.get("Authorization")
-                    named = await forwarding.named(record, granted.replica_id, authorization)
-                    body = named.body
-                try:
-                    try:
-                        upstream = await forwarding.send(exchange, record, granted, headers, body)
-                    except ReplicaError as error:
-                        lives = self._lives(record)
-                        forwarding.failed(lease, error)
-                        if not lives or not forwarding.may_retry(record, attempt, error, self._leases.now_s()):
-                            raise
-                        avoid_replica_id = error.replica_id
-                        failed_s += monotonic() - granted_s
-                    else:
-                        try:
-                            await self._relay.relay(exchange, record, lease, upstream)
-                            return
-                        finally:
-                            upstream.close()
-                finally:
-                    if named is not None:
-                        forwarding.left(record, granted, named, authorization)
+                granted_s = monotonic()
+                self._metrics.turn_granted(
+                    lease.granted.held_s, granted_s - record.arrived_s - record.held_s - failed_s
+                )
+                avoid_replica_id = await self._run_once(exchange, record, attempt, lease, headers, give_up_s)
+                if avoid_replica_id is None:
+                    return
+                failed_s += monotonic() - granted_s
+
+    async def _run_once(
+        self,
+        exchange: Exchange,
+        record: Record,
+        attempt: Attempt,
+        lease: OpenLease,
+        headers: CIMultiDict[str],
+        give_up_s: float,
+    ) -> str | None:
+        """Forward a turn with a lease, and relay its answer; if it is to be tried again, return where not."""
+        forwarding, granted = self._forwarding, lease.granted
+        named, body, authorization = None, record.turn.body, None
+        if forwarding.names(granted.replica_id):
+            authorization = headers.get("Authorization")
+            named = await forwarding.named(record, granted.replica_id, authorization)
+            body = named.body
+        try:
+            try:
+                upstream = await forwarding.send(exchange, record, granted, headers, body)
+            except ReplicaError as error:
+                lives, now_s = self._lives(record), self._leases.now_s()
+                forwarding.failed(lease, error)
+                if not lives or not await forwarding.may_retry(record, attempt, error, now_s, give_up_s - now_s):
+                    raise
+                return error.replica_id
+            try:
+                if not self._goes_on(record, attempt, granted, upstream, give_up_s):
+                    await self._relay.relay(exchange, record, lease, upstream)
+                    return None
+                lease.refused()
+                return granted.replica_id
+            finally:
+                upstream.close()
+        finally:
+            if named is not None:
+                forwarding.left(record, granted, named, authorization)
+
+    def _goes_on(self, record: Record, attempt: Attempt, granted: Lease, upstream: Answer, give_up_s: float) -> bool:
+        """Return whether a turn asks for another lease, because its engine is full, or answered 5xx."""
+        if upstream.status < 429 or not self._lives(record):
+            return False
+        forwarding, now_s = self._forwarding, self._leases.now_s()
+        if forwarding.waits(granted, upstream, give_up_s - now_s):
+            record.unsent_count += 1  # it did not run
+            return True
+        return forwarding.goes_elsewhere(record, attempt, granted, upstream, now_s)
 
     def _ask_for_lease(
         self,
@@ -356,7 +390,7 @@ class Turns:
         if made is None:
             return False
         content_type, answer = made
-        record.status, record.outcome = 200, "aborted"
+        record.status, record.outcome, record.verdict = 200, "aborted", "aborted_by_trainer"
         if record.held_stream is not None and exchange.begun:
             await record.held_stream.end_with(answer)
         else:

@@ -1,16 +1,22 @@
 """A turn on its way to its replica: with its name and priority if the engine wants them, and retried or not.
 
-A turn is retried on another replica only while no byte of an answer has come, and only if the connection failed: an
-engine's answer goes to the client, whatever its status. `retry_budget.py` limits retries. `fleet/breaker.py` hears of
-each try, and keeps turns off a replica that fails too often.
+A turn is retried on another replica only while its client has no byte of an answer: if the connection failed, or the
+engine answered 5xx and another replica could answer. `retry_budget.py` limits retries, except of turns that were never
+sent, and of those whose replica is lost as a whole: these wait for another one, as long as their clients do. So do
+turns that an engine refuses because it is full (429, 503). All other answers go to the client as they are, and what
+cannot be read as an answer is not computed again. `fleet/breaker.py` hears of each try, and keeps turns off a replica
+that fails too often.
 """
 
 # compiled: each turn passes here
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from functools import partial
+from time import monotonic
+from typing import Final
 
 import structlog
 from multidict import CIMultiDict
@@ -19,6 +25,10 @@ from thunderagent.backends.base import NamedTurn, Priorities
 from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaError,
+    ReplicaGarbledError,
+    ReplicaLostError,
+    ReplicaRefusedError,
+    ReplicaRemovedError,
     ReplicaTimeoutError,
     ReplicaTrippedError,
     ReplicaUnreachableError,
@@ -39,6 +49,17 @@ from thunderagent.proxy.wire.http11.answers import Answer
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.turns")
+
+FULL: Final = frozenset({429, 503})
+"""What engines answer that have no room: the turn did not run."""
+
+LOST_WITHIN_S: Final = 0.5
+"""How long a turn over the budget waits for the word that its replica is down: it is polled at once."""
+
+LOOK_PERIOD_S: Final = 0.05
+
+_NOT_SENT = (ReplicaRefusedError, ReplicaRemovedError, ReplicaTrippedError)
+"""Errors before a turn was sent, after which its replica gets no turns."""
 
 
 class Forwarding:
@@ -144,29 +165,134 @@ class Forwarding:
             breakers.lost(replica_id, error, probe)
             raise
         if breakers.knows(replica_id):
-            breakers.succeeded(replica_id)
+            if upstream.status in FULL:
+                breakers.left(replica_id, probe)
+            elif upstream.status < 500:
+                breakers.began(replica_id)
+            else:
+                record.probe = probe
         return upstream
 
-    def may_retry(self, record: Record, attempt: Attempt, error: ReplicaError, now_s: float) -> bool:
-        """Return whether a turn that failed before its first byte may be retried."""
+    def waits(self, lease: Lease, upstream: Answer, patience_s: float) -> bool:
+        """Return whether a turn that its engine has no room for waits for room, there or elsewhere.
+
+        It does if its client still waits, for `patience_s`, after the time for which the replica is granted nothing.
+        """
+        if upstream.status not in FULL:
+            return False
+        after_s = _seconds(upstream.headers.get("Retry-After"))
+        for_s = self._replicas.breakers.pressed(lease.replica_id, after_s, upstream.status)
+        return for_s < patience_s
+
+    def goes_elsewhere(self, record: Record, attempt: Attempt, lease: Lease, upstream: Answer, now_s: float) -> bool:
+        """Return whether a turn that was answered 5xx is tried on another replica; that counts against this one."""
+        if upstream.status < 500 or upstream.status in FULL:
+            return False
+        replica_id = lease.replica_id
+        self._blame(record, replica_id, f"it answered {upstream.status}")
+        if replica_id in (record.chosen_id, record.maker_id) or record.turn.is_unknown:
+            return False
+        states = self._replicas_of(replica_id)
+        if not any(each not in record.failed_ids for each in states):
+            return False
+        log.warning("engine_failed_turn", program_id=lease.program_id, replica_id=replica_id, status=upstream.status)
+        return self._has_tries(record, attempt, replica_id, now_s)
+
+    def _replicas_of(self, replica_id: str) -> list[str]:
+        """Return the other replicas of a pool that grant now."""
+        states = self._replicas.map.states
+        own = states.get(replica_id)
+        return [
+            state.replica_id
+            for state in states.values()
+            if own is not None
+            and state is not own
+            and state.is_open
+            and state.pool == own.pool
+            and not state.suspended_for
+        ]
+
+    def _blame(self, record: Record, replica_id: str, why: str) -> None:
+        """Count a 5xx against its replica, unless the turn fails elsewhere, too: it may be the turn's own fault."""
+        breakers, failed_ids = self._replicas.breakers, record.failed_ids
+        if replica_id in failed_ids:
+            breakers.left(replica_id, record.probe)
+            return
+        if not failed_ids:
+            breakers.failed(replica_id, why)
+        elif len(failed_ids) == 1:
+            breakers.excuse(failed_ids[0])
+            breakers.left(replica_id, record.probe)
+        record.failed_ids = (*failed_ids, replica_id)
+
+    def answered(self, record: Record, replica_id: str) -> None:
+        """Note a good answer: whichever replicas failed its turn before did so for reasons of their own."""
+        breakers = self._replicas.breakers
+        if len(record.failed_ids) > 1:
+            for failed_id in record.failed_ids:
+                breakers.failed(failed_id, "it answered 5xx where another replica did not")
+        breakers.succeeded(replica_id)
+
+    def verdict_of_error(self, record: Record, lease: Lease) -> str:
+        """Return whose fault an error inside an answer is; aborts are the trainer's if it aborted what ran there."""
+        assert record.error is not None
+        if record.error.is_callers:
+            return "agent_error"
+        ran_s = monotonic() - record.arrived_s
+        is_trainers = record.error.is_abort and self._replicas.aborted_ago_s(lease.replica_id) <= ran_s
+        return "aborted_by_trainer" if is_trainers else "infrastructure_failed"
+
+    def erred(self, record: Record, replica_id: str, why: str) -> None:
+        """Note an error inside an answer."""
+        self._replicas.breakers.erred(replica_id, record.turn.program_id, why)
+
+    async def may_retry(
+        self, record: Record, attempt: Attempt, error: ReplicaError, now_s: float, patience_s: float
+    ) -> bool:
+        """Return whether a turn that failed before its first byte may be retried; its client waits for `patience_s`."""
         if error.replica_id in (record.chosen_id, record.maker_id):
             return False  # elsewhere it would only be refused
+        if isinstance(error, ReplicaGarbledError):
+            return False  # it was computed, and would be again
+        if isinstance(error, _NOT_SENT) and patience_s > 0:
+            if record.unsent_count:
+                await asyncio.sleep(min(1.0, LOOK_PERIOD_S * 2 ** min(record.unsent_count, 5), patience_s))
+            record.unsent_count += 1
+            return True
         if record.turn.is_unknown and not isinstance(error, ReplicaUnreachableError):
             return False  # it may have been executed
         if isinstance(error, ReplicaTimeoutError) and not isinstance(error, FirstByteTimeoutError):
             return False
+        if isinstance(error, ReplicaLostError) and patience_s > 0:
+            return True
         refused_before = self._budget.refused_count
-        may_retry = self._budget.may_retry(now_s, record.tries_count, attempt.patience.retry_count)
+        if self._has_tries(record, attempt, error.replica_id, now_s):
+            return True
+        return self._budget.refused_count > refused_before and await self._is_lost(error.replica_id)
+
+    def _has_tries(self, record: Record, attempt: Attempt, replica_id: str, now_s: float) -> bool:
+        """Return whether a turn, and all turns together, may be tried once more, and count that."""
+        refused_before = self._budget.refused_count
+        tries_count = record.tries_count - record.unsent_count
+        may_retry = self._budget.may_retry(now_s, tries_count, attempt.patience.retry_count)
         if may_retry:
             self._metrics.count_retry("made")
         elif self._budget.refused_count > refused_before:
             self._metrics.count_retry("over_budget")
-            log.warning("retry_over_budget", program_id=record.turn.program_id, replica_id=error.replica_id)
+            log.warning("retry_over_budget", program_id=record.turn.program_id, replica_id=replica_id)
         return may_retry
+
+    async def _is_lost(self, replica_id: str) -> bool:
+        """Return whether a replica turns out to be down: then what it had goes elsewhere once, however much it is."""
+        for _ in range(round(LOST_WITHIN_S / LOOK_PERIOD_S)):
+            if not self._replicas.map.is_up(replica_id):
+                return True
+            await asyncio.sleep(LOOK_PERIOD_S)
+        return False
 
     def failed(self, lease: OpenLease, error: ReplicaError) -> None:
         """Return a lease that its replica failed, and have that replica polled."""
-        lease.failed()
+        lease.failed(error.code)
         log.warning(
             "replica_failed_turn",
             program_id=lease.granted.program_id,
@@ -179,5 +305,10 @@ class Forwarding:
 
     def left(self, record: Record, lease: Lease, named: NamedTurn, authorization: str | None) -> None:
         """Abort on an engine what nobody waits for any more, if the turn has an id of its own there."""
-        if named.engine_request_id and record.outcome not in ("finished", "refused"):
+        if named.engine_request_id and record.outcome not in ("finished", "refused", "errored"):
             self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)
+
+
+def _seconds(text: str | None) -> float | None:
+    """Return the seconds of a `Retry-After`; None if it names none, or a date."""
+    return float(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 
 from thunderagent.leases import FAIL_OPEN, TurnAsk
 from thunderagent.log_lines import TurnLine
 from thunderagent.proxy.gate.tenancy import Tenancy
+from thunderagent.proxy.reading.answer_errors import AnswerError
 from thunderagent.proxy.reading.answers import Completions
 from thunderagent.proxy.reading.dialects import NO_USAGE, Dialect
 from thunderagent.proxy.reading.identity import TurnRequest
@@ -37,11 +39,22 @@ class Record:
     generation = 0
     """The generation of its program, from its last lease."""
     outcome = "abandoned"
+    verdict = "client_left"
+    """Whose doing its end was: a `TurnVerdict`."""
+    cause = ""
+    """The code of an error, or the status of an answer, if it ended badly."""
     status: int | None = None
     replica_id: str | None = None
     reason: str | None = None
     held_s = 0.0
+    error: AnswerError | None = None
+    """What the engine reported inside an answer with status 200."""
     tries_count = 0
+    unsent_count = 0
+    """How many of the tries did not run: they were not sent, or refused for want of room."""
+    failed_ids: tuple[str, ...] = ()
+    """Replicas that answered it 5xx."""
+    probe: asyncio.Future[bool] | None = None
     tool = ""
 
     def __init__(
@@ -70,15 +83,34 @@ class Record:
         if prompt is not None:
             self.chain, self.completions = prompt.chain(), Completions(dialect)
 
+    def failed(self, cause: str) -> None:
+        """Note that its replica failed it after its answer had begun."""
+        self.outcome, self.verdict, self.cause = "failed", "infrastructure_failed", cause
+
+    def refused(self) -> None:
+        """Note an engine's refusal: 4xx are of the agent's making, except 429, and 5xx are not."""
+        status = self.status or 0
+        is_agents = 400 <= status < 500 and status != 429
+        self.outcome, self.cause = "refused", f"status {status}"
+        self.verdict = "agent_error" if is_agents else "infrastructure_failed"
+
     def line(self, duration_s: float, request_id: str) -> TurnLine:
         """Return its canonical line, once it has ended."""
         prompt_tokens, output_tokens, cached_tokens = self.usage
+        if self.outcome == "finished":
+            self.verdict = "ok"
+        elif self.outcome == "refused" and not self.cause:
+            self.refused()
+        elif self.outcome in ("failed", "rejected") and not self.cause:
+            self.verdict = "infrastructure_failed"
         return TurnLine(
             event="turn",
             timestamp=datetime.now(UTC),
             program_id=self.turn.program_id,
             replica_id=self.replica_id,
             outcome=self.outcome,
+            verdict=self.verdict,
+            cause=self.cause,
             status=self.status,
             reason=self.reason,
             held_s=round(self.held_s, 4) if self.held_s else 0.0,

@@ -20,7 +20,8 @@ from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answers import StreamUsage, includes_last, read_answer
+from thunderagent.proxy.reading.answer_errors import error_of_body
+from thunderagent.proxy.reading.answers import StreamUsage, decoded, includes_last, read_answer
 from thunderagent.proxy.reading.dialects.base import KeepId
 from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls
 from thunderagent.proxy.reading.inference import Inference
@@ -135,7 +136,7 @@ class Relay:
         try:
             await self._client.pipe(lease.granted.replica_id, upstream, exchange.write)
         except ReplicaError as error:
-            record.outcome = "failed"
+            record.failed(error.code)
             self._forwarding.failed(lease, error)
             exchange.cut()
             return
@@ -150,6 +151,7 @@ class Relay:
                 record.completions.read_answer(body, encoding)
             keep_id = self.keep_id(lease.granted.replica_id)
             record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
+            record.error = error_of_body(body if encoding is None else decoded(body, encoding) or b"")
 
     async def _stream(
         self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
@@ -163,7 +165,7 @@ class Relay:
             await self._client.pipe(replica_id, upstream, streamed.take)
         except ReplicaError as error:
             if not streamed.has_ended():
-                record.outcome = "failed"
+                record.failed(error.code)
                 self._forwarding.failed(lease, error)
                 await streamed.break_off(error)
                 return
@@ -180,6 +182,7 @@ class Relay:
         streamed.count(self._metrics)
         record.usage = streamed.events.usage
         record.tool = streamed.tool_calls.key()
+        record.error = streamed.events.error
         self._end_lease(record, lease)
 
     async def _converse(
@@ -198,7 +201,7 @@ class Relay:
             )
             await self._websockets.carry(replica_id, exchange, upstream, pipe, count)
         except ReplicaError as error:
-            record.outcome = "failed"
+            record.failed(error.code)
             self._forwarding.failed(lease, error)
         else:
             self._end_lease(record, lease)
@@ -214,15 +217,26 @@ class Relay:
             self._inference.answered(record.turn.program_id or "", chain, completions.choices())
 
     def _end_lease(self, record: Record, lease: OpenLease) -> None:
-        """End the lease of a turn whose answer is complete; an engine's 4xx or 5xx is an answer, too."""
-        if record.status is not None and record.status < 400:
-            record.outcome = "finished"
+        """End the lease of a turn whose answer is complete; an engine's 4xx or 5xx is an answer, too.
+
+        An error inside an answer is a failure: nothing is learned from it, and its program is not released.
+        """
+        replica_id = lease.granted.replica_id
+        if record.status is not None and record.status < 400 and record.error is not None:
+            record.outcome, record.cause = "errored", f"in its answer: {record.error.code}"
+            record.verdict = self._forwarding.verdict_of_error(record, lease.granted)
+            if not (record.error.is_callers or record.error.is_abort):
+                self._forwarding.erred(record, replica_id, f"an error inside its answer: {record.error.code}")
+            lease.errored(record.verdict, record.cause)
+        elif record.status is not None and record.status < 400:
+            record.outcome, record.verdict = "finished", "ok"
+            self._forwarding.answered(record, replica_id)
             lease.finished(*record.usage, record.tool)
             if record.chain is not None:
                 self.remember(record)
         else:
-            record.outcome = "refused"
-            lease.refused()
+            record.refused()
+            lease.refused(record.verdict, record.cause)
 
 
 class _Streamed:

@@ -17,6 +17,7 @@ from thunderagent.programs.learned.trust import TURN_EDGES_COUNT
 from thunderagent.programs.model.advice.hints import KEEPS
 from thunderagent.programs.model.advice.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
 from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -111,7 +112,7 @@ class StateCollector:
 
     def _counts(self) -> Iterator[Metric]:
         runtime = self._runtime
-        outcomes = ("finished", "refused", "failed", "abandoned", "rejected", "superseded", "aborted")
+        outcomes = ("finished", "refused", "failed", "errored", "abandoned", "rejected", "superseded", "aborted")
         yield from carried(runtime, outcomes)
         learned = [scheduler.knowledge for scheduler in runtime.pools.schedulers]
         yield GaugeMetricFamily(
@@ -184,6 +185,11 @@ class StateCollector:
                 "thunderagent_replica_turns", "Turns in flight on a replica.", labels=["replica"]
             ),
         }
+        verdicts = GaugeMetricFamily(
+            "thunderagent_replica_verdict",
+            "1 for the verdict on a replica, 0 for all others: alert on failing, silent, frozen and collapsed.",
+            labels=["replica", "verdict"],
+        )
         costs = CounterMetricFamily(
             "thunderagent_cost_token_seconds",
             "What a replica's memory was spent on: decode, prefill, recompute, caching, unused.",
@@ -198,13 +204,16 @@ class StateCollector:
             gauges["draining"].add_metric([replica_id], int(known.draining_since_s is not None))
             scheduler = self._runtime.pools.of_replica(replica_id).scheduler
             replica = scheduler.replicas.get(replica_id)
+            state = ReplicaState.DOWN if replica is None else replica.verdict.state
+            for each in ReplicaState:
+                verdicts.add_metric([replica_id, each.value], int(each is state))
             if replica is None:
                 gauges["up"].add_metric([replica_id], 0)
                 continue
             account = replica.account
             scheduler.ledger.accrue(account, self._runtime.now_s())
             gauges["up"].add_metric([replica_id], int(replica.open_to_programs))
-            gauges["suspended"].add_metric([replica_id], int(bool(replica.suspended_for)))
+            gauges["suspended"].add_metric([replica_id], int(replica.verdict.holds(ReplicaState.SUSPENDED)))
             gauges["demand"].add_metric([replica_id], account.demand_tokens)
             gauges["shared"].add_metric([replica_id], account.shared_tokens)
             gauges["tripped"].add_metric([replica_id], int(replica.tripped))
@@ -218,6 +227,7 @@ class StateCollector:
             for term, token_seconds in terms.items():
                 costs.add_metric([replica_id, term.removesuffix("_token_s")], token_seconds)
         yield from gauges.values()
+        yield verdicts
         yield costs
         yield queued
 

@@ -14,11 +14,19 @@ class LeftError(ConnectionResetError):
 
 
 class ClosedError(ConnectionError):
-    """The server closed the connection, or sent what is not HTTP."""
+    """The server closed the connection."""
 
 
 class StaleError(ClosedError):
     """A reused connection ended before the first byte of this request's answer."""
+
+
+class GarbledError(ClosedError):
+    """The server began to answer, and what it sent cannot be read as an answer."""
+
+
+class LostError(ConnectionError):
+    """The server was declared lost while the request was on its way."""
 
 
 class SilentError(TimeoutError):
@@ -39,5 +47,5 @@ class ConnectLateError(TimeoutError):
     """The connection was not made in time."""
 
 
-Failure = tuple[type[ClosedError] | type[SilentError] | type[TotalError], str]
+Failure = tuple[type[ClosedError] | type[GarbledError] | type[LostError] | type[SilentError] | type[TotalError], str]
 """Why an answer broke off."""

@@ -225,7 +225,7 @@ class GatewayCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
         runtime, turns = self._runtime, self._runtime.turns
-        yield from carried(runtime, ("finished", "refused", "failed", "abandoned", "rejected"))
+        yield from carried(runtime, ("finished", "refused", "failed", "errored", "abandoned", "rejected"))
         yield GaugeMetricFamily(
             "thunderagent_gateway_led", "1 while there is a link to a leading scheduler: alert at 0.", int(turns.is_led)
         )

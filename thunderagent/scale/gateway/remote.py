@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from time import monotonic
 
 import structlog
@@ -292,6 +293,10 @@ class RemoteRuntime:
         """Return how many turns have leases on a replica, from here."""
         return self._counts[replica_id]
 
+    def aborted_ago_s(self, replica_id: str) -> float:  # noqa: ARG002 - the protocol's
+        """Return infinity: only the scheduler hears of aborts."""
+        return inf
+
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
         """Ask the scheduler to end a program; return False if this gateway carried no turn of it."""
         known = self._known.get(program_id) is not None
@@ -306,7 +311,11 @@ class RemoteRuntime:
         """Do nothing for a removed replica: this gateway was told of it itself."""
         self.fleet.tripped_ids.discard(replica_id)
 
-    def replica_tripped(self, replica_id: str, *, tripped: bool) -> None:
+    def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:  # noqa: ARG002 - the protocol's
+        """Tell the scheduler that a replica says it is full."""
+        self._seen(replica_id, f"pressed {for_s:.3f}")
+
+    def replica_tripped(self, replica_id: str, *, tripped: bool, why: str = "") -> None:  # noqa: ARG002
         """Tell the scheduler that a replica fails turn after turn, or may be tried again."""
         (self.fleet.tripped_ids.add if tripped else self.fleet.tripped_ids.discard)(replica_id)
         self._seen(replica_id, "tripped" if tripped else "tried")
@@ -352,7 +361,7 @@ class RemoteRuntime:
         replica_id = row.lease.replica_id
         self._counts[replica_id] -= 1
         self.leases_count -= 1
-        self.outcome_counts[end.outcome] += 1
+        self.outcome_counts["errored" if end.is_error else end.outcome] += 1
         if end.outcome == "finished":
             self.prompt_tokens_total += end.prompt_tokens or 0
             self.output_tokens_total += end.output_tokens or 0

@@ -16,6 +16,7 @@ from thunderagent.errors import InvalidProgramIdError, ShuttingDownError, Thunde
 from thunderagent.leases import TurnAsk, TurnEnd
 from thunderagent.programs.model.events import ProgramOpened
 from thunderagent.programs.model.fleet_events import ResidencyReported
+from thunderagent.programs.model.verdict import MOST_PRESSURE_S
 from thunderagent.proxy.fleet.replicas import Watcher
 from thunderagent.proxy.reading.header_words import check_names
 from thunderagent.runtime import Runtime
@@ -172,6 +173,10 @@ class Granting:
         """Have a replica polled: it may be this gateway alone that does not reach it."""
         if digest.seen in {"refused", "failed"}:
             self._watcher.suspect(digest.replica_id)
+        elif digest.seen.startswith("pressed ") and not self._is_closing:
+            for_s = _seconds_of(digest.seen)
+            if for_s is not None:
+                self._runtime.replica_pressed(digest.replica_id, for_s, "it says that it is full")
 
     def tripped(self, replica_id: str, *, tripped: bool) -> None:
         """Tell the runtime."""
@@ -193,6 +198,15 @@ def _named(ask: TurnAsk) -> TurnAsk:
     if _is_named(ask):
         return ask
     return TurnAsk(turn_id=ask.turn_id, prompt_bytes=ask.prompt_bytes, media=ask.media)
+
+
+def _seconds_of(seen: str) -> float | None:
+    """Return the seconds of a word about pressure, as far as they are believed; None if they are no number."""
+    try:
+        for_s = float(seen.partition(" ")[2])
+    except ValueError:
+        return None
+    return min(for_s, MOST_PRESSURE_S) if for_s > 0 else None
 
 
 def _lets_some_go_on(early: deque[asyncio.Event]) -> bool:

@@ -40,12 +40,11 @@ function create(replica) {
 
 function update(element, replica) {
   const view = element.view;
-  const health = replica.draining ? "draining" : replica.up ? "up" : "down";
-  setText(view.health, health);
-  view.health.dataset.state = health;
+  setText(view.health, replica.verdict);
+  view.health.dataset.state = replica.verdict === "up" ? "up" : replica.up ? "draining" : "down";
   setText(view.pool, replica.pool);
   const suspended = replica.suspended_for.length ? `nothing is granted: ${replica.suspended_for.join(", ")}` : "";
-  setText(view.why, replica.up ? suspended : replica.why_down);
+  setText(view.why, replica.verdict === "suspended" ? suspended : replica.verdict_reason);
   const size = replica.capacity_tokens;
   const limit = replica.limit_tokens;
   const full = limit ? ` · ${percent(replica.demand_tokens / limit)}` : "";

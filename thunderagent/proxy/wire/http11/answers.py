@@ -124,7 +124,7 @@ class Answer:
         return self._body
 
     async def next_piece(self) -> bytes:
-        """Return the next part of the body; empty at its end. Raises `ClosedError`, `SilentError` or `TotalError`."""
+        """Return the next part of the body; empty at its end. Raises a kind of `Failure`."""
         while not self._pieces:
             if self.is_whole:
                 return b""

@@ -22,6 +22,8 @@ from thunderagent.proxy.wire.exchange import Channel
 from thunderagent.proxy.wire.failures import (
     ClosedError,
     Failure,
+    GarbledError,
+    LostError,
     NotHttpError,
     SilentError,
     StaleError,
@@ -55,6 +57,9 @@ STALL_LOOKS_COUNT: Final = 4
 
 ROUNDING_S: Final = 1e-6
 """Tolerance for rounding errors of a limit that has just passed."""
+
+ANSWERS: Final = b"HTTP/1."
+"""What begins so is an answer, whatever follows: the server had the request. Anything else is of no HTTP server."""
 
 FAILED: Final = 500
 """Servers close the connection of an application that failed, just after its answer, and do not say so (uvicorn)."""
@@ -153,8 +158,8 @@ class Connection:
     def answered(self, answer: Answer | None) -> Answer:
         """Return the answer whose head has arrived.
 
-        Raises `ClosedError`, `SilentError`, `TotalError`, or `StaleError` if the connection was reused and died before
-        the first byte.
+        Raises `ClosedError`, `GarbledError`, `LostError`, `SilentError`, `TotalError`, or `StaleError` if the
+        connection was reused and died before the first byte.
         """
         if answer is None:
             kind, why = self._failure or (ClosedError, "it was closed")
@@ -205,6 +210,10 @@ class Connection:
     def give_up(self) -> None:
         """End its request, if there is one, and close it without sending the rest."""
         self._fail((ClosedError, "the answer was closed"))
+
+    def lose(self, why: str) -> None:
+        """End its request, if there is one, because the server was declared lost; close it either way."""
+        self._fail((LostError, why))
 
     def pause_reading(self) -> None:
         """Make the server wait."""
@@ -271,7 +280,8 @@ class Connection:
             else:
                 self._take_body(self._answer, data)
         except NotHttpError as error:
-            self._fail((ClosedError, f"what it answered is not HTTP: {error}"))
+            is_answer = self._answer is not None or (self._buffer + data).startswith(ANSWERS)
+            self._fail((GarbledError if is_answer else ClosedError, f"what it answered is not HTTP: {error}"))
 
     def late(self, now_s: float) -> None:
         """Close it if it was idle for too long, or fail its late request."""

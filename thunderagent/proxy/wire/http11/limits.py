@@ -19,6 +19,13 @@ import socket
 from math import inf
 from typing import Final, NamedTuple, Protocol
 
+KEEPALIVE_IDLE_S: Final = 30
+"""A peer that sends nothing for this long is probed: most NATs forget a silent connection after minutes."""
+
+KEEPALIVE_INTERVAL_S: Final = 10
+KEEPALIVE_PROBES_COUNT: Final = 3
+"""A peer that answers none of them is gone: after a minute in all."""
+
 LEAST_PAUSE_S: Final = 0.01
 PAUSE_FOR_EACH_S: Final = 20e-6
 
@@ -120,7 +127,10 @@ class Pause:
 
 
 def notice_lost_peers(transport: asyncio.BaseTransport) -> None:
-    """Enable keep-alive probes of the other side: a turn may be held for hours."""
+    """Enable keep-alive probes of the other side, within a minute: a turn may be held for hours."""
     peer = transport.get_extra_info("socket")
     if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES_COUNT)

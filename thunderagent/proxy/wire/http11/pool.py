@@ -95,6 +95,11 @@ class Pool:
             self._all_closed = self._loop.create_future()
             await self._all_closed
 
+    def lose(self, why: str) -> None:
+        """Fail all requests, because the replica was declared lost; the next ones get new connections."""
+        for connection in list(self._connections):
+            connection.lose(why)
+
     async def request(
         self,
         method: str,
@@ -110,8 +115,8 @@ class Pool:
 
         It is sent again, on a new connection, if a kept one dies at once: the engine just closed it. It is not if that
         might execute something twice: it was written, and neither the method nor `may_repeat` allows it. Raises
-        `UnreachedError`, `ConnectLateError`, `ClosedError`, `SilentError` or `TotalError`, which reading the body may
-        raise, too; and `ValueError` for a URL or headers that cannot be sent.
+        `UnreachedError`, `ConnectLateError` or a kind of `Failure`, which reading the body may raise, too; and
+        `ValueError` for a URL or headers that cannot be sent.
         """
         site = self._sites.get(base_url) or self._site(base_url)
         if not _SENDABLE.fullmatch(path):  # it is sent as it was checked, or not at all
