@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 MOST_S = 0.1
 MOST_RATIO = 4
 SIZE_BYTES = 24 * 2**20
-BESIDE_BYTES = 24 * 2**20
-"""What a turn, a poll and the event log take beside; and what the allocator keeps of one thing for the next."""
+BESIDE_BYTES = 48 * 2**20
+"""What the first turn, polls and the event log take beside, and what the allocator keeps."""
 
 
 def within(body: bytes, piece: bytes, end: bytes) -> bytes:
@@ -86,6 +86,8 @@ async def test_each_route_of_ours_refuses_what_is_large() -> None:
     async with fake_replica() as replica, measured_proxy(replica.url) as proxy:
         for row in ROUTES:
             if row.access is ENGINE or not set(row.methods.split()) & {"POST", "*"}:
+                continue
+            if row.pattern.startswith("/internal/"):  # only where a process hands over to the next
                 continue
             path = row.pattern.replace("**", "").replace("{}", "a")
             answer = await post(proxy.url, path, ids)

@@ -132,7 +132,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # Lets an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
     "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
     # A client of engines and of a proxy, which it can start itself.
-    "doctor": frozenset({"errors", "backends", "bounded", "config", "serving"}),
+    "doctor": frozenset({"errors", "backends", "bounded", "config", "log_lines", "serving"}),
     "cli": EVERY_ROOM
     | {
         "config",
@@ -141,6 +141,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "scaling",
         "calibrate",
         "compilation",
+        "bounded",
         "doctor",
         "log_lines",
         "nova",

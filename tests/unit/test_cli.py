@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 from aiohttp import web
+from rich.console import Console
 from structlog.testing import capture_logs
 
 from tests.loopback import on_loopback
 from thunderagent import __version__
-from thunderagent.cli import build_parser, main
+from thunderagent.cli import build_parser, main, status
 from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS, _options_as_given
 from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
+from thunderagent.doctor.findings import fault, show
 from thunderagent.serving.building import build_runtime
 from thunderagent.simulator.workloads.formats import load_recorded
 
@@ -196,6 +200,38 @@ async def test_a_server_of_another_kind_is_told_of(
     async with on_loopback(app) as url:
         assert await asyncio.to_thread(exit_status, command, "--url", url) == 1
     assert capsys.readouterr().err.startswith(f"thunderagent: error: {says} answers at {url}: what it sends {why}")
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+async def test_an_answer_without_end_is_not_read_to_its_end(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever listens there does not decide how much memory the command takes."""
+    monkeypatch.setattr(status, "MAX_ANSWER_BYTES", 100_000)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(b" " * 50_000)
+        return response
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", endless)
+    async with on_loopback(app) as url:
+        assert await asyncio.to_thread(exit_status, command, "--url", url) == 1
+    assert "sent more than 100000 bytes" in capsys.readouterr().err
+
+
+def test_what_an_engine_is_called_does_not_obey_on_a_terminal() -> None:
+    """Names of models come from engines, by way of a proxy, to `status`, `top` and `doctor`."""
+    assert status._shown({"models": ["m\x1b]0;owned\x07", 1, None]}) == {"models": [r"m\x1b]0;owned\x07", 1, None]}
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False)
+    show([fault("engine", "models", "serves m\x1b]0;owned\x07", remedy="rename \x1b[2J")], console)
+    assert "\x1b" not in out.getvalue()
+    assert r"serves m\x1b]0;owned\x07" in out.getvalue()
 
 
 def test_options_for_another_process_are_read_there_as_here() -> None:

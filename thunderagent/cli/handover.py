@@ -69,4 +69,4 @@ def _epoch(client: httpx2.Client) -> int:
 @of_a_proxy()
 def _number(answer: httpx2.Response, name: str) -> int:
     """Return a number of an answer. Raises `httpx2.DecodingError`."""
-    return int(json_of(answer)[name])
+    return int(json_of(answer.content)[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -18,11 +19,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from thunderagent.bounded import UNPACKED_ONLY, BoundedBody, ExcessError
 from thunderagent.doctor.asking import trusted
 from thunderagent.errors import ConfigurationError
+from thunderagent.log_lines import escaped
 
 REFRESH_S = 1.0
 TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 16 * 2**20
+"""A proxy's answer is not larger, with a thousand replicas and the programs that are shown."""
 BAR_WIDTH = 30
 PIPE_WIDTH = 160
 """Width of output that is not a terminal: ids stay whole, so that they can be searched for."""
@@ -218,10 +223,10 @@ def _taken(disk_bytes: int | None) -> str:
     return "" if disk_bytes is None else f", {_short(disk_bytes)}B on disk"
 
 
-def json_of(response: httpx2.Response) -> Any:
+def json_of(body: bytes) -> Any:
     """Return an answer's JSON. Raises `httpx2.DecodingError` if it is none."""
     try:
-        return response.json()
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise httpx2.DecodingError("what it sends is no JSON") from error
 
@@ -236,9 +241,27 @@ def of_a_proxy() -> Iterator[None]:
 
 
 def _get(client: httpx2.Client, path: str) -> Any:
-    response = client.get(path)
-    response.raise_for_status()
-    return json_of(response)
+    with client.stream("GET", path, headers=UNPACKED_ONLY) as response:
+        response.raise_for_status()
+        body = BoundedBody(MAX_ANSWER_BYTES, response.headers.get("Content-Encoding"))
+        ends_s = time.monotonic() + TIMEOUT_S
+        try:
+            for piece in response.iter_raw():
+                body.add(piece)
+                if time.monotonic() > ends_s:
+                    raise httpx2.ReadTimeout(f"{path} does not end")
+        except ExcessError as error:
+            raise httpx2.DecodingError(f"{path} {error}") from error
+    return _shown(json_of(bytes(body.taken())))
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of JSON with escapes for what a terminal obeys: names of models come from engines."""
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    return {escaped(name): _shown(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:

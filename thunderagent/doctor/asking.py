@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import time
@@ -13,10 +14,14 @@ from typing import Any
 
 import httpx2
 
+from thunderagent.bounded import UNPACKED_ONLY, BoundedBody, ExcessError
 from thunderagent.errors import ConfigurationError
 
 LOOK_TIMEOUT_S = 10.0
 """For an engine's reports on itself. SGLang answers for its health with a token that it generates."""
+
+MAX_ANSWER_BYTES = 16 * 2**20
+"""A larger answer counts as none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +91,24 @@ class Asker:
     ) -> Answer:
         asked_s = self._wall_clock()
         try:
-            answer = await self._http.request(method, path, headers=headers, content=body, timeout=timeout_s)
-        except httpx2.TimeoutException:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(
+                    method, path, headers={**UNPACKED_ONLY, **(headers or {})}, content=body, timeout=timeout_s
+                ) as answer,
+            ):
+                come = BoundedBody(MAX_ANSWER_BYTES, answer.headers.get("Content-Encoding"))
+                came_whole = answer.is_stream_consumed
+                async for piece in answer.aiter_bytes() if came_whole else answer.aiter_raw():
+                    come.add(piece)
+        except (httpx2.TimeoutException, TimeoutError):
             return Answer(0, why=f"no answer within {timeout_s:g} s")
+        except ExcessError as error:
+            return Answer(0, why=f"{path} {error}")
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             return Answer(0, why=str(error) or type(error).__name__)
         skew_s = _skew_s(answer.headers.get("Date", ""), asked_s, self._wall_clock())
-        return Answer(answer.status_code, answer.text, answer.headers, skew_s=skew_s)
+        return Answer(answer.status_code, come.taken().decode(errors="replace"), answer.headers, skew_s=skew_s)
 
 
 def _skew_s(date: str, asked_s: float, answered_s: float) -> float | None:

@@ -11,6 +11,8 @@ from enum import StrEnum
 from rich.console import Console
 from rich.text import Text
 
+from thunderagent.log_lines import escaped
+
 
 class Level(StrEnum):
     """How bad a finding is. Only a fault makes the exit status 1."""
@@ -76,11 +78,14 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     width = max(map(len, Level))
     for finding in findings:
         line = Text.assemble(
-            (f"{finding.level:<{width}}", STYLES[finding.level]), "  ", (finding.subject, "bold"), f"  {finding.text}"
+            (f"{finding.level:<{width}}", STYLES[finding.level]),
+            "  ",
+            (escaped(finding.subject), "bold"),
+            f"  {escaped(finding.text)}",
         )
         console.print(line, soft_wrap=True)
         if finding.remedy:
-            console.print(Text(f"{'':{width}}  → {finding.remedy}"), soft_wrap=True)
+            console.print(Text(f"{'':{width}}  → {escaped(finding.remedy)}"), soft_wrap=True)
     counts = Counter(finding.level for finding in findings)
     said = [f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}" for level in (Level.FAULT, Level.WARNING)]
     console.print(Text(f"{', '.join(said)}, {counts[Level.OK]} ok"), soft_wrap=True)
