@@ -481,6 +481,20 @@ async def test_what_is_in_flight_on_a_frozen_replica_goes_elsewhere() -> None:
         assert (await breaker_of(proxy, frozen))["verdict"] == "up"
 
 
+async def test_a_replica_that_computes_a_long_prompt_at_once_is_not_frozen() -> None:
+    """Nothing moves until that step ends; a check has to wait for it."""
+    step = Gate()
+    async with fake_replica(step) as busy, running_proxy(busy.url, **FREEZES) as proxy:
+        busy.metrics = IDLE_QUEUE
+        long = asyncio.create_task(ask(proxy.url, "a", content="word " * 200_000))
+        await until(lambda: busy.calls)
+        polls_count = busy.polls_count + 40
+        await until(lambda: busy.polls_count >= polls_count)
+        assert (await breaker_of(proxy, busy))["verdict"] == "up"
+        step.open()
+        assert (await long).status == 200
+
+
 async def test_a_replica_that_computes_whole_answers_for_long_is_not_frozen() -> None:
     """No byte comes and no counter moves; but it answers the check, as an engine does that works on several at once."""
     gate, checks_count = Gate(), 0

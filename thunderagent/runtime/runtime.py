@@ -385,6 +385,15 @@ class Runtime:
             collapsed_ratio=replica.keeping.found_ratio if replica.up and replica.keeping.has_collapsed else None,
         )
 
+    def longest_prefill_s(self, replica_id: str) -> float:
+        """Return how long the longest prompt on a replica should take whose answer has not begun. Cost: O(turns)."""
+        scheduler = self.pools.of_replica(replica_id).scheduler
+        waiting = [
+            turn for turn in scheduler.turns.values() if turn.account_id == replica_id and turn.started_s is None
+        ]
+        uncached = (turn.prompt_tokens - max(turn.resident_tokens, turn.kept_tokens) for turn in waiting)
+        return max(0, max(uncached, default=0)) * scheduler.knowledge.prefill_speed.token_s
+
     def aborted_ago_s(self, replica_id: str) -> float:
         """Return how long ago a trainer aborted what runs on a replica; infinite if never."""
         return self.now_s() - self._aborted_s.get(replica_id, -inf)

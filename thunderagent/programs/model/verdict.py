@@ -173,6 +173,9 @@ CHECK_AT_RATIO: Final = 0.4
 FROZEN_AT_RATIO: Final = 0.8
 """Part of the limit after which it is frozen: polls show a standstill late, and its end."""
 
+PREFILL_RATIO: Final = 3.0
+"""An engine that may be computing a long prompt at once is frozen only after this many times that time."""
+
 SLOW_LIMIT_RATIO: Final = 2.0
 """An engine that stood still and then went on by itself is given this many times that time from then on."""
 
@@ -272,12 +275,16 @@ class Stillness:
             return False
         return self.still_s(now_s) >= CHECK_AT_RATIO * self.limit_s
 
-    def is_frozen(self, now_s: float) -> bool:
-        """Return whether that is enough, if the check that was sent has no answer."""
+    def is_frozen(self, now_s: float, prefill_s: float = 0.0) -> bool:
+        """Return whether that is enough, if the check that was sent has no answer.
+
+        `prefill_s` is how long the longest prompt there should take, whose answer has not begun.
+        """
         counters = self._counters
         if counters is None or not (counters.is_paced or counters.tells_queue_is_empty):
             return False
-        return self.checked_s < inf and self.still_s(now_s) >= FROZEN_AT_RATIO * self.limit_s
+        enough_s = max(FROZEN_AT_RATIO * self.limit_s, PREFILL_RATIO * prefill_s)
+        return self.checked_s < inf and self.still_s(now_s) >= enough_s
 
 
 LEAST_PRESSURE_S: Final = 1.0

@@ -118,7 +118,11 @@ class Judging:
         if stillness.wants_check(now_s):
             stillness.checked_s = now_s
             self._send_check(replica_id, watch)
-        elif stillness.is_frozen(now_s) and (watch.takes_checks or counters.is_paced):
+        elif (
+            stillness.is_frozen(now_s)
+            and (watch.takes_checks or counters.is_paced)
+            and stillness.is_frozen(now_s, self._runtime.longest_prefill_s(replica_id))
+        ):
             self._freeze(replica_id, watch, counters, now_s)
 
     # --- frozen

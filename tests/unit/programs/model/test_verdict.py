@@ -112,6 +112,17 @@ def test_an_engine_with_long_steps_is_given_more_time() -> None:
     assert stillness.limit_s == 2 * 12
 
 
+def test_an_engine_that_computes_a_long_prompt_at_once_is_given_that_time() -> None:
+    """Nothing moves until the step ends, not even the answer to a check."""
+    stillness = Stillness(LIMIT_S)
+    assert polls(stillness, counters(1.0), since_s=0, until_s=11) == 12
+    assert stillness.is_frozen(12.0)
+    assert not stillness.is_frozen(12.0, prefill_s=20.0)
+    assert not stillness.is_frozen(59.0, prefill_s=20.0)
+    assert stillness.is_frozen(60.0, prefill_s=20.0)
+    assert stillness.is_frozen(12.0, prefill_s=1.0), "a short one is no excuse"
+
+
 # --- backpressure
 
 
