@@ -43,13 +43,15 @@ class Setup:
     told_ratio: float = 1.0
     """What our proxy is told of each engine's pool, over the pool; engines that tell it themselves need no telling."""
     engine_core: int | None = None
+    is_text: bool = False
+    """Whether prompts are text that others bring."""
     code: Path | None = None
     """The folder whose package our proxy runs; by default this one's."""
 
     @property
     def mockers(self) -> dynamo.MockerConfig:
         """The settings of Dynamo's engines."""
-        return dynamo.MockerConfig(kv_tokens=self.kv_tokens, core=self.engine_core)
+        return dynamo.MockerConfig(kv_tokens=self.kv_tokens, core=self.engine_core, is_text=self.is_text)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def abench_words(spec: LoadSpec, url: str, seconds: float, tokenizer: str, resul
 async def run_abench(spec: LoadSpec, url: str, seconds: float) -> dict[str, float | int | None]:
     """Run ABench for so long, and return its figures. Raises RealEngineError if it fails."""
     python = ensure_environment("abench", [ABENCH, "transformers"], "some 200 MB")
-    tokenizer = str(dynamo.model_folder())
+    tokenizer = str(dynamo.model_folder(is_text=True))
     log = cache_dir() / "logs" / "abench.log"
     with TemporaryDirectory(prefix="abench-") as folder:
         result = Path(folder) / "result.jsonl"

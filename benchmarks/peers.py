@@ -5,7 +5,8 @@
 A load has a name (`--list`). Arms take turns at going first, each run has fresh engines, and round k has the programs
 of seed `--first-seed` + k, whatever the arm. Engines are NVIDIA Dynamo's mockers, which model vLLM in real time and
 need no GPU, a real vLLM, or the simulated ones of `thunderagent serve`. Engines have one core, the rest has another
-(`--cores`). The result has each run, the versions of all arms, and the 95 % interval of each arm over each other, in pairs.
+(`--cores`). The result has each run, the versions of all arms, and the 95 % interval of each arm over each other, in
+pairs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -211,7 +213,8 @@ class Settings:
 
     def setup(self, load: Load, cell: Cell) -> Setup:
         """Return the engines of a cell."""
-        return Setup(load.kind, cell.engines, load.kv_tokens, self.told_ratio, self.engine_core, self.code)
+        is_text = bool(load.client)
+        return Setup(load.kind, cell.engines, load.kv_tokens, self.told_ratio, self.engine_core, is_text, self.code)
 
 
 async def run_cell(cell: Cell, arm: Arm, number: int, settings: Settings) -> list[Run]:
@@ -298,14 +301,53 @@ def table(runs: Sequence[Run]) -> Table:
     }
     for column in ("rounds", *shown):
         result.add_column(column, justify="right", no_wrap=True)
+    for (cell, arm), group in sorted(_groups(runs).items(), key=lambda item: item[0][0]):
+        means = [(_mean(group, key), digits) for key, digits in shown.values()]
+        texts = ["-" if mean is None else f"{mean:.{digits}f}" for mean, digits in means]
+        result.add_row(cell, arm, str(sum(not run.error for run in group)), *texts)
+    return result
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """Return a table for a page: means over the rounds, and each arm's turns/min over the first one's, in pairs."""
+    base = runs[0].arm if runs else ""
+    over = {
+        (ratio.cell, ratio.arm): f"{ratio.mean:.2f} ({ratio.low:.2f}, {ratio.high:.2f})"
+        for ratio in ratios(runs)
+        if ratio.figure == "turns_per_min" and ratio.other == base
+    }
+    lines = [
+        f"| Cell | Arm | Rounds | turns/min | ÷ `{base}` | Program, s | All, s | Note |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for (cell, arm), group in _groups(runs).items():
+        means = [_mean(group, key) for key in COMPARED]
+        rate, program, everything = ("-" if mean is None else f"{mean:.1f}" for mean in means)
+        ratio = over.get((cell, arm), "1" if arm == base else "-")
+        errors = [run.error.splitlines()[0] for run in group if run.error]
+        count = sum(not run.error for run in group)
+        note = f"{errors[0]} " if errors else ""
+        lines.append(f"| {cell} | `{arm}` | {count} | {rate} | {ratio} | {program} | {everything} | {note}|")
+    return "\n".join(lines)
+
+
+def _groups(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Return the runs by cell and state, and arm."""
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[f"{run.cell} {run.state}".rstrip(), run.arm].append(run)
-    for (cell, arm), group in sorted(groups.items(), key=lambda item: item[0][0]):
-        values = [[v for run in group if (v := run.figures.get(key)) is not None] for key, _ in shown.values()]
-        texts = [f"{fmean(v):.{d}f}" if v else "-" for v, (_, d) in zip(values, shown.values(), strict=True)]
-        result.add_row(cell, arm, str(sum(not run.error for run in group)), *texts)
-    return result
+    return groups
+
+
+def _mean(group: Sequence[Run], figure: str) -> float | None:
+    values = [value for run in group if (value := run.figures.get(figure)) is not None]
+    return fmean(values) if values else None
+
+
+def stored_runs(path: Path) -> list[Run]:
+    """Return the runs of a result file."""
+    runs = json.loads(path.read_text())["runs"]
+    return [Run(**{**run, "cell": Cell(**run["cell"])}) for run in runs]
 
 
 def versions(runs: Sequence[Run], arms: Sequence[Arm]) -> dict[str, str]:
@@ -369,6 +411,7 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cores", default="1,0" if (os.cpu_count() or 1) > 1 else "", help="of engines, and of the rest; empty: any")
     add("--code", type=Path, help="folder whose thunderagent package our proxy runs (default: this one)")
     add("--name", default="peers", help="of the result file")
+    add("--markdown", type=Path, metavar="RESULT", help="print the table of a result file for a page, and end")
     add("--list", action="store_true", help="list loads, and end")
     return parser.parse_args(argv)
 
@@ -389,6 +432,9 @@ def main() -> None:
     arguments = _arguments()
     console = Console()
     console.width = max(console.width, 170)  # the table's width
+    if arguments.markdown:
+        print(markdown(stored_runs(arguments.markdown)))
+        return
     if arguments.list:
         for name, load in LOADS.items():
             console.print(f"{name:10} {load.text}", highlight=False)
