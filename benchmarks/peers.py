@@ -148,9 +148,13 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def text(self) -> str:
+        """The mean, and the interval if there is more than one pair."""
+        return f"{self.mean:.2f}" + (f" ({self.low:.2f}, {self.high:.2f})" if self.pairs_count > 1 else "")
+
     def __str__(self) -> str:
-        interval = f" ({self.low:.2f}, {self.high:.2f})" if self.pairs_count > 1 else ""
-        return f"{self.cell}: {self.figure} of {self.arm} / {self.other}: {self.mean:.2f}{interval}"
+        return f"{self.cell}: {self.figure} of {self.arm} / {self.other}: {self.text}"
 
 
 COMPARED: Final = ("turns_per_min", "program_mean_s", "makespan_s")
@@ -255,7 +259,9 @@ async def _closed(run: Run, load: Load, spec: LoadSpec, target: Target, settings
         return replace(run, figures={**measured, **(watch.figures() if watch else {})})
     async with _watching(target, warmup_s) as watch:
         result = await run_load(spec, target.url, is_proxy=True, warmup_s=warmup_s, measure_s=measure_s)
-        return await _finish(run, result, target, watch)
+        done = await _finish(run, result, target, watch)
+    # A real vLLM with stock flags does not say what was cached.
+    return replace(done, figures={**done.figures, "hit_ratio": None}) if load.kind == "vllm" else done
 
 
 async def _to_the_end(run: Run, spec: LoadSpec, target: Target) -> Run:
@@ -312,7 +318,7 @@ def markdown(runs: Sequence[Run]) -> str:
     """Return a table for a page: means over the rounds, and each arm's turns/min over the first one's, in pairs."""
     base = runs[0].arm if runs else ""
     over = {
-        (ratio.cell, ratio.arm): f"{ratio.mean:.2f} ({ratio.low:.2f}, {ratio.high:.2f})"
+        (ratio.cell, ratio.arm): ratio.text
         for ratio in ratios(runs)
         if ratio.figure == "turns_per_min" and ratio.other == base
     }
