@@ -53,6 +53,8 @@ class MockerConfig:
     block_size: int = 32
     max_batched_tokens: int = 8192
     core: int | None = None
+    is_text: bool = False
+    """Whether prompts are text that others bring, not our words."""
 
 
 def python() -> Path:
@@ -66,17 +68,17 @@ def python() -> Path:
     )
 
 
-def model_folder() -> Path:
-    """Return a folder with the tokenizer of `benchmarks.real_model`, for engines that need no weights."""
+def model_folder(*, is_text: bool = False) -> Path:
+    """Return a folder with a tokenizer of `benchmarks.real_model`, for engines that need no weights."""
     script = Path(__file__).with_name("real_model.py")
     shape = {"hidden_size": 256, "layers": 4, "intermediate_size": 768, "max_model_len": 262_144}
-    parameters = json.dumps({**shape, "word_count": 2000, "seed": 0, "has_weights": False})
+    parameters = json.dumps({**shape, "word_count": 2000, "seed": 0, "has_weights": False, "is_text": is_text})
 
     def make(folder: Path) -> None:
         log = folder.with_name(folder.name + ".log")
         run_logged([str(python()), str(script), str(folder), parameters], log, HF_HUB_OFFLINE="1")
 
-    return made_once("words", [VERSION, script.read_text(), parameters], make)
+    return made_once("text" if is_text else "words", [VERSION, script.read_text(), parameters], make)
 
 
 @contextlib.asynccontextmanager
@@ -91,7 +93,7 @@ async def frontends(config: MockerConfig, count: int) -> AsyncIterator[list[str]
 @contextlib.asynccontextmanager
 async def cluster(config: MockerConfig, count: int, router: Router, *, name: str = "cluster") -> AsyncIterator[str]:
     """Run so many mockers behind one frontend with that router; yield its URL when it serves all of them."""
-    interpreter, model = str(python()), str(model_folder())
+    interpreter, model = str(python()), str(model_folder(is_text=config.is_text))
     is_wrapped = router is Router.THUNDERAGENT
     port = free_port()
     logs = cache_dir() / "logs"

@@ -424,10 +424,7 @@ class _Run:
         path, body, headers = _end_call(self._spec, program_id)
         try:
             async with self._session.post(self._next_url(path), json=body, headers=headers) as response:
-                await response.read()
-                # The peer that takes such a turn answers it with nothing, or with an error for want of an answer.
-                is_right = response.status == ANSWER_OK or self._spec.end_signal is EndSignal.FINAL_TURN
-                self._release_error_count += not is_right
+                self._release_error_count += response.status != ANSWER_OK
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             self._release_error_count += 1
 

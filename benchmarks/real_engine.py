@@ -104,6 +104,7 @@ class RealEngineConfig:
     ready_timeout_s: float = 240.0
     tells_cached: bool = True  # whether usage says what was cached: no stock engine's does
     extra_args: tuple[str, ...] = ()  # more flags for the engine's command line
+    extra_variables: tuple[tuple[str, str], ...] = ()  # of its environment
 
     @property
     def kind(self) -> EngineKind:
@@ -170,7 +171,13 @@ class RealEngine:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **COMPILES_ONCE, **alone, **self.config.kind.variables},
+                env={
+                    **os.environ,
+                    **COMPILES_ONCE,
+                    **alone,
+                    **self.config.kind.variables,
+                    **dict(self.config.extra_variables),
+                },
                 start_new_session=True,
             )
         try:

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 HEAD_SIZE = 64
+TEXT_TOKENS = 4000
+"""Tokens of the tokenizer for others' text; Dynamo's mockers generate those from 1000 to 1999."""
 EOS_TOKEN = "</s>"  # noqa: S105 - a token of text, not a secret
 ROLE_WORDS = ("<system>", "<user>", "<assistant>", "<tool>")
 CHAT_TEMPLATE = (
@@ -32,18 +35,14 @@ def write_model(
     max_model_len: int,
     seed: int,
     has_weights: bool = True,
+    is_text: bool = False,
 ) -> None:
     """Write configuration, tokenizer and perhaps float32 weights; the same arguments give the same files."""
     # Only the engine's environment has these packages.
     import tokenizers  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
     import transformers  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
 
-    words = [f"w{index}" for index in range(word_count)]
-    vocabulary = {word: index for index, word in enumerate([*words, *ROLE_WORDS, EOS_TOKEN])}
-    # Unknown words become w0, an ordinary word: a special token would vanish from generated text.
-    model = tokenizers.models.WordLevel(vocabulary, unk_token="w0")  # noqa: S106 - a token of text, not a secret
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = _text_tokenizer(tokenizers) if is_text else _word_tokenizer(tokenizers, word_count)
     fast_tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS_TOKEN, clean_up_tokenization_spaces=False
     )
@@ -52,7 +51,7 @@ def write_model(
 
     head_count = hidden_size // HEAD_SIZE
     config = transformers.LlamaConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=tokenizer.get_vocab_size(),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
@@ -61,7 +60,7 @@ def write_model(
         num_key_value_heads=head_count,
         max_position_embeddings=max_model_len,
         bos_token_id=None,
-        eos_token_id=vocabulary[EOS_TOKEN],
+        eos_token_id=tokenizer.token_to_id(EOS_TOKEN),
         tie_word_embeddings=False,
     )
     if not has_weights:
@@ -71,6 +70,31 @@ def write_model(
 
     torch.manual_seed(seed)
     transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+def _word_tokenizer(tokenizers: Any, word_count: int) -> Any:
+    words = [f"w{index}" for index in range(word_count)]
+    vocabulary = {word: index for index, word in enumerate([*words, *ROLE_WORDS, EOS_TOKEN])}
+    # Unknown words become w0, an ordinary word: a special token would vanish from generated text.
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="w0")  # noqa: S106 - a token of text, not a secret
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def _text_tokenizer(tokenizers: Any) -> Any:
+    """Return a byte-pair tokenizer for text that others bring, learned from Python's own documentation."""
+    from pydoc_data.topics import topics  # noqa: PLC0415
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=TEXT_TOKENS, initial_alphabet=sorted(alphabet), special_tokens=[EOS_TOKEN], show_progress=False
+    )
+    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)], trainer)
+    return tokenizer
 
 
 if __name__ == "__main__":

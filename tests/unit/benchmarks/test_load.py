@@ -14,6 +14,7 @@ from aiohttp import web
 
 from benchmarks.load import (
     CONNECTION_BROKE,
+    EndSignal,
     LoadResult,
     LoadSpec,
     TurnRecord,
@@ -45,6 +46,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.bodies: dict[str, list[dict[str, Any]]] = {}
         self.released: Counter[str] = Counter()
+        self.final_ids: list[str] = []
         self.running_count = 0
         self.highest_running_count = 0
         self.failures: list[str] = []  # what happens to the next turns: "status", "cut" or "event"
@@ -53,6 +55,9 @@ class FakeEngine:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if request.headers.get("X-Dynamo-Session-Final") == "true":
+            self.final_ids.append(request.headers["X-Dynamo-Session-ID"])
+            return web.json_response({"choices": []})
         failure = self.failures.pop(0) if self.failures else ""
         if failure == "status":
             return web.json_response({"error": {"message": "no"}}, status=self.failure_status)
@@ -60,7 +65,8 @@ class FakeEngine:
         self.highest_running_count = max(self.highest_running_count, self.running_count)
         try:
             await asyncio.sleep(self.delay_s)
-            self.bodies.setdefault(request.headers["X-Program-ID"], []).append(body)
+            program_id = request.headers.get("X-Dynamo-Session-ID") or request.headers["X-Program-ID"]
+            self.bodies.setdefault(program_id, []).append(body)
             return await (self._stream(request, body, failure) if body["stream"] else self._whole(body))
         finally:
             self.running_count -= 1
@@ -170,6 +176,24 @@ async def test_running_programs_to_the_end_counts_every_turn(stream: bool) -> No
     planned = {(i, t): turn.output_tokens for i in range(7) for t, turn in enumerate(plan_program(spec, i).turns)}
     assert {(r.program_index, r.turn_index): r.output_tokens for r in result.records} == planned
     assert all((r.first_token_s is not None) == stream for r in result.records)
+
+
+async def test_an_end_is_said_as_the_target_wants_it_or_not_at_all() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as url:
+        spec = replace(QUICK, programs=1, program_header="X-Dynamo-Session-ID", end_signal=EndSignal.NONE)
+        await run_programs(spec, url, 1, is_proxy=True)
+        assert (engine.released, engine.final_ids) == ({}, [])
+        result = await run_programs(replace(spec, end_signal=EndSignal.FINAL_TURN), url, 2, is_proxy=True)
+    assert engine.final_ids == ["program-0-0", "program-0-1"]
+    assert (engine.released, result.release_error_count, result.failed_turn_count) == ({}, 0, 0)
+
+
+async def test_turns_go_to_several_targets_in_turn() -> None:
+    first, second = FakeEngine(), FakeEngine()
+    async with serving(first) as url, serving(second) as other_url:
+        await run_programs(replace(QUICK, programs=1, turns=(4, 4)), f"{url},{other_url}", 1, is_proxy=False)
+    assert [len(engine.bodies["program-0-0"]) for engine in (first, second)] == [2, 2]
 
 
 async def test_without_usage_the_token_counts_are_unknown() -> None:
