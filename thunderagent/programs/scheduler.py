@@ -225,7 +225,7 @@ class Scheduler:
             plan = self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, book.now_s)
             ratio = correction.ratio
             if not plan.threshold_s:
-                ratio = max(ratio, UNHELD_RATIO if plan.turns_per_s else FIRST_RATIO)
+                ratio = max(ratio, (UNHELD_RATIO if plan.turns_per_s else FIRST_RATIO) * min(1.0, ratio))
             if ratio > correction.ratio or account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
                 correction.overcommitted(book.now_s)
             if ratio != account.capacity_ratio:

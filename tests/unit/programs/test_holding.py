@@ -343,7 +343,6 @@ def test_before_enough_turns_a_tenth_more_may_be_claimed_and_nobody_is_held(seen
     assert limit_ratio(driver) == pytest.approx(FIRST_RATIO)
 
 
-@pytest.mark.xfail(strict=True, reason="where nothing costs anything infinitely many turns are predicted")
 def test_without_a_price_a_tenth_more_may_be_claimed_and_nobody_is_held() -> None:
     """Nothing can be predicted then, however many turns were seen."""
     driver = restarted(None)

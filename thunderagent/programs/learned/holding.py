@@ -158,7 +158,8 @@ class TurnMeans:
             check_range("count", count, (0, inf))
         for tokens in (record.held_tokens, record.new_tokens, record.left_tokens, record.output_tokens):
             check_range("tokens of turns", tokens, (0.0, MOST_TOKENS))
-        check_range("turns of programs", record.program_turn_count, (1.0 if record.program_count else 0.0, inf))
+        least_count = 1.0 if record.program_count or record.program_turn_count else 0.0
+        check_range("turns of programs", record.program_turn_count, (least_count, inf))
         self.count, self.held_tokens, self.new_tokens = record.count, record.held_tokens, record.new_tokens
         self.left_tokens, self.output_tokens = record.left_tokens, record.output_tokens
         self.program_count, self.program_turn_count = record.program_count, record.program_turn_count
@@ -182,10 +183,14 @@ def plan_holding(
     held_tokens = own_ratio * means.held_tokens
     if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
         return NOTHING_HELD
+    if not any(costs):
+        return NOTHING_HELD
+    memory_tokens *= min(1.0, corrected_ratio)  # what is not there is there for nobody
     goes_on_ratio = means.goes_on_ratio
     lost_tokens = goes_on_ratio * own_ratio * means.left_tokens
     unheld = best = _turns_per_s(costs, means, memory_tokens / held_tokens, lost_tokens, 0.0)
-    places_count = CLAIMED_RATIO * corrected_ratio * memory_tokens / (held_tokens + reserve_tokens)
+    claimed_ratio = CLAIMED_RATIO * max(1.0, corrected_ratio)
+    places_count = claimed_ratio * memory_tokens / (held_tokens + reserve_tokens)
     threshold_s, lowest_per_s, away_ratio, away_s = 0.0, inf, 1.0, 0.0
     for length_s, return_ratio, rate_per_s in zip(*returns, strict=True):
         away_s += away_ratio * length_s * (1.0 - return_ratio / 2)
@@ -207,7 +212,7 @@ def _turns_per_s(costs: EngineCosts, means: TurnMeans, places_count: float, lost
     own_s = costs.prefill_token_s * (means.new_tokens + lost_tokens) + means.output_tokens * costs.sequence_s
     shared_s = means.output_tokens * costs.iteration_s
     if own_s + shared_s <= 0:
-        return inf
+        return 0.0
     low, high, turns_per_s = 0.0, places_count, 0.0
     for _ in range(BISECTIONS_COUNT):
         running_count = (low + high) / 2
