@@ -11,7 +11,7 @@ turn in flight while a program was held for memory that could run there.
 
 In a closed loop the programs an hour are counted by their turns: each turn that ended in the time counts as its part of
 its program. Few programs end in a short time, so that their number says little. How long programs take is measured of
-the same programs under each policy, the first ones, each followed to its end. A batch is measured whole.
+the same programs under each policy, those that follow the first ones, each to its end. A batch is measured whole.
 
 Runs are stored when they end (`out/world/CODE.json`), so that an interrupted sweep goes on where it stopped. Only the
 result of all cells and ten seeds goes to `benchmarks/results`, or one that gets a `--name`; others to `out/world`.
@@ -56,8 +56,8 @@ BARS: dict[str, tuple[float | None, float | None]] = {
 }
 """Figures of a run, and what they must come to over the best of the others: at least, at most."""
 SEEDS_COUNT = 10
-LEAST_TIMED_COUNT = 24
-"""Of a closed loop the first programs are timed, twice as many as there are at a time, and at least so many."""
+LEAST_TIMED_COUNT, MOST_TIMED_COUNT = 24, 48
+"""Of a closed loop those are timed that follow the first ones: twice as many as there are at a time, within these."""
 LONGEST_RATIO = 4.0
 """They are followed to this multiple of the run's time at most; who has not ended counts with the time until then."""
 LOOK_S = 2.0
@@ -101,14 +101,15 @@ def run_in(cell: Cell, policy_text: str, seed: int, go_on: GoOn = lambda: None) 
     result = simulation.result(complete=simulation.end())
     is_batch = scenario.loop == "batch"
     measured_s = result.measured_s
-    timed_count = scenario.programs_count if is_batch else max(2 * scenario.programs_count, LEAST_TIMED_COUNT)
-    times_s, left_count = simulation.program_times_s(timed_count)
+    count = scenario.programs_count
+    timed = range(count) if is_batch else range(count, count + min(MOST_TIMED_COUNT, max(2 * count, LEAST_TIMED_COUNT)))
+    times_s, left_count = simulation.program_times_s(timed)
     while left_count and simulation.has_more and agenda.now_s < LONGEST_RATIO * scenario.horizon_s:
         next_s = agenda.now_s + LOOK_S
         while agenda.advance(next_s):
             pass
         agenda.now_s = next_s
-        times_s, left_count = simulation.program_times_s(timed_count)
+        times_s, left_count = simulation.program_times_s(timed)
     values = {
         "turns_per_hour": result.turn_count * 3600 / measured_s,
         "programs_per_hour": result.program_parts_count * 3600 / measured_s,

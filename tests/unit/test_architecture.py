@@ -336,7 +336,6 @@ CORE_ARROWS: dict[str, frozenset[str]] = {
     "pools": frozenset({"model", "book", "addresses", "pool", "scheduler"}),
 }
 CORE_FOLDERS = ("model", "book", "learned", "rules", "verbs", "policies", "handlers")
-MOST_LINES = 350
 MOST_FILES = 12
 
 
@@ -781,12 +780,6 @@ def test_imports_of_the_core_follow_its_arrows() -> None:
     assert {path.name for path in (PACKAGE / "programs").iterdir() if path.is_dir()} - {"__pycache__"} == set(
         CORE_FOLDERS
     )
-
-
-def test_a_module_of_the_core_is_read_in_two_screens() -> None:
-    """A larger file holds two ideas."""
-    lines = {str(path): len(path.read_text().splitlines()) for path in (PACKAGE / "programs").rglob("*.py")}
-    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_a_folder_of_the_core_holds_a_dozen_files() -> None:

@@ -156,15 +156,15 @@ class Simulation:
             events=tuple(self.events),
         )
 
-    def program_times_s(self, count: int) -> tuple[list[float], int]:
-        """Return how long the first `count` programs of the workload took, and how many of them have not ended.
+    def program_times_s(self, serial_ids: range) -> tuple[list[float], int]:
+        """Return how long these programs of the workload took, and how many of them have not ended.
 
         Those that began count with their time until now.
         """
-        ended = [wait.residence_s for wait in self._tally.ended if wait.serial_id < count]
+        ended = [wait.residence_s for wait in self._tally.ended if wait.serial_id in serial_ids]
         live = self._by_program_id.values()
-        living = [self._agenda.now_s - each.started_s for each in live if each.wait.serial_id < count]
-        return ended + living, count - len(ended)
+        living = [self._agenda.now_s - each.started_s for each in live if each.wait.serial_id in serial_ids]
+        return ended + living, len(serial_ids) - len(ended)
 
     @property
     def has_more(self) -> bool:
