@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -37,6 +36,7 @@ from rich.table import Table
 
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import ROOT, code_hash, save_results
+from benchmarks.policy import command_of
 from benchmarks.world_cells import Cell, cells
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.contestants import Contestant
@@ -300,7 +300,7 @@ def main(argv: Sequence[str]) -> int:
     count = {verdict: sum(each.verdict == verdict for each in outcomes) for verdict in (PASS, NOISE, MISS)}
     console.print(f"{len(outcomes)} cells, {args.seeds} seeds, {monotonic() - began_s:.0f} s: {count}")
     report = {
-        "command": shlex.join(["scripts/bench", "policy", "world", *argv]),
+        "command": command_of(["world", *argv], args.traces),
         "seeds": args.seeds,
         "policies": [args.policy, *others],
         "found": [each.to_json() for each in outcomes],
