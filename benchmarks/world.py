@@ -14,7 +14,8 @@ its program. Few programs end in a short time, so that their number says little.
 the same programs under each policy, those that follow the first ones, each to its end. A batch is measured whole.
 
 Runs are stored when they end (`out/world/CODE.json`), so that an interrupted sweep goes on where it stopped. Only the
-result of all cells and ten seeds goes to `benchmarks/results`, or one that gets a `--name`; others to `out/world`.
+result of all cells and ten seeds goes to `benchmarks/results`, or one that gets a `--name`; any other one goes to
+`out/world-trial.json`.
 """
 
 from __future__ import annotations
@@ -307,7 +308,7 @@ def main(argv: Sequence[str]) -> int:
     }
     is_whole = args.cells == ("*",) and args.seeds >= SEEDS_COUNT and args.others is None
     name = args.name or ("policy-world" if is_whole else None)
-    path = save_results(name, report) if name else RUNS / "trial.txt"
+    path = save_results(name, report) if name else RUNS.with_name("world-trial.json")
     if not name:
         path.write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"written: {path}")
