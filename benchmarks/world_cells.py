@@ -105,8 +105,8 @@ def embedded(kv_tokens: int = 16_000) -> EngineConfig:
     return EngineConfig.of(profile("demo"), kv_tokens=kv_tokens)
 
 
-TELLS_NOTHING: dict[str, Any] = {"engine_tells_counters": False}
-"""No metrics: an operator gave the capacity. Answers say what was cached."""
+TELLS_NOTHING: dict[str, Any] = {"engine_tells_counters": False, "bytes_per_token": 5.5}
+"""No metrics: an operator gave the capacity. Answers say what was cached. Prompts are of numbered words."""
 
 
 def _closed(engine: EngineConfig, count: int, seconds: float, **changes: Any) -> Scenario:
