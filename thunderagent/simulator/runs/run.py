@@ -9,9 +9,9 @@ Everything that happens is an entry of one agenda (`agenda.py`), so a run is a f
 and no randomness besides the seed's. The same scenario, policy and workload always give the same run.
 
 A program's life: its turn arrives (`TurnArrived`, with the scenario's bytes a token as its size), waits for its
-`Grant`, goes to that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second, unless
-answers come whole), and finishes with its exact usage and the name of its tool. Then the tool runs, and its next turn
-arrives. After its last turn no tool runs: it is released, or, if the scenario says so, simply falls silent.
+`Grant`, goes to that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second,
+unless answers come whole), and finishes with its exact usage and the name of its tool. Then the tool runs, and its next
+turn arrives. After its last turn no tool runs: it is released, or, if the scenario says so, simply falls silent.
 
 Besides, every replica is polled every second, and a tick comes as often as on a server. A turn that the engine refuses
 fails, and ends its program; one that an outage breaks off fails and arrives again, as if the proxy retried it
