@@ -13,8 +13,8 @@
     scripts/bench policy ablation    # each part of the policy switched off
     scripts/bench policy harmless    # no cost if memory is not short
     scripts/bench policy tiers       # two engines with host memory behind their pools, and without
-    scripts/bench policy world       # loads and engines as strangers have them; see `benchmarks/world.py`
     scripts/bench policy pools       # two models behind one proxy, one short of memory: each compared with it alone
+    scripts/bench policy world       # loads and engines as strangers have them; see `benchmarks/world.py`
 
 Each writes its findings to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the same
 programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. A promised figure

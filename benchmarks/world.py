@@ -11,10 +11,11 @@ turn in flight while a program was held for memory that could run there.
 
 In a closed loop the programs an hour are counted by their turns: each turn that ended in the time counts as its part of
 its program. Few programs end in a short time, so that their number says little. How long programs take is measured of
-the same programs under each policy, the first ones, each followed to its end. A batch is measured whole.
+the same programs under each policy, those that follow the first ones, each to its end. A batch is measured whole.
 
 Runs are stored when they end (`out/world/CODE.json`), so that an interrupted sweep goes on where it stopped. Only the
-result of all cells and ten seeds goes to `benchmarks/results`, or one that gets a `--name`; others to `out/world`.
+result of all cells and ten seeds goes to `benchmarks/results`, or one that gets a `--name`; any other one goes to
+`out/world-trial.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -37,6 +37,7 @@ from rich.table import Table
 
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import ROOT, code_hash, save_results
+from benchmarks.policy import command_of
 from benchmarks.world_cells import Cell, cells
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.contestants import Contestant
@@ -56,8 +57,8 @@ BARS: dict[str, tuple[float | None, float | None]] = {
 }
 """Figures of a run, and what they must come to over the best of the others: at least, at most."""
 SEEDS_COUNT = 10
-LEAST_TIMED_COUNT = 24
-"""Of a closed loop the first programs are timed, twice as many as there are at a time, and at least so many."""
+LEAST_TIMED_COUNT, MOST_TIMED_COUNT = 24, 48
+"""Of a closed loop those are timed that follow the first ones: twice as many as there are at a time, within these."""
 LONGEST_RATIO = 4.0
 """They are followed to this multiple of the run's time at most; who has not ended counts with the time until then."""
 LOOK_S = 2.0
@@ -101,14 +102,15 @@ def run_in(cell: Cell, policy_text: str, seed: int, go_on: GoOn = lambda: None) 
     result = simulation.result(complete=simulation.end())
     is_batch = scenario.loop == "batch"
     measured_s = result.measured_s
-    timed_count = scenario.programs_count if is_batch else max(2 * scenario.programs_count, LEAST_TIMED_COUNT)
-    times_s, left_count = simulation.program_times_s(timed_count)
+    count = scenario.programs_count
+    timed = range(count) if is_batch else range(count, count + min(MOST_TIMED_COUNT, max(2 * count, LEAST_TIMED_COUNT)))
+    times_s, left_count = simulation.program_times_s(timed)
     while left_count and simulation.has_more and agenda.now_s < LONGEST_RATIO * scenario.horizon_s:
         next_s = agenda.now_s + LOOK_S
         while agenda.advance(next_s):
             pass
         agenda.now_s = next_s
-        times_s, left_count = simulation.program_times_s(timed_count)
+        times_s, left_count = simulation.program_times_s(timed)
     values = {
         "turns_per_hour": result.turn_count * 3600 / measured_s,
         "programs_per_hour": result.program_parts_count * 3600 / measured_s,
@@ -299,14 +301,14 @@ def main(argv: Sequence[str]) -> int:
     count = {verdict: sum(each.verdict == verdict for each in outcomes) for verdict in (PASS, NOISE, MISS)}
     console.print(f"{len(outcomes)} cells, {args.seeds} seeds, {monotonic() - began_s:.0f} s: {count}")
     report = {
-        "command": shlex.join(["scripts/bench", "policy", "world", *argv]),
+        "command": command_of(["world", *argv], args.traces),
         "seeds": args.seeds,
         "policies": [args.policy, *others],
         "found": [each.to_json() for each in outcomes],
     }
     is_whole = args.cells == ("*",) and args.seeds >= SEEDS_COUNT and args.others is None
     name = args.name or ("policy-world" if is_whole else None)
-    path = save_results(name, report) if name else RUNS / "trial.txt"
+    path = save_results(name, report) if name else RUNS.with_name("world-trial.json")
     if not name:
         path.write_text(json.dumps(report, indent=2) + "\n")
     console.print(f"written: {path}")

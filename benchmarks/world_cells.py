@@ -105,8 +105,8 @@ def embedded(kv_tokens: int = 16_000) -> EngineConfig:
     return EngineConfig.of(profile("demo"), kv_tokens=kv_tokens)
 
 
-TELLS_NOTHING: dict[str, Any] = {"engine_tells_counters": False}
-"""No metrics: an operator gave the capacity. Answers say what was cached."""
+TELLS_NOTHING: dict[str, Any] = {"engine_tells_counters": False, "bytes_per_token": 5.5}
+"""No metrics: an operator gave the capacity. Answers say what was cached. Prompts are of numbered words."""
 
 
 def _closed(engine: EngineConfig, count: int, seconds: float, **changes: Any) -> Scenario:
@@ -172,7 +172,7 @@ def cells(traces: Path | None = None) -> tuple[Cell, ...]:
     if traces is not None:
         engine = replace(mocker(262_144), block_size=64)
         trace = load_recorded(traces, Limits(context_tokens=engine.context_limit_tokens, away_s=AWAY_LIMIT_S))
-        both("recorded", _closed(engine, 12, 1200.0), TraceWorkload("recorded", trace, in_order_of_arrival=False))
+        both("recorded", _closed(engine, 8, 5400.0), TraceWorkload("recorded", trace, in_order_of_arrival=False))
     return tuple(found)
 
 

@@ -273,6 +273,7 @@ FAMILIES = {
     "thunderagent_decisions_total": ("decision", "reason"),
     "thunderagent_cost_token_seconds_total": ("replica", "term"),
     "thunderagent_queued_token_seconds_total": ("replica",),
+    "thunderagent_replica_idle_while_held_seconds_total": ("replica",),
     "thunderagent_demand_tokens": ("replica",),
     "thunderagent_capacity_tokens": ("replica",),
     "thunderagent_replica_limit_tokens": ("replica",),

@@ -120,7 +120,8 @@ async def test_status_shows_a_running_proxy(capsys: pytest.CaptureFixture[str]) 
         await until(lambda: proxy.runtime.held_count == 1)
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 0
         shown = capsys.readouterr().out
-        for text in ("policy cap", one.replica_id, "down", "first[/x]", "second[b]", "third", "no_room"):
+        idle = "engines idle while programs are held: "
+        for text in ("policy cap", one.replica_id, "down", "first[/x]", "second[b]", "third", "no_room", idle):
             assert text in shown, text
         assert proxy.runtime.release("first[/x]")
         await held

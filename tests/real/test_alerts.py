@@ -70,6 +70,7 @@ ENDED = {
 SPENT = {
     each: series("thunderagent_cost_token_seconds_total", term=each, replica="a") for each in ("decode", "recompute")
 }
+IDLE = series("thunderagent_replica_idle_while_held_seconds_total", replica="a")
 ACTING = series("thunderagent_programs", status="active", phase="acting")
 HELD = series("thunderagent_turns_held")
 GRANTED = {
@@ -93,6 +94,7 @@ WELL = {
     ENDED["rejected"]: steady(0),
     SPENT["decode"]: rising(1000),
     SPENT["recompute"]: rising(100),
+    IDLE: steady(7),
     ACTING: steady(50),
     HELD: steady(5),
     GRANTED["anonymous"]: rising(40),
@@ -144,6 +146,7 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "turns wait at a gateway": (_without(WELL, *GRANTED.values()), set()),
     "long holds": ({**WELL, **holds(HOLD, within_1_s=0, within_60_s=90, within_300_s=100)}, {"ThunderAgentLongHolds"}),
     "thrashing": ({**WELL, SPENT["recompute"]: rising(400)}, {"ThunderAgentThrashing"}),
+    "idle while held": ({**WELL, IDLE: rising(2)}, {"ThunderAgentIdleWhileHeld"}),
     "programs pile up": ({**WELL, ACTING: steady(2000)}, {"ThunderAgentProgramsPileUp"}),
     "most turns are nobody's": ({**WELL, GRANTED["anonymous"]: rising(70)}, {"ThunderAgentMostTurnsAreAnonymous"}),
     "nobody waits": ({**WELL, **STOPPED, HELD: steady(0)}, set()),

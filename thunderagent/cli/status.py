@@ -154,7 +154,8 @@ def _top(client: httpx2.Client, programs_count: int, sort: str) -> Group:
         f"turns/min {rates['turns_per_min']:,.0f}   output tokens/s {rates['output_tokens_per_s']:,.0f}   "
         f"prefix hits {_percent(hits)}\n"
         f"held {now['turns_held_count']}, the oldest for {_seconds(summary['longest_held_s'])}   "
-        f"holds: median {_seconds(rates['held_p50_s'])}, p99 {_seconds(rates['held_p99_s'])}",
+        f"holds: median {_seconds(rates['held_p50_s'])}, p99 {_seconds(rates['held_p99_s'])}   "
+        f"engines idle meanwhile {_percent(rates.get('idle_held_ratio'))}",
         style="bold",
     )
     bars = Text("memory").append(_bar(demand)).append(f"{_percent(demand)} claimed or waited for\n")
@@ -187,12 +188,14 @@ def _picture(client: httpx2.Client, programs_count: int) -> Group:
     replicas = _get(client, "/replicas")
     programs = _get(client, f"/programs?limit={programs_count}")
     queue = _get(client, f"/queue?limit={programs_count}")
-    tools, cell = _get(client, "/tools"), _get(client, "/summary").get("cell")
+    tools, summary = _get(client, "/tools"), _get(client, "/summary")
+    idle = _percent(summary["rates"].get("idle_held_ratio"))
     head = Text(
         f"policy {replicas['policy']}   programs {programs['total']}   turns held {queue['turns_held_count']}   "
         f"paused: {queue['waiting_count']} waiting, {queue['paused_acting_count']} acting\n"
+        f"engines idle while programs are held: {idle} of the last minute\n"
         f"tools running {tools['running_count']}, {tools['mean_s']:.1f} s each   sandboxes {tools['sandbox_count']}"
-        f"{_taken(tools['sandbox_disk_bytes'])}{_place(cell)}",
+        f"{_taken(tools['sandbox_disk_bytes'])}{_place(summary.get('cell'))}",
         style="bold",
     )
     return Group(

@@ -275,7 +275,7 @@ def test_means_outlive_a_restart() -> None:
         {"count": inf},
         {"program_count": -1},
         {"program_count": 3, "program_turn_count": 0.5},
-        pytest.param({"program_turn_count": 0.5}, marks=pytest.mark.xfail(strict=True, reason="goes on in -1")),
+        {"program_turn_count": 0.5},
         {"program_turn_count": -1.0},
         {"program_turn_count": inf},
         {"program_turn_count": nan},

@@ -18,6 +18,9 @@ The five cost terms (section 4.2 there) are areas in the plane of memory and tim
 - *caching*: claims of programs whose tools run;
 - *unused*: memory of a usable replica that nobody claims while a turn waits anywhere.
 
+No cost, but a sign of a wrong one, is how long a usable replica was *idle while held*: it had no turn in flight while a
+program waited for room, anywhere or there.
+
 Waiting in an engine's own queue is none of these: it holds no memory there. It is a sixth quantity, *queued*: the
 tokens of the prompt times that wait. It is what remains of the time from grant to first byte after the uncached prompt
 at the learned prefill speed. It is at least the share of time for which, by the claims, there was no memory: where
@@ -255,7 +258,16 @@ class Account:
 class Ledger:
     """All accounts, and the clock of waiting that tells idle memory from unused memory."""
 
-    __slots__ = ("_half_life_s", "_queue", "_waited_s", "_waiting_since_s", "accounts", "closed_costs", "waiting_count")
+    __slots__ = (
+        "_half_life_s",
+        "_queue",
+        "_waited_s",
+        "_waiting_since_s",
+        "accounts",
+        "closed_costs",
+        "closed_idle_held_s",
+        "waiting_count",
+    )
 
     def __init__(self, half_life_s: float, queue: PausedQueue | None = None) -> None:
         """Create a ledger without accounts; `half_life_s` is that of f(t), `queue` has who waits for room."""
@@ -264,6 +276,8 @@ class Ledger:
         self.accounts: dict[str, Account] = {}
         self.closed_costs = Costs()
         """Costs of removed replicas, so that sums over all replicas never shrink."""
+        self.closed_idle_held_s = 0.0
+        """The same of how long they idled while programs were held."""
         self.waiting_count = 0
         """Turns that wait for a lease."""
         self._waiting_since_s = 0.0
@@ -289,6 +303,7 @@ class Ledger:
         """Forget the account of a removed replica, if it has one; its costs must be accrued first."""
         account = self.accounts.pop(replica_id, None)
         if account is not None:
+            self.closed_idle_held_s += account.idle_held_s
             for field in fields(Costs):
                 total_token_s = getattr(self.closed_costs, field.name) + getattr(account.costs, field.name)
                 setattr(self.closed_costs, field.name, total_token_s)

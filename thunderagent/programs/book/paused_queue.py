@@ -115,6 +115,8 @@ class RestingPlace(QueuePlace):
 
     def enter_all(self, programs: Sequence[Program], now_s: float) -> None:
         """Add several programs, in their order."""
+        if not self.count:
+            self.occupied_since_s = now_s
         super().enter_all(programs, now_s)
         if self._some_have_priority or sum([program.priority != 0 for program in programs]):
             for program in programs:

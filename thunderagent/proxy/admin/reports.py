@@ -134,6 +134,9 @@ class ReplicaReport(Report):
     acting_count: int
     turns_in_flight_count: int
     hit_ratio: float
+    idle_held_s: float = Field(
+        description="how long it had no turn in flight while a program was held for memory that could run there"
+    )
     costs_token_s: dict[str, float]
     price: PriceReport
     holding: HoldingPlanReport
@@ -320,6 +323,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 acting_count=account.acting.count,
                 turns_in_flight_count=account.turn_count,
                 hit_ratio=round(account.hit_ratio, 4),
+                idle_held_s=round(account.idle_held_s, 3),
                 costs_token_s=costs,
                 price=_price_report(pool.scheduler.knowledge.prices.of(replica_id), account.turn_count),
                 holding=_plan_report(pool.scheduler.knowledge.last_plan(replica_id)),

@@ -51,6 +51,9 @@ class Sample(Report):
     demand_tokens: int
     limit_tokens: int | None
     costs_token_s: dict[str, float]
+    idle_held_s: float = Field(
+        description="how long replicas had no turn in flight while programs were held for memory"
+    )
     held_p50_s: float | None
     held_p90_s: float | None
     held_p99_s: float | None
@@ -65,6 +68,9 @@ class Rates(Report):
     output_tokens_per_s: float
     hit_ratio: float | None
     anonymous_ratio: float | None = Field(description="part of the turns that named no program; null without turns")
+    idle_held_ratio: float | None = Field(
+        description="part of the time in which replicas had no turn in flight while programs were held for memory"
+    )
     mostly_anonymous: bool = Field(description="most turns named no program, and there were more than a few")
     held_p50_s: float | None
     held_p90_s: float | None
@@ -124,11 +130,17 @@ class History:
             hit_ratio=round(min(1.0, hits / queries), 4) if queries else None,
             anonymous_ratio=round(anonymous_count / granted_count, 4) if granted_count else None,
             mostly_anonymous=granted_count > FEW_TURNS_COUNT and 2 * anonymous_count > granted_count,
+            idle_held_ratio=self._idle_held_ratio(sample.idle_held_s - before.idle_held_s, elapsed_s),
             held_p50_s=sample.held_p50_s,
             held_p90_s=sample.held_p90_s,
             held_p99_s=sample.held_p99_s,
         )
         return sample, rates
+
+    def _idle_held_ratio(self, idle_s: float, elapsed_s: float) -> float | None:
+        """Return the part of the replicas' time; None if no replica is open."""
+        count = sum(len(scheduler.open_replicas) for scheduler in self._runtime.pools.schedulers)
+        return round(min(1.0, idle_s / (elapsed_s * count)), 4) if count else None
 
     def _before(self, at_s: float) -> tuple[Sample, tuple[int, ...]]:
         """Return the oldest sample within the window that ends at `at_s`."""
@@ -145,6 +157,7 @@ class History:
         reasoning_count = acting_count = turn_count = demand_tokens = 0
         limit_tokens = 0.0
         all_costs = [scheduler.ledger.closed_costs for scheduler in schedulers]
+        idle_held_s = sum(scheduler.ledger.closed_idle_held_s for scheduler in schedulers)
         for scheduler, replica in ((each, replica) for each in schedulers for replica in each.replicas.values()):
             account = replica.account
             scheduler.ledger.accrue(account, now_s)
@@ -155,6 +168,7 @@ class History:
             if replica.open_to_programs:
                 limit_tokens += account.limit_tokens
             all_costs.append(account.costs)
+            idle_held_s += account.idle_held_s
         costs: dict[str, float] = {}
         for name, value in chain.from_iterable(asdict(each).items() for each in all_costs):
             costs[name] = costs.get(name, 0.0) + value
@@ -180,6 +194,7 @@ class History:
             demand_tokens=demand_tokens,
             limit_tokens=int(limit_tokens) if isfinite(limit_tokens) else None,
             costs_token_s={k.removesuffix("_token_s"): round(v, 1) for k, v in costs.items()},
+            idle_held_s=round(idle_held_s, 3),
             held_p50_s=quantile_s(held, 0.5),
             held_p90_s=quantile_s(held, 0.9),
             held_p99_s=quantile_s(held, 0.99),

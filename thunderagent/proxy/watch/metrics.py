@@ -200,6 +200,11 @@ class StateCollector:
             "Prompt tokens of turns times the seconds that they waited in the engine's own queue.",
             labels=["replica"],
         )
+        idle = CounterMetricFamily(
+            "thunderagent_replica_idle_while_held_seconds",
+            "Seconds in which a replica had no turn in flight while a program was held that could run there.",
+            labels=["replica"],
+        )
         for replica_id, known in self._replicas.known.items():
             gauges["draining"].add_metric([replica_id], int(known.draining_since_s is not None))
             scheduler = self._runtime.pools.of_replica(replica_id).scheduler
@@ -222,6 +227,7 @@ class StateCollector:
             if account.capacity_tokens is not None:
                 gauges["capacity"].add_metric([replica_id], account.capacity_tokens)
                 gauges["limit"].add_metric([replica_id], account.limit_tokens)
+            idle.add_metric([replica_id], account.idle_held_s)
             terms = asdict(account.costs)
             queued.add_metric([replica_id], terms.pop("queued_token_s"))
             for term, token_seconds in terms.items():
@@ -230,6 +236,7 @@ class StateCollector:
         yield verdicts
         yield costs
         yield queued
+        yield idle
 
     def _goodput(self) -> Iterator[Metric]:
         goodputs = [scheduler.knowledge.goodput for scheduler in self._runtime.pools.schedulers]

@@ -32,6 +32,7 @@ def picture(result: RunResult) -> Group:
     lines = [
         f"{result.turns_per_min_count:.1f} turns/min, {result.hit_ratio:.1%} prefix hits, {counts}",
         f"imbalance {result.imbalance_mean_ratio:.1%} of a replica's capacity",
+        f"replicas idled for {result.idle_held_ratio:.1%} of their time while programs were held",
     ]
     if result.bounds is not None and isfinite(result.bounds.limit_per_s):
         bounds = result.bounds

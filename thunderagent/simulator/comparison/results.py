@@ -141,6 +141,7 @@ class Row:
     program_goodputs: tuple[Interval, ...]
     goodput_per_hour: Interval
     imbalance_ratio: Interval
+    idle_held_ratio: Interval
     limit_per_min: Interval | None
     limit_ratio: Interval | None
     limited_by: str
@@ -212,6 +213,7 @@ class ComparisonResult:
             program_goodputs=_over_each([[each.program_ratio for each in run.result.goodputs] for run in runs]),
             goodput_per_hour=over_seeds(lambda result: result.goodputs[-1].programs_per_hour_count),
             imbalance_ratio=over_seeds(lambda result: result.imbalance_mean_ratio),
+            idle_held_ratio=over_seeds(lambda result: result.idle_held_ratio),
             limit_per_min=Interval.of([limit * 60 for limit in limits]) if is_limited else None,
             limit_ratio=over_seeds(lambda result: result.limit_ratio) if is_limited else None,
             limited_by=" ".join(sorted(limiting)) if is_limited else "",

@@ -216,7 +216,9 @@ class Engines:
 
     def alone_s(self, shape: TurnShape) -> float:
         """Return a turn's least time: on an idle replica that holds all of its program's context."""
-        return self.iterations_count(shape) * self.timing.base_s + self.least_cost(shape).work_s
+        timing = self.timing
+        prefill_base_s = self.prefill_iterations_count(shape.new_tokens) * timing.prefill_base_s
+        return self.iterations_count(shape) * timing.base_s + prefill_base_s + self.least_cost(shape).work_s
 
     def _cost(self, shape: TurnShape, computed_tokens: int) -> TurnCost:
         return self.turn_cost(

@@ -190,6 +190,11 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("turn p50", "seconds from a turn's arrival to its end, median", _shown("turn_p50_s", 2)),
     ("turn p99", "seconds from a turn's arrival to its end, 99th percentile", _shown("turn_p99_s", 1)),
     ("held p99", "seconds that a turn waited for its lease, 99th percentile", _shown("held_p99_s", 1)),
+    (
+        "idle while held",
+        "part of the time in which replicas had no turn while programs were held for memory",
+        _shown("idle_held_ratio", 1, percent=True),
+    ),
     ("program", "seconds from a program's first turn to its end, mean", _shown("program_mean_s", 1)),
     (
         "turns in time",

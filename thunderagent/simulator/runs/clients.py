@@ -18,9 +18,6 @@ from thunderagent.simulator.runs.tools import Sandbox
 from thunderagent.simulator.workloads.contexts import TokenSpace
 from thunderagent.simulator.workloads.plans import ProgramPlan, SandboxWorkload, TurnPlan, Workload
 
-BYTES_PER_TOKEN = 4
-"""The scheduler's own first guess, so that it estimates every prompt exactly."""
-
 
 class RunningProgram:
     """One program of the run, from its first turn's arrival to its end."""
@@ -42,10 +39,12 @@ class RunningProgram:
         "wait",
     )
 
-    def __init__(self, supplied: Supplied, tokens: TokenSpace, sandbox: Sandbox, started_s: float) -> None:
+    def __init__(
+        self, supplied: Supplied, tokens: TokenSpace, sandbox: Sandbox, started_s: float, bytes_per_token: float
+    ) -> None:
         plan = self.plan = supplied.plan
         self.says_release = supplied.says_release
-        self.prefix = _prefix_of(plan)
+        self.prefix = _prefix_of(plan, bytes_per_token)
         self.context = tokens.open(plan.shared_prefix_id, plan.shared_prefix_tokens)
         self.sandbox = sandbox
         self.started_s = started_s
@@ -113,12 +112,12 @@ class RunningProgram:
         return self._turn_number < len(self.plan.turns)
 
 
-def _prefix_of(plan: ProgramPlan) -> tuple[PrefixCut, ...]:
+def _prefix_of(plan: ProgramPlan, bytes_per_token: float) -> tuple[PrefixCut, ...]:
     """Return the end of the program's shared prompt prefix: one cut, if it shares anything."""
     if not plan.shared_prefix_tokens:
         return ()
     digest = crc32(f"{plan.shared_prefix_id}/{plan.shared_prefix_tokens}".encode())
-    return ((digest, plan.shared_prefix_tokens * BYTES_PER_TOKEN),)
+    return ((digest, int(plan.shared_prefix_tokens * bytes_per_token)),)
 
 
 @dataclass(frozen=True, slots=True)

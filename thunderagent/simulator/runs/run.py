@@ -8,10 +8,10 @@ carries out its decisions. The scheduler and its policy cannot tell the differen
 Everything that happens is an entry of one agenda (`agenda.py`), so a run is a fold over events: no clock, no threads,
 and no randomness besides the seed's. The same scenario, policy and workload always give the same run.
 
-A program's life: its turn arrives (`TurnArrived`, with four bytes a token as its size), waits for its `Grant`, goes to
-that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second), and finishes with
-its exact usage and the name of its tool. Then the tool runs, and its next turn arrives. After its last turn no tool
-runs: it is released, or, if the scenario says so, simply falls silent.
+A program's life: its turn arrives (`TurnArrived`, with the scenario's bytes a token as its size), waits for its
+`Grant`, goes to that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second,
+unless answers come whole), and finishes with its exact usage and the name of its tool. Then the tool runs, and its next
+turn arrives. After its last turn no tool runs: it is released, or, if the scenario says so, simply falls silent.
 
 Besides, every replica is polled every second, and a tick comes as often as on a server. A turn that the engine refuses
 fails, and ends its program; one that an outage breaks off fails and arrives again, as if the proxy retried it
@@ -47,7 +47,7 @@ from thunderagent.simulator.engine.records import FinishedRequest
 from thunderagent.simulator.figures.figures import RunResult
 from thunderagent.simulator.figures.restores import RestoreCounter
 from thunderagent.simulator.runs.agenda import Agenda
-from thunderagent.simulator.runs.clients import BYTES_PER_TOKEN, RunningProgram, Supplied, Supply
+from thunderagent.simulator.runs.clients import RunningProgram, Supplied, Supply
 from thunderagent.simulator.runs.replicas import Outage, Reading, SimulatedReplica
 from thunderagent.simulator.runs.scenario import Scenario, available_bytes, check_memory, estimate_bytes
 from thunderagent.simulator.runs.tally import Progress, Tally
@@ -156,15 +156,15 @@ class Simulation:
             events=tuple(self.events),
         )
 
-    def program_times_s(self, count: int) -> tuple[list[float], int]:
-        """Return how long the first `count` programs of the workload took, and how many of them have not ended.
+    def program_times_s(self, serial_ids: range) -> tuple[list[float], int]:
+        """Return how long these programs of the workload took, and how many of them have not ended.
 
         Those that began count with their time until now.
         """
-        ended = [wait.residence_s for wait in self._tally.ended if wait.serial_id < count]
+        ended = [wait.residence_s for wait in self._tally.ended if wait.serial_id in serial_ids]
         live = self._by_program_id.values()
-        living = [self._agenda.now_s - each.started_s for each in live if each.wait.serial_id < count]
-        return ended + living, count - len(ended)
+        living = [self._agenda.now_s - each.started_s for each in live if each.wait.serial_id in serial_ids]
+        return ended + living, len(serial_ids) - len(ended)
 
     @property
     def has_more(self) -> bool:
@@ -221,7 +221,7 @@ class Simulation:
 
     def _start(self, supplied: Supplied) -> None:
         sandbox = self._tools.open(supplied.plan.program_id, supplied.serial_id, supplied.sandbox_s)
-        program = RunningProgram(supplied, self._tokens, sandbox, self._agenda.now_s)
+        program = RunningProgram(supplied, self._tokens, sandbox, self._agenda.now_s, self._scenario.bytes_per_token)
         self._by_program_id[supplied.plan.program_id] = program
         self._turn_arrives(program)
 
@@ -251,7 +251,7 @@ class Simulation:
                 self._agenda.now_s,
                 program.turn_id,
                 program.plan.program_id,
-                prompt_bytes=len(program.context) * BYTES_PER_TOKEN,
+                prompt_bytes=int(len(program.context) * self._scenario.bytes_per_token),
                 avoid_replica_id=avoid_replica_id,
                 prefix=program.prefix,
                 group_id=program.plan.group_id,
@@ -352,7 +352,8 @@ class Simulation:
         self._turn_count += 1
         self._judged[self._turn_count] = program, known.generation, program.turns_done_count
         tokens = judge.prompt_tokens + min(len(program.context), judge.max_transcript_tokens)
-        self._dispatch(TurnArrived(self._agenda.now_s, self._turn_count, None, prompt_bytes=tokens * BYTES_PER_TOKEN))
+        prompt_bytes = int(tokens * self._scenario.bytes_per_token)
+        self._dispatch(TurnArrived(self._agenda.now_s, self._turn_count, None, prompt_bytes=prompt_bytes))
 
     def _question_granted(self, grant: Grant) -> None:
         judge, (program, _, _) = self._scenario.judge, self._judged[grant.turn_id]

@@ -84,6 +84,7 @@ class Scenario:
     `engine_tells_counters` False is for engines without metrics, whose capacity an operator gave: a poll says nothing
     else. Of the first `unknown_replica_count` replicas nobody said how much they hold. `answers_whole` is for clients
     that do not stream: the scheduler hears of a turn when it is granted and when it ends, and of nothing in between.
+    Prompts have `bytes_per_token` bytes a token; with 4, the scheduler's first guess, it estimates each exactly.
     A poll's answer comes `poll_delay_s` after it was read, and `poll_missing_ratio` of them do not come at all: what
     was counted meanwhile comes with the next.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
@@ -113,6 +114,7 @@ class Scenario:
     engine_tells_counters: bool = True
     unknown_replica_count: int = 0
     answers_whole: bool = False
+    bytes_per_token: float = 4.0
     engines_drop: bool = False
     judge: Judge | None = None
     engines_retain: bool = False
@@ -124,7 +126,14 @@ class Scenario:
         for name in ("replica_count", "programs_count"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("tick_s", "poll_interval_s", "sample_interval_s", "told_capacity_ratio", "horizon_s"):
+        for name in (
+            "tick_s",
+            "poll_interval_s",
+            "sample_interval_s",
+            "told_capacity_ratio",
+            "horizon_s",
+            "bytes_per_token",
+        ):
             value = getattr(self, name)
             if not (isfinite(value) and value > 0):
                 raise ConfigurationError(f"{name} must be a number over 0, got {value}")

@@ -97,6 +97,22 @@ def test_programs_are_counted_by_status_and_phase() -> None:
     assert sum(counts) == len(world.driver.scheduler.programs) == 2
 
 
+def test_idling_while_programs_are_held_is_a_part_of_the_last_minute() -> None:
+    """`b` waits for 15 s while the tool of `a` runs; then `a` has a turn. A replica that goes takes nothing away."""
+    world = World()
+    world.samples(60)
+    world.driver.takes_turn("a", 100)
+    world.driver.arrives("b", 100)
+    world.samples(15)
+    world.driver.arrives("a", 110)
+    world.samples(15)
+    sample, rates = world.history.now()
+    assert (sample.idle_held_s, rates.idle_held_ratio) == (15.0, 0.25)
+    world.driver.is_removed("r0")
+    sample, rates = world.history.now()
+    assert (sample.idle_held_s, rates.idle_held_ratio) == (15.0, None)
+
+
 def test_hits_are_what_grew_whatever_engine_began_anew() -> None:
     """The totals of a restarted engine fall, which is neither a hit nor a miss."""
     world = World()

@@ -117,6 +117,9 @@ def test_l2_is_the_time_alone() -> None:
     alone_s = (3 + 3) * 1.0 + 0.5 + 0.03 + 7.0 + 1.0 + 0.1
     assert bounds(shapes(program), engines, programs_count=1).closed_loop_per_s == pytest.approx(2 / alone_s)
     assert bounds(shapes(program), engines).closed_loop_per_s == math.inf
+    dear = replace(engines, timing=replace(engines.timing, prefill_base_s=10.0))
+    alone_s += (3 + 1) * 10.0  # iterations that compute prompts
+    assert bounds(shapes(program), dear, programs_count=1).closed_loop_per_s == pytest.approx(2 / alone_s)
 
 
 def test_l2_is_what_programs_leave_each_other() -> None:

@@ -37,6 +37,7 @@ class Long:
         {"sample_interval_s": 0.0},
         {"told_capacity_ratio": 0.0},
         {"release_ratio": 1.1},
+        {"bytes_per_token": 0.0},
         {"unknown_replica_count": -1},
         {"unknown_replica_count": 2},
         {"warmup_s": 3600.0},

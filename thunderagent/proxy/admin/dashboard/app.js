@@ -56,6 +56,10 @@ const charts = [
     rows: rates((now, before, s) => [Math.max(0, now.costs_token_s.queued - before.costs_token_s.queued) / s]),
   },
   {
+    chart: new Chart({ title: "Idle while held", unit: "engines", format: short, series: [{ name: "idle", colour: "over" }] }),
+    rows: rates((now, before, s) => [Math.max(0, now.idle_held_s - before.idle_held_s) / s]),
+  },
+  {
     chart: new Chart({ title: "Held", unit: "over the last minute", format: duration, series: [
       { name: "median", colour: "reasoning" }, { name: "p90", colour: "held" }, { name: "p99", colour: "over" },
     ] }),

@@ -1,7 +1,7 @@
 // The replicas: a bar for each, of what is claimed of its memory, by whom, and what is free.
 
 import { byId, h, keyed, setText } from "./dom.js";
-import { count, percent, short, whole } from "./format.js";
+import { count, duration, percent, short, whole } from "./format.js";
 
 const PARTS = ["reasoning", "acting", "other"];
 
@@ -26,13 +26,14 @@ function create(replica) {
     engine: h("li"),
     hits: h("li"),
     free: h("li"),
+    idle: h("li", { class: "bad", title: "it had no turn in flight while a program was held for memory that could run there" }),
     why: h("p", { class: "bad" }),
   };
   const bar = h("div", { class: "bar", role: "img" }, ...PARTS.map((name) => parts[name]), parts.over, parts.shared, limit);
   const element = h("article", { class: "replica", "aria-label": replica.replica_id },
     h("div", { class: "line" }, h("h3", { class: "mono", text: replica.replica_id, title: replica.url }), cells.pool, cells.health, cells.demand),
     bar,
-    h("ul", { class: "facts" }, cells.programs, cells.free, cells.engine, cells.hits),
+    h("ul", { class: "facts" }, cells.programs, cells.free, cells.engine, cells.hits, cells.idle),
     cells.why);
   element.view = { ...cells, parts, bar, limit };
   return element;
@@ -56,6 +57,8 @@ function update(element, replica) {
   const { running_count: running, waiting_count: waiting } = replica.engine;
   setText(view.engine, running === null ? count(replica.turns_in_flight_count, "turn") : `engine: ${whole(running)} running · ${whole(waiting ?? 0)} waiting`);
   setText(view.hits, `${percent(replica.hit_ratio)} hits`);
+  setText(view.idle, replica.idle_held_s >= 1 ? `idle while held: ${duration(replica.idle_held_s)}` : "");
+  view.idle.hidden = replica.idle_held_s < 1;
   drawBar(view, replica, size, limit);
 }
 
