@@ -279,9 +279,6 @@ HOUSES = {
     "thunderagent.runtime": RUNTIME_ARROWS,
 }
 
-ROOM_MODULE_COUNT = 12
-"""A room has at most a dozen modules, without its `__init__`."""
-
 
 def wrong_arrows(module: Module) -> Iterator[str]:
     """Find imports of a module from rooms that its own room must not know."""
@@ -769,14 +766,6 @@ def test_who_carries_bytes_reads_no_table_of_the_scheduler() -> None:
     assert complaints(tables_read, all_modules()) == []
     for source in ("from thunderagent.programs.pools import Pools", "self._leases.scheduler.queue"):
         assert list(tables_read(module_of(source, "thunderagent.proxy.turns.flow"))), source
-
-
-def test_a_room_is_no_attic() -> None:
-    """A room with rooms, and a folder in one, has at most a dozen modules."""
-    folders = [module.name for module in all_modules() if module.is_package and module.is_in(*HOUSES)]
-    for folder in folders:
-        inside = [each.name for each in all_modules() if each.name.rpartition(".")[0] == folder and not each.is_package]
-        assert len(inside) <= ROOM_MODULE_COUNT, inside
 
 
 def test_imports_of_the_core_follow_its_arrows() -> None:

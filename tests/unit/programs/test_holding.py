@@ -171,9 +171,10 @@ def test_what_programs_share_is_held_and_lost_once() -> None:
 
 
 def test_claims_hold_a_reserve_and_of_the_corrected_memory_alone() -> None:
-    """What is not held is in nobody's claim: only the prediction with holding falls."""
+    """A reserve is in claims alone; memory that is not there is there for nobody."""
+    assert plan(reserve_tokens=250.0).unheld_turns_per_s == plan().unheld_turns_per_s
+    assert plan(corrected_ratio=0.8).unheld_turns_per_s < plan().unheld_turns_per_s
     for smaller in (plan(corrected_ratio=0.8), plan(reserve_tokens=250.0)):
-        assert smaller.unheld_turns_per_s == plan().unheld_turns_per_s
         assert smaller.turns_per_s < plan().turns_per_s
     assert plan(corrected_ratio=0.8) == pytest.approx(plan(reserve_tokens=250.0))
     assert CLAIMED_RATIO < 1.0
