@@ -1,3 +1,3 @@
 """Program-aware reverse proxy for LLM agents."""
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"

@@ -483,7 +483,7 @@ def test_gateways_know_the_schedulers_by_name(
     assert service["metadata"]["name"] == schedulers["spec"]["serviceName"]
     assert service["spec"]["publishNotReadyAddresses"] is True
     for workload in (gateways, schedulers):
-        assert container_of(workload)["image"] == "registry.example.com/thunderagent:0.1.0"
+        assert container_of(workload)["image"] == "registry.example.com/thunderagent:0.1.1"
         with monkeypatch.context() as environment:
             secrets = {"THUNDERAGENT_API_KEYS": mint_key("a")[1], "THUNDERAGENT_ADMIN_KEYS": mint_key("b")[1]}
             for name, value in {**secrets, **settings_of(workload)}.items():
