@@ -398,6 +398,7 @@ async def test_turns_wait_when_all_engines_die_and_come_back() -> None:
         await until(lambda: len(one.calls) + len(other.calls) == 130)
         await asyncio.gather(one.stop(), other.stop())
         await proxy.up(0)
+        await until(lambda: proxy.runtime.held_count == 130)
         one.behaviour = other.behaviour = answers()
         await asyncio.gather(one.start(), other.start())
         assert {answer.status for answer in await asyncio.gather(*turns)} == {200}

@@ -57,7 +57,7 @@ USAGE_OF = {
     "/v1/messages": {"type": "message_delta", "usage": {"input_tokens": 5, "output_tokens": 2}},
     "/generate": {"text": "x", "meta_info": {"prompt_tokens": 5, "completion_tokens": 2}},
 }
-STATUSES = ("200 OK", "200 OK", "200 OK", "201 Made", "400 Bad Request", "429 Too Many", "500 Internal Server Error")
+STATUSES = ("200 OK", "200 OK", "200 OK", "201 Made", "400 Bad Request", "404 Not Found", "500 Internal Server Error")
 
 
 @dataclass(slots=True)

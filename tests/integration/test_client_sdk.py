@@ -269,7 +269,7 @@ async def test_a_sandbox_that_cannot_be_made_is_said_to_be() -> None:
     async with proxy_with_sandboxes() as (proxy, service):
         service.refusal = 404
         async with program(proxy=proxy.url, sandboxes=["plain"]) as p:
-            with pytest.raises(SandboxFailedError, match="there is no such thing"):
+            with pytest.raises(SandboxFailedError, match="the sandbox service refused"):
                 await p.async_wait_for_sandbox()
 
 

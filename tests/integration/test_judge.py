@@ -168,7 +168,7 @@ async def test_the_replicas_can_be_the_judge() -> None:
         program = proxy.runtime.scheduler.programs.get("a")
         assert program is not None
         assert (program.turn_count, program.level) == (1, 0)
-        engine.behaviour = answers(b"no", status="503 Service Unavailable")
+        engine.behaviour = answers(b"no", status="400 Bad Request")
         await post(proxy.url, CHAT, turn("a", model="own"))
         await post(proxy.url, CHAT, turn("a", model="own"))
         engine.behaviour = behave

@@ -132,10 +132,10 @@ async def test_turns_are_scheduled_on_two_engines_and_hits_are_read() -> None:
 async def test_what_does_not_fit_waits() -> None:
     """The pool's size comes from the engine alone: when programs fill it, the last ones are held."""
     async with sglang(kv_tokens=2048, timing="demo") as url, running_proxy(url) as proxy:
-        body = turn(content="word " * 600, max_tokens=40, ignore_eos=True)
+        bodies = [turn(content=f"{number} " + "word " * 600, max_tokens=40, ignore_eos=True) for number in range(6)]
         turns = [
             asyncio.create_task(post(proxy.url, f"/p/p{number}{CHAT}", body, ("X-Program-Final", "1")))
-            for number in range(6)
+            for number, body in enumerate(bodies)
         ]
         await until(lambda: proxy.runtime.held_count > 0)
         assert {answer.status for answer in await asyncio.gather(*turns)} == {200}

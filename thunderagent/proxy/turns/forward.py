@@ -53,6 +53,10 @@ log = structlog.get_logger("thunderagent.turns")
 FULL: Final = frozenset({429, 503})
 """What engines answer that have no room: the turn did not run."""
 
+MOST_LOST_COUNT: Final = 2
+"""A turn whose replica goes down may go elsewhere this often beyond its tries: engines that fail together fail one
+after the other, but a turn that ends its engine must not end all."""
+
 LOST_WITHIN_S: Final = 0.5
 """How long a turn over the budget waits for the word that its replica is down: it is polled at once."""
 
@@ -265,10 +269,12 @@ class Forwarding:
             return False
         if isinstance(error, ReplicaLostError) and patience_s > 0:
             return True
-        refused_before = self._budget.refused_count
         if self._has_tries(record, attempt, error.replica_id, now_s):
             return True
-        return self._budget.refused_count > refused_before and await self._is_lost(error.replica_id)
+        if record.lost_count >= MOST_LOST_COUNT or not await self._is_lost(error.replica_id):
+            return False
+        record.lost_count += 1
+        return True
 
     def _has_tries(self, record: Record, attempt: Attempt, replica_id: str, now_s: float) -> bool:
         """Return whether a turn, and all turns together, may be tried once more, and count that."""
@@ -283,7 +289,7 @@ class Forwarding:
         return may_retry
 
     async def _is_lost(self, replica_id: str) -> bool:
-        """Return whether a replica turns out to be down: then what it had goes elsewhere once, however much it is."""
+        """Return whether a replica turns out to be down: then what it had goes elsewhere, however much it is."""
         for _ in range(round(LOST_WITHIN_S / LOOK_PERIOD_S)):
             if not self._replicas.map.is_up(replica_id):
                 return True

@@ -52,6 +52,8 @@ class Record:
     tries_count = 0
     unsent_count = 0
     """How many of the tries did not run: they were not sent, or refused for want of room."""
+    lost_count = 0
+    """How many of its replicas went down with it, beyond its tries."""
     failed_ids: tuple[str, ...] = ()
     """Replicas that answered it 5xx."""
     probe: asyncio.Future[bool] | None = None
