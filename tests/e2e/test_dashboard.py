@@ -274,7 +274,7 @@ async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: Open
         await expect(page.locator("#connection")).to_have_text("No replica is up")
         await expect(page.locator(".replica .pill")).to_have_text("down")
         (replica,) = httpx2.get(f"{server.url}/replicas", timeout=60, trust_env=False).json()["replicas"]
-        await expect(page.locator(".replica .bad")).to_have_text(replica["why_down"])
+        await expect(page.locator(".replica p.bad")).to_have_text(replica["why_down"])
 
 
 async def test_turns_that_are_nobodys_are_told_of(tmp_path: Path, open_page: OpenPage) -> None:

@@ -146,6 +146,10 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "turns wait at a gateway": (_without(WELL, *GRANTED.values()), set()),
     "long holds": ({**WELL, **holds(HOLD, within_1_s=0, within_60_s=90, within_300_s=100)}, {"ThunderAgentLongHolds"}),
     "thrashing": ({**WELL, SPENT["recompute"]: rising(400)}, {"ThunderAgentThrashing"}),
+    "a frozen replica": (
+        {**WELL, 'thunderagent_replica_verdict{replica="r0",verdict="frozen"}': steady(1)},
+        {"ThunderAgentReplicaVerdict"},
+    ),
     "idle while held": ({**WELL, IDLE: rising(2)}, {"ThunderAgentIdleWhileHeld"}),
     "programs pile up": ({**WELL, ACTING: steady(2000)}, {"ThunderAgentProgramsPileUp"}),
     "most turns are nobody's": ({**WELL, GRANTED["anonymous"]: rising(70)}, {"ThunderAgentMostTurnsAreAnonymous"}),

@@ -61,7 +61,6 @@ SIDE_CALLS = {
     "tokenize": ("/tokenize", {"model": MODEL_NAME, "prompt": PROMPT}),
     "tokenize a chat": ("/tokenize", {"model": MODEL_NAME, "messages": [{"role": "user", "content": PROMPT}]}),
     "detokenize": ("/detokenize", {"model": MODEL_NAME, "tokens": [1, 2, 3]}),
-    "one model": (f"/v1/models/{MODEL_NAME}", None),
     "version": ("/version", None),
     "method not allowed": (CHAT, None),
 }

@@ -206,7 +206,6 @@ REFUSALS = {
 SIDE_CALLS = {
     "tokenize": ("/tokenize", {"model": MODEL_NAME, "prompt": PROMPT}),
     "detokenize": ("/detokenize", {"model": MODEL_NAME, "tokens": [1, 2, 3]}),
-    "one model": (f"/v1/models/{MODEL_NAME}", None),
 }
 
 
