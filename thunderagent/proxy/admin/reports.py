@@ -78,7 +78,7 @@ class PriceReport(Report):
     """What a lost token costs a replica, in its engine's time, as measured; null where nothing was measured."""
 
     token_s: float = Field(description="seconds for each computed prompt token")
-    low_token_s: float = Field(description="the lower end of its interval, which decides")
+    low_token_s: float = Field(description="the lower end of its interval, which decides, but at least half of token_s")
     high_token_s: float | None
     source: str = Field(description="engine counters, turns, siblings (replicas of the pool) or guess")
     iteration_s: float = Field(description="seconds for each iteration of the engine, whatever it computes")
