@@ -273,7 +273,6 @@ def test_means_outlive_a_restart() -> None:
             for bad in (-1.0, 2e9, inf, nan)
         ],
         {"count": -1},
-        {"count": inf},
         {"program_count": -1},
         {"program_count": 3, "program_turn_count": 0.5},
         {"program_turn_count": 0.5},
