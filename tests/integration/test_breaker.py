@@ -544,7 +544,126 @@ async def test_a_replica_whose_answers_have_errors_inside_is_failing() -> None:
             assert (await ask(proxy.url, str(number))).status == 200
         assert len(broken.calls) == 3
         assert (await breaker_of(proxy, broken))["verdict"] == "failing"
-        assert len(healthy.calls) == 17
+        assert len(healthy.calls) == 20, "nothing reached the clients before"
+
+
+MESSAGES = '{"type":"message_start","message":{"id":"m","role":"assistant","content":[],"usage":{"input_tokens":1}}}'
+CREATED = event({"type": "response.created", "response": {"id": "r", "status": "in_progress"}})
+FAILED = event({"type": "response.failed", "response": {"id": "r", "status": "failed", "error": {"code": "server"}}})
+DEAD = {"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}}
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        streams(event(DEAD), DONE),
+        streams(b": ping\n\n", event(DEAD), DONE),
+        streams(b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"x"}}\n\n'),
+        streams(f"event: message_start\ndata: {MESSAGES}\n\n".encode(), b'event: error\ndata: {"type":"error"}\n\n'),
+        streams(CREATED, FAILED),
+        answers(DEAD),
+    ],
+    ids=["vllm", "comment", "messages", "started", "responses", "whole"],
+)
+async def test_an_answer_that_begins_with_an_error_is_computed_elsewhere(begins: Any) -> None:
+    """Nothing of it has reached the client, so it is like a 5xx: status 200 was only a promise."""
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+        broken.behaviour = begins
+        for number in range(8):
+            answer = await ask(proxy.url, str(number), stream=True)
+            assert (answer.status, answer.whole, answer.header("X-Replica-ID")) == (200, True, healthy.replica_id)
+        assert 0 < len(broken.calls) < 8
+        assert (await get(proxy.url, "/programs/0")).json()["verdict"] == "ok"
+
+
+@pytest.mark.parametrize("before", [[stream_head()], [stream_head(), chunk(CREATED)]], ids=["head", "announced"])
+async def test_a_stream_without_an_event_goes_elsewhere_when_its_replica_dies(before: list[bytes]) -> None:
+    """Engines send the head before they compute; no byte of it has reached the client."""
+    dies_with = Gate(before, [chunk(word("one")), LAST_CHUNK])
+    async with two_replicas() as (dies, healthy, proxy):
+        dies.behaviour = healthy.behaviour = dies_with
+        turns = [asyncio.create_task(ask(proxy.url, str(number), stream=True)) for number in range(8)]
+        await until(lambda: len(dies.calls) + len(healthy.calls) == 8)
+        healthy.behaviour = streams(word("one"), DONE)
+        assert dies.calls
+        await dies.stop()
+        dies_with.open()
+        for answer in await asyncio.gather(*turns):
+            assert answer.status == 200
+        assert len(dies.calls) + len(healthy.calls) == 8 + len(dies.calls)
+
+
+async def test_an_answer_that_begins_with_an_error_everywhere_reaches_the_client() -> None:
+    """It is the turn's own fault: it counts against neither replica, however many there are."""
+    async with two_replicas(**BREAKS) as (one, other, proxy):
+        one.behaviour = other.behaviour = streams(event(DEAD), DONE)
+        for number in range(8):
+            answer = await ask(proxy.url, str(number), stream=True)
+            assert (answer.status, answer.body) == (200, event(DEAD) + DONE)
+        assert len(one.calls) == len(other.calls) == 8
+        assert {(await breaker_of(proxy, each))["breaker"] for each in (one, other)} == {"closed"}
+
+
+@pytest.mark.parametrize(
+    "error", [{"code": 400, "type": "BadRequestError"}, {"code": "x", "type": "invalid_request_error"}]
+)
+async def test_an_error_that_names_the_request_is_not_computed_elsewhere(error: dict[str, Any]) -> None:
+    async with two_replicas(**BREAKS) as (one, other, proxy):
+        one.behaviour = other.behaviour = streams(event({"error": {"message": "too long", **error}}), DONE)
+        for number in range(4):
+            assert (await ask(proxy.url, str(number), stream=True)).status == 200
+        assert len(one.calls) + len(other.calls) == 4
+
+
+async def test_an_engine_that_says_inside_an_answer_that_it_is_full_is_under_pressure() -> None:
+    full = {"error": {"message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", "code": 503}}
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+        broken.behaviour = streams(event(full), DONE)
+        for number in range(4):
+            answer = await ask(proxy.url, str(number), stream=True)
+            assert (answer.header("X-Replica-ID"), answer.whole) == (healthy.replica_id, True)
+        assert len(broken.calls) == 1
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"], report["verdict_reason"]) == (
+            "closed",
+            "backpressure",
+            "it answered 503",
+        )
+
+
+async def test_the_first_event_of_a_stream_is_not_delayed() -> None:
+    hold = Gate([stream_head(), chunk(b": ping\n\n"), chunk(word("one"))])
+    async with fake_replica(hold) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        wire.send("POST", CHAT, [JSON_TYPE], json.dumps(turn("a", stream=True)).encode())
+        assert (await wire.head()).status == 200
+        while b"one" not in await wire.chunk():
+            pass
+
+
+async def test_the_head_of_a_stream_goes_on_without_an_event_after_a_while() -> None:
+    """Clients may limit the time to the head; an engine sends it before it computes."""
+    hold = Gate([stream_head()])
+    async with fake_replica(hold) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        wire.send("POST", CHAT, [JSON_TYPE], json.dumps(turn("a", stream=True)).encode())
+        assert (await wire.head()).header("X-Replica-ID") == replica.replica_id
+
+
+async def test_a_replica_that_fails_every_other_turn_is_failing() -> None:
+    """It never fails often in a row; no client notices."""
+    count = 0
+
+    async def every_other(call: Call) -> None:
+        nonlocal count
+        count += 1
+        await answers(status="500 Internal Server Error" if count % 2 else "200 OK")(call)
+
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 60.0}) as (broken, _, proxy):
+        broken.behaviour = every_other
+        for number in range(40):
+            assert (await ask(proxy.url, str(number))).status == 200
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("open", "failing")
+        assert report["verdict_reason"].startswith("5 of the last 12 turns failed")
 
 
 async def test_a_breaker_may_be_switched_off() -> None:
@@ -655,3 +774,22 @@ async def test_a_program_says_whether_it_may_be_trained_on() -> None:
             await ask(proxy.url, "a", content="third")
             assert (await verdict())[:2] == expected
             assert any(expected[0] in each["why"] for each in (await get(proxy.url, "/programs/a")).json()["story"])
+
+
+async def test_the_answer_to_a_release_says_whether_a_program_may_be_trained_on() -> None:
+    """It is the last moment to ask. Without a word it may be."""
+    async with fake_replica() as replica, running_proxy(replica.url, retries_count=0) as proxy:
+        for program_id in ("good", "bad", "worse"):
+            await ask(proxy.url, program_id)
+        replica.behaviour = answers({"error": "no"}, status="500 Internal Server Error")
+        for program_id in ("bad", "worse"):
+            await ask(proxy.url, program_id, content="second")
+        verdict = {
+            "verdict": "infrastructure_failed",
+            "verdict_cause": "status 500",
+            "verdict_replica_id": replica.replica_id,
+        }
+        released = await post(proxy.url, "/programs/release", {"program_id": "bad"})
+        assert released.json() == {"program_id": "bad", "released": True, **verdict}
+        released = await post(proxy.url, "/programs/release", {"program_ids": ["good", "worse", "nobody"]})
+        assert released.json() == {"released": True, "released_ids": ["good", "worse"], "not_ok": {"worse": verdict}}

@@ -26,6 +26,7 @@ from tests.integration.support import (
     USAGE_EVENT,
     Gate,
     Wire,
+    answers,
     ask,
     chunk,
     command,
@@ -262,6 +263,28 @@ async def test_without_a_scheduler_turns_run_in_the_end() -> None:
                 assert [answer.status for answer in answers] == [200, 200]
                 assert sorted(answer.header(FAIL_OPEN) or "" for answer in answers) == ["", "1"]
                 await until_metric(second.url, "turns_total", 3, "finished")
+
+
+async def test_what_a_trainer_aborts_at_a_gateway_is_no_failure_of_an_engine() -> None:
+    """Only the scheduler hears of the abort, and only the gateway of the answer."""
+    async with (
+        fake_replica(answers({"status": "aborted"})) as replica,
+        scheduler("--backends", replica.url) as over,
+        gateway(over.url) as front,
+        Wire.open(front.url) as wire,
+    ):
+        ends = Gate([stream_head(), chunk(word("one"))], [chunk(word("", "abort")), chunk(DONE), LAST_CHUNK])
+        replica.behaviour = ends
+        await begin(wire, "a")
+        replica.behaviour = answers({"status": "aborted"})
+        assert (await post(over.url, "/abort_requests", {})).status == 200
+        await until_metric(front.url, "gateway_turns_told", 0)
+        ends.open()
+        while await wire.chunk():
+            pass
+        await until_metric(over.url, "leases_active", 0)
+        report = (await get(over.url, "/programs/a")).json()
+        assert (report["verdict"], report["verdict_replica_id"]) == ("aborted_by_trainer", replica.replica_id)
 
 
 async def test_the_turns_of_a_gateway_that_died_are_over() -> None:

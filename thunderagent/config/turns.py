@@ -65,7 +65,10 @@ class Timeouts(Slice):
         0.2, ge=0, le=1, description="retries of all turns together, as a part of the last minute's turns"
     )
     breaker_failure_count: int = Field(
-        5, ge=0, description="turns in a row that a replica fails before it gets none for a while; 0: never"
+        5,
+        ge=0,
+        description="turns in a row that a replica fails before it gets none for a while; so do 40 % of four times as"
+        " many; 0: never",
     )
     breaker_backoff_s: float = Field(
         5.0,

@@ -140,6 +140,8 @@ class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
     """How its engine does: a `ReplicaState`; empty if unknown."""
     why: str = ""
     """The reason of the verdict."""
+    aborts_count: int = 0
+    """How often a trainer aborted what ran there."""
 
 
 class ReplicaMap:

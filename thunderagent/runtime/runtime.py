@@ -149,7 +149,7 @@ class Runtime:
         self._pressed: dict[str, asyncio.TimerHandle] = {}
         """Ends of the times for which replicas are granted nothing, because they said that they are full."""
         self._aborted_s: dict[str, float] = {}
-        """When a trainer last aborted all that ran on a replica."""
+        """When a trainer last aborted what ran on a replica."""
         self._superseded_ids: set[int] = set()
         """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
@@ -283,8 +283,6 @@ class Runtime:
         there.
         """
         aborted_count = 0
-        if replica_id is not None:
-            self._aborted_s[replica_id] = self.now_s()
         turns = self.pools.turns if replica_id is None else self.pools.of_replica(replica_id).scheduler.turns
         for turn_id in sorted(self._abortable_ids):
             waiter, turn = self._waiters[turn_id], turns.get(turn_id)
@@ -295,6 +293,11 @@ class Runtime:
                 waiter.set_exception(TurnAbortedError(ABORTED))
                 aborted_count += 1
         return aborted_count
+
+    def replica_aborted(self, replica_id: str) -> None:
+        """Record that a trainer aborts what runs on a replica, all or some of it."""
+        self._aborted_s[replica_id] = self.now_s()
+        self._fleet.aborted(replica_id)
 
     def abort_named(self, engine_request_ids: Collection[str]) -> int:
         """End the wait of the held turns that engines would know by these ids, as above; return their number."""
@@ -555,6 +558,7 @@ class Runtime:
         """Report that a replica is gone for good."""
         self._fleet.urls.pop(replica_id, None)
         self._aborted_s.pop(replica_id, None)
+        self._fleet.aborts_counts.pop(replica_id, None)
         self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
         self.served.forget(replica_id)
 

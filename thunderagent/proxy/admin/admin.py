@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from thunderagent.compilation import build_kind
 from thunderagent.errors import BodyTooLargeError, NotFoundError, RequestError, ThunderAgentError
 from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.verdict import TurnVerdict
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.admin.reports import (
     SORTS,
@@ -100,7 +101,15 @@ class NotReadyReport(Report):
     why: str
 
 
-class ReleasedReport(Report):
+class EndVerdict(Report):
+    """The verdict on a program when it ended, as in `GET /programs/{id}`; left out while it is ok."""
+
+    verdict: TurnVerdict = TurnVerdict.OK
+    verdict_cause: str = ""
+    verdict_replica_id: str | None = None
+
+
+class ReleasedReport(EndVerdict):
     """Whether a program of that id lived until now."""
 
     program_id: str
@@ -112,6 +121,9 @@ class ReleasedTogetherReport(Report):
 
     released: bool
     released_ids: list[str]
+    not_ok: dict[str, EndVerdict] = Field(
+        default={}, description="the verdicts on those whose turns may not be trained on; left out without any"
+    )
 
 
 class ReplicasReport(Report):
@@ -272,10 +284,9 @@ class Admin:
         wanted = await self._release_request(request)
         if wanted.program_id is not None:
             program_id = check_program_id(wanted.program_id)
-            released = bool(self._of_tenant([program_id], wanted.tenant))
+            may = bool(self._of_tenant([program_id], wanted.tenant))
             outcome = wanted.outcome or outcome_of(request.headers)
-            released = released and self._runtime.release(program_id, wanted.generation, outcome)
-            return report_response(ReleasedReport(program_id=wanted.program_id, released=released))
+            return self._release_one(program_id, wanted.generation, outcome, may=may)
         if wanted.generation is not None:
             raise RequestError("a generation needs exactly one program_id")
         if wanted.outcome is not None:
@@ -292,12 +303,28 @@ class Admin:
             raise BodyTooLargeError(f"{len(program_ids)} ids at once, the limit is {MAX_RELEASED_COUNT}")
         named_ids = list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
         released_ids: list[str] = []
+        not_ok: dict[str, EndVerdict] = {}
         for start in range(0, len(named_ids), RELEASED_AT_ONCE_COUNT):
             if start:
                 await asyncio.sleep(0)  # the turns of others go on
             some_ids = self._of_tenant(named_ids[start : start + RELEASED_AT_ONCE_COUNT], wanted.tenant)
+            not_ok |= self._not_ok(some_ids)
             released_ids += self._runtime.release_together(some_ids)
-        return report_response(ReleasedTogetherReport(released=bool(released_ids), released_ids=released_ids))
+        judged = {"not_ok": not_ok} if not_ok else {}
+        report = ReleasedTogetherReport(released=bool(released_ids), released_ids=released_ids, **judged)
+        return report_response(report, without_unset=True)
+
+    def _not_ok(self, program_ids: list[str]) -> dict[str, EndVerdict]:
+        """Return the verdicts on live programs that are not ok."""
+        found = {}
+        for program_id in program_ids:
+            program = self._runtime.programs.get(program_id)
+            if program is not None and program.verdict.verdict is not TurnVerdict.OK:
+                said = program.verdict
+                found[program_id] = EndVerdict(
+                    verdict=said.verdict, verdict_cause=said.cause, verdict_replica_id=said.replica_id
+                )
+        return found
 
     def _own_or_all(self) -> str | None:
         """Return the tenant that a request may read; None is all, which needs an admin key."""
@@ -317,11 +344,11 @@ class Admin:
 
     async def delete_program(self, request: web.Request) -> web.Response:
         """End one program. Idempotent."""
-        return self._release_one(request, request.match_info["program_id"])
+        return self._release_named(request, request.match_info["program_id"])
 
     async def finish_session(self, request: web.Request) -> web.Response:
         """End one program, as SkyRL and the vLLM router do."""
-        return self._release_one(request, request.query.get("session_id", ""))
+        return self._release_named(request, request.query.get("session_id", ""))
 
     async def replicas(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """List the replicas."""
@@ -336,11 +363,16 @@ class Admin:
         """Tell how many tools run, how long they take, and what sandboxes take."""
         return report_response(tools_report(self._runtime))
 
-    def _release_one(self, request: web.Request, program_id: str) -> web.Response:
-        outcome = outcome_of(request.headers)
+    def _release_named(self, request: web.Request, program_id: str) -> web.Response:
         may = self._tenancy.may_touch(check_program_id(program_id))
-        released = may and self._runtime.release(program_id, outcome=outcome)
-        return report_response(ReleasedReport(program_id=program_id, released=released))
+        return self._release_one(program_id, None, outcome_of(request.headers), may=may)
+
+    def _release_one(self, program_id: str, generation: int | None, outcome: str, *, may: bool) -> web.Response:
+        not_ok = self._not_ok([program_id]) if may else {}
+        released = may and self._runtime.release(program_id, generation, outcome)
+        judged = not_ok[program_id].model_dump() if released and not_ok else {}
+        report = ReleasedReport(program_id=program_id, released=released, **judged)
+        return report_response(report, without_unset=True)
 
     async def _release_request(self, request: web.Request) -> ReleaseRequest:
         body = await request.read()

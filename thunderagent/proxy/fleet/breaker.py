@@ -1,4 +1,4 @@
-"""A circuit breaker for each replica: one that fails turn after turn gets none for a while.
+"""A circuit breaker for each replica: one that fails too many turns gets none for a while.
 
 Theory of operation
 ===================
@@ -6,11 +6,14 @@ The poller finds replicas that are gone. This finds those that look healthy but 
 closed, or time out, before the first byte of an answer; answers that cannot be read, 5xx, and errors inside a 200. A
 4xx is its client's own, and 429 and 503 say that the engine is full, which is no failure (`Pressure`).
 
-A client may make an engine fail: a turn that fails elsewhere in the same way says nothing of either replica, and errors
-inside the answers of one program count once in a row.
+A client may make an engine fail: a turn that fails elsewhere in the same way says nothing of either replica, even if
+the replica was tripped meanwhile. Errors inside the answers of one program count once, until it has a good one.
 
-    closed ──(so many failures in a row)──▶ open ──(backoff is over)──▶ half-open ──(first byte)──▶ closed
-                                             ▲───────(failure; the backoff doubles)───┘
+    closed ──(so many failures)──▶ open ──(backoff is over)──▶ half-open ──(first byte)──▶ closed
+                                    ▲───────(failure; the backoff doubles)───┘
+
+So many are `failure_count` in a row, or 40 % of the last 4 x `failure_count` turns: a replica that fails every other
+turn is no better. What the turns before the trial did still counts after it: a replica earns its trust by good turns.
 
 While it is open the scheduler treats the replica as tripped: it grants nothing new there, and programs leave. When it
 is half-open the scheduler may grant again; the first forwarded turn is the probe, and other turns granted there wait
@@ -29,6 +32,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 from typing import Final
 
 import structlog
@@ -42,6 +46,12 @@ from thunderagent.programs.model.verdict import Pressure
 
 log = structlog.get_logger("thunderagent.breaker")
 
+WINDOW_RATIO: Final = 4
+"""The last turns that are remembered, as a ratio of the failures in a row that are too many."""
+
+FAILING_RATIO: Final = 0.4
+"""Part of these turns that may not fail."""
+
 _GONE: Final = frozenset({ReplicaDown, ReplicaRemoved})
 _FEWER: Final = _GONE | {ReplicaDraining}
 
@@ -51,13 +61,23 @@ class BreakerSettings:
     """When a replica gets no turns for a while."""
 
     failure_count: int = 5
-    """Failures in a row, before the first byte of an answer; 0 never opens a breaker."""
+    """Failures in a row that open a breaker; 0 never does."""
     backoff_s: float = 5.0
     """How long at first; doubled each time that it fails again soon after."""
     longest_backoff_s: float = 120.0
     probe_wait_s: float = 5.0
     """How long others wait for a probe's first byte. A probe that has not failed by then is computing: an answer that
     is not streamed sends its first byte at its end."""
+
+    @property
+    def window_count(self) -> int:
+        """How many of the last turns are remembered."""
+        return WINDOW_RATIO * self.failure_count
+
+    @property
+    def window_failure_count(self) -> int:
+        """So many failures among them open a breaker, too."""
+        return ceil(FAILING_RATIO * self.window_count)
 
 
 class BreakerState(StrEnum):
@@ -69,13 +89,26 @@ class BreakerState(StrEnum):
 
 
 class _Breaker:
-    __slots__ = ("backoff_s", "closed_s", "failed_program_id", "failure_count", "probe", "state", "timer", "until_s")
+    __slots__ = (
+        "backoff_s",
+        "closed_s",
+        "failed_program_id",
+        "failure_count",
+        "failures",
+        "probe",
+        "state",
+        "timer",
+        "until_s",
+    )
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
         self.failure_count = 0
+        """Failures in a row."""
+        self.failures = 0
+        """The last turns, the newest in the lowest bit: 1 for a failure."""
         self.failed_program_id: str | None = None
-        """The program whose answer last had an error, if no turn was answered well since."""
+        """The program whose answer last had an error, if none of its turns was answered well since."""
         self.backoff_s = 0.0
         self.until_s = 0.0
         self.closed_s = 0.0
@@ -147,15 +180,17 @@ class Breakers:
         if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
             self._close(replica_id, breaker)
 
-    def succeeded(self, replica_id: str) -> None:
+    def succeeded(self, replica_id: str, program_id: str | None = None) -> None:
         """Record that an answer was good to its end."""
         if self._pressures:
             self._pressures.pop(replica_id, None)
         breaker = self._breakers.get(replica_id)
         if breaker is None:
             return
+        self._remember(breaker, failed=0)
         breaker.failure_count = 0
-        breaker.failed_program_id = None
+        if breaker.failed_program_id == program_id:
+            breaker.failed_program_id = None
         if breaker.state is BreakerState.HALF_OPEN:
             self._close(replica_id, breaker)
 
@@ -173,11 +208,18 @@ class Breakers:
     def excuse(self, replica_id: str) -> None:
         """Take one failure back: its turn failed elsewhere in the same way."""
         breaker = self._breakers.get(replica_id)
-        if breaker is not None and breaker.state is BreakerState.CLOSED and breaker.failure_count:
-            breaker.failure_count -= 1
+        if breaker is None or breaker.state is BreakerState.HALF_OPEN:
+            return
+        breaker.failures &= breaker.failures - 1  # the newest one
+        breaker.failure_count = max(0, breaker.failure_count - 1)
+        if breaker.state is BreakerState.OPEN and not self._is_too_much(breaker):
+            assert breaker.timer is not None
+            breaker.timer.cancel()
+            self._half_open(replica_id, breaker)
+            self._close(replica_id, breaker)
 
     def erred(self, replica_id: str, program_id: str | None, why: str) -> None:
-        """Record that an answer had an error inside; several in a row of one program count once."""
+        """Record that an answer had an error inside; those of one program count once, until it has a good answer."""
         breaker = self._breakers.get(replica_id)
         if program_id is not None and breaker is not None and breaker.failed_program_id == program_id:
             return
@@ -194,9 +236,18 @@ class Breakers:
             return  # known to be gone: it starts over when it comes back
         breaker = self._breakers.setdefault(replica_id, _Breaker())
         breaker.failure_count += 1
-        too_many = breaker.failure_count >= self._settings.failure_count
-        if breaker.state is BreakerState.HALF_OPEN or (breaker.state is BreakerState.CLOSED and too_many):
+        self._remember(breaker, failed=1)
+        too_many = breaker.state is BreakerState.CLOSED and self._is_too_much(breaker)
+        if too_many or breaker.state is BreakerState.HALF_OPEN:
             self._open(replica_id, breaker, why)
+
+    def _remember(self, breaker: _Breaker, *, failed: int) -> None:
+        breaker.failures = (breaker.failures << 1 | failed) & ((1 << self._settings.window_count) - 1)
+
+    def _is_too_much(self, breaker: _Breaker) -> bool:
+        settings = self._settings
+        in_a_row = breaker.failure_count >= settings.failure_count
+        return in_a_row or breaker.failures.bit_count() >= settings.window_failure_count
 
     def lost(self, replica_id: str, error: BaseException, probe: asyncio.Future[bool] | None) -> None:
         """Record what ended a turn that was sent, before the head of its answer arrived."""
@@ -232,9 +283,10 @@ class Breakers:
             backoff_s=round(breaker.backoff_s, 3),
         )
         self._end_probe(breaker, succeeded=False)
-        self._runtime.replica_tripped(
-            replica_id, tripped=True, why=f"{breaker.failure_count} turns in a row failed, the last one: {why}"
-        )
+        how_many = f"{breaker.failure_count} turns in a row"
+        if breaker.failure_count < settings.failure_count and not again:
+            how_many = f"{breaker.failures.bit_count()} of the last {settings.window_count} turns"
+        self._runtime.replica_tripped(replica_id, tripped=True, why=f"{how_many} failed, the last one: {why}")
 
     def has_other(self, replica_id: str) -> bool:
         """Return whether another replica of the same pool is open, now or when grants go on."""

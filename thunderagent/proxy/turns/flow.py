@@ -303,11 +303,11 @@ class Turns:
                 forwarding.left(record, granted, named, authorization)
 
     def _goes_on(self, record: Record, attempt: Attempt, granted: Lease, upstream: Answer, give_up_s: float) -> bool:
-        """Return whether a turn asks for another lease, because its engine is full, or answered 5xx."""
-        if upstream.status < 429 or not self._lives(record):
+        """Return whether a turn asks for another lease, because its engine is full, or answered with an error."""
+        if (upstream.status < 429 and record.first_error is None) or not self._lives(record):
             return False
         forwarding, now_s = self._forwarding, self._leases.now_s()
-        if forwarding.waits(granted, upstream, give_up_s - now_s):
+        if forwarding.waits(record, granted, upstream, give_up_s - now_s):
             record.unsent_count += 1  # it did not run
             return True
         return forwarding.goes_elsewhere(record, attempt, granted, upstream, now_s)

@@ -49,13 +49,17 @@ class Record:
     held_s = 0.0
     error: AnswerError | None = None
     """What the engine reported inside an answer with status 200."""
+    first_error: AnswerError | None = None
+    """What its answer began with, if that is an error of the engine's own."""
+    had_head = False
+    """Whether its engine had begun an answer that broke off: only one that went down may have it begun again."""
     tries_count = 0
     unsent_count = 0
     """How many of the tries did not run: they were not sent, or refused for want of room."""
     lost_count = 0
     """How many of its replicas went down with it, beyond its tries."""
     failed_ids: tuple[str, ...] = ()
-    """Replicas that answered it 5xx."""
+    """Replicas that answered it 5xx, or began an answer with an error."""
     probe: asyncio.Future[bool] | None = None
     tool = ""
 

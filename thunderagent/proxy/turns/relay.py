@@ -14,7 +14,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from multidict import CIMultiDict, istr
+from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
 from thunderagent.leases.open_lease import OpenLease
@@ -32,10 +32,8 @@ from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
-from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
+from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL, CONTENT_ENCODING
 from thunderagent.proxy.wire.websockets import Counted, Websockets
-
-CONTENT_ENCODING: Final = istr("Content-Encoding")
 
 MOST_WHOLE_BYTES: Final = 64 * 2**20
 """A larger answer is not buffered, and not read."""

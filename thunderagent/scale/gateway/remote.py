@@ -293,9 +293,9 @@ class RemoteRuntime:
         """Return how many turns have leases on a replica, from here."""
         return self._counts[replica_id]
 
-    def aborted_ago_s(self, replica_id: str) -> float:  # noqa: ARG002 - the protocol's
-        """Return infinity: only the scheduler hears of aborts."""
-        return inf
+    def aborted_ago_s(self, replica_id: str) -> float:
+        """Return how long ago the scheduler said that a trainer aborted what runs on a replica; infinite if never."""
+        return self.now_s() - self.fleet.aborted_s.get(replica_id, -inf)
 
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
         """Ask the scheduler to end a program; return False if this gateway carried no turn of it."""
