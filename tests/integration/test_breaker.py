@@ -666,6 +666,89 @@ async def test_a_replica_that_fails_every_other_turn_is_failing() -> None:
         assert report["verdict_reason"].startswith("5 of the last 12 turns failed")
 
 
+class Cache:
+    """Behave as an engine with a prefix cache of so many tokens; each turn's prompt has 2,000, of its own program."""
+
+    def __init__(self, capacity_tokens: int = 1_000_000, *, tells: bool = True) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.tells = tells
+        self.is_broken = False
+        self.kept: dict[str, None] = {}
+
+    async def __call__(self, call: Call) -> None:
+        name = call.json()["messages"][0]["content"].split()[0]
+        cached_tokens = 1900 if name in self.kept and not self.is_broken else 0
+        self.kept.pop(name, None)
+        self.kept[name] = None
+        while len(self.kept) * 2_010 > self.capacity_tokens:
+            del self.kept[next(iter(self.kept))]
+        usage: dict[str, Any] = {"prompt_tokens": 2_000, "completion_tokens": 10, "total_tokens": 2_010}
+        if self.tells:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        await answers({"choices": [], "usage": usage})(call)
+
+
+async def rounds(proxy: RunningProxy, rounds_count: int, programs_count: int = 8) -> None:
+    for _ in range(rounds_count):
+        for number in range(programs_count):
+            assert (await ask(proxy.url, f"p{number}", content=f"p{number} {'word ' * 1600}")).status == 200
+
+
+async def verdicts(proxy: RunningProxy, *replicas: FakeReplica) -> list[str]:
+    """Return the verdicts after two more polls of each."""
+    for replica in replicas:
+        polls_count = replica.polls_count + 4
+        await until(lambda replica=replica, polls_count=polls_count: replica.polls_count >= polls_count)
+    return [(await breaker_of(proxy, replica))["verdict"] for replica in replicas]
+
+
+async def test_a_replica_whose_cache_stops_hitting_until_it_restarts_is_collapsed() -> None:
+    """Its programs leave it and keep their cache elsewhere; after a restart it is up, and its cache may be off."""
+    caches = Cache(), Cache()
+    async with (
+        fake_replica(caches[0]) as breaks,
+        fake_replica(caches[1]) as healthy,
+        running_proxy(breaks.url, healthy.url) as proxy,
+    ):
+        await rounds(proxy, 8)
+        assert await verdicts(proxy, breaks, healthy) == ["up", "up"]
+        caches[0].is_broken = True
+        await rounds(proxy, 3)
+        assert await verdicts(proxy, breaks, healthy) == ["up", "up"], "of 20 turns some hit"
+        await rounds(proxy, 6)
+        assert await verdicts(proxy, breaks, healthy) == ["collapsed", "up"]
+        assert "kept 0% of what it was given" in (await breaker_of(proxy, breaks))["verdict_reason"]
+        calls_count = len(breaks.calls)
+        await rounds(proxy, 2)
+        assert len(breaks.calls) == calls_count
+        await breaks.stop()
+        await until(lambda: not proxy.runtime.scheduler.replicas[breaks.replica_id].up)
+        await breaks.start()
+        await proxy.up(2)
+        assert await verdicts(proxy, breaks, healthy) == ["up", "up"]
+        proxy.runtime.replica_draining(healthy.replica_id)
+        await rounds(proxy, 6)
+        assert len(breaks.calls) > calls_count
+        assert await verdicts(proxy, breaks) == ["up"], "it never kept since: its cache is off"
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["tells", "does not tell"])
+async def test_an_engine_that_evicts_for_want_of_memory_has_not_collapsed(tells: bool) -> None:
+    """With more programs than room no turn finds its cache; nor, once others are gone, does the next one of each."""
+    cache = Cache(100_000, tells=tells)
+    async with (
+        fake_replica(cache, capacity_tokens=100_000) as replica,
+        running_proxy(replica.url, policy="passthrough", policy_args={}) as proxy,
+    ):
+        await rounds(proxy, 2, 24)
+        await rounds(proxy, 1, 100)
+        assert await verdicts(proxy, replica) == ["up"]
+        others = [f"p{number}" for number in range(24, 100)]
+        await post(proxy.url, "/programs/release", {"program_ids": others})
+        await rounds(proxy, 1, 24)
+        assert await verdicts(proxy, replica) == ["up"]
+
+
 async def test_a_breaker_may_be_switched_off() -> None:
     async with two_replicas(**{**BREAKS, "breaker_failure_count": 0}) as (broken, _, proxy):
         for number in range(12):

@@ -278,7 +278,6 @@ async def test_what_a_trainer_aborts_at_a_gateway_is_no_failure_of_an_engine() -
         await begin(wire, "a")
         replica.behaviour = answers({"status": "aborted"})
         assert (await post(over.url, "/abort_requests", {})).status == 200
-        await until_metric(front.url, "gateway_turns_told", 0)
         ends.open()
         while await wire.chunk():
             pass

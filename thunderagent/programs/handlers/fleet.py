@@ -31,7 +31,7 @@ from thunderagent.programs.model.fleet_events import (
 )
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
-from thunderagent.programs.model.verdict import STATES, ReplicaState
+from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
 from thunderagent.programs.rules.tenants import Tenants
 
 PROMPT_S: Final = 0.25
@@ -211,7 +211,7 @@ class Fleet:
         account.pending_encode_count = None  # after a restart it has none; it reports that again
         replica.residency.clear()
         replica.own_causes.clear()  # a restarted engine is no longer paused
-        replica.keeping.begin_anew()
+        replica.keeping = Keeping()  # and its cache may be another one, or off
         over = (ReplicaState.FAILING, ReplicaState.COLLAPSED, ReplicaState.DRAINING, ReplicaState.BACKPRESSURE)
         replica.verdict.end_all(book.now_s, *over)
         self._judge_suspension(replica)
@@ -350,6 +350,8 @@ class Fleet:
             account.engine_waiting_count = event.engine_waiting_count
         if event.hit_ratio is not None:
             account.hit_ratio = event.hit_ratio
+        if event.preemption_count or (account.kv_used_ratio or 0.0) >= KEEPING_USED_RATIO:
+            replica.keeping.pressed(self._core.book.now_s)
         if self._core.claim_rules.adapt_capacity:
             self._learn_from_poll(replica, event)
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:

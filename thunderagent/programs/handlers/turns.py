@@ -17,7 +17,7 @@ from thunderagent.programs.model.events import (
 )
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.turn import Turn, TurnEnded
-from thunderagent.programs.model.verdict import TURN_VERDICTS, TurnVerdict
+from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, TURN_VERDICTS, TurnVerdict
 
 _TURN_ENDED: Final = Moment.TURN_ENDED
 
@@ -135,8 +135,11 @@ class Turns:
             replica = core.book.replicas[turn.account_id or ""]
             replica.tells_cached = True
             account = replica.account
-            if not has_tier and account.capacity_tokens is not None and account.demand_tokens <= account.limit_tokens:
-                replica.keeping.turn_ended(min(turn.kept_tokens, ended.prompt_tokens), ended.cached_tokens or 0)
+            if account.demand_tokens > account.limit_tokens or (account.kv_used_ratio or 0.0) >= KEEPING_USED_RATIO:
+                replica.keeping.pressed(core.book.now_s)
+            elif not has_tier and account.capacity_tokens is not None:
+                expected_tokens = min(turn.kept_tokens, ended.prompt_tokens)
+                replica.keeping.turn_ended(expected_tokens, ended.cached_tokens or 0, turn.kept_since_s)
         if not tells_cached or has_tier:
             if turn.started_s is None:
                 self._engine_began(turn)

@@ -17,8 +17,8 @@ and fails is `failing`, and `draining` again once it answers.
                    4 x as many, were closed, unreadable, answered 5xx, or   after a backoff that doubles
                    had an error inside a 200
     collapsed      the cache kept under a tenth of what it was given, for   the probe period: after a backoff that
-                   20 turns, though all fitted and it kept more before      doubles it gets programs again
-                   (`Keeping`)
+                   20 turns, though all fitted and it kept more before      doubles it gets programs again;
+                   (`Keeping`)                                              or it restarts
     draining       an operator, a source or a policy takes it away          it is taken back, or removed
     suspended      it is paused, sleeps, or gets new weights                whoever caused it ends it
     backpressure   it answered 429 or 503: it is full (`Pressure`)          after `Retry-After`, or a backoff that
@@ -325,25 +325,36 @@ KEEPING_TURNS_COUNT: Final = 20
 
 KEEPING_LEAST_TOKENS: Final = 1024
 COLLAPSED_RATIO: Final = 0.1
+KEEPING_USED_RATIO: Final = 0.9
+"""An engine whose cache is used so far by what runs now is short of memory."""
+
 KEPT_RATIO: Final = 0.5
 """An engine that never kept so much of what it should have, over as many turns, is not judged: its cache may be off."""
 
 
 class Keeping:
-    """Whether an engine's cache keeps what it was given: of each turn, how much was found of what should be there."""
+    """Whether an engine's cache keeps what it was given: of each turn, how much was found of what should be there.
 
-    __slots__ = ("_expected_tokens", "_found_tokens", "_turns", "has_kept")
+    An engine short of memory evicts, which is no fault: what was kept from before that is not expected any more.
+    """
+
+    __slots__ = ("_expected_tokens", "_found_tokens", "_pressed_s", "_turns", "has_kept")
 
     def __init__(self) -> None:
         """Begin without turns."""
         self._turns: deque[tuple[int, int]] = deque()
         self._expected_tokens = self._found_tokens = 0
+        self._pressed_s = -inf
         self.has_kept = False
         """Whether it kept most of what it should have, before."""
 
-    def turn_ended(self, expected_tokens: int, found_tokens: int) -> None:
-        """Note a turn whose program had kept its claim, while all claims together fitted."""
-        if expected_tokens < KEEPING_LEAST_TOKENS:
+    def pressed(self, now_s: float) -> None:
+        """Note that the engine is short of memory: claims do not fit, or it says so itself."""
+        self._pressed_s = now_s
+
+    def turn_ended(self, expected_tokens: int, found_tokens: int, kept_since_s: float = inf) -> None:
+        """Note a turn whose program had kept its claim since its last turn, at `kept_since_s`."""
+        if expected_tokens < KEEPING_LEAST_TOKENS or kept_since_s <= self._pressed_s:
             return
         found_tokens = min(expected_tokens, found_tokens)
         self._turns.append((expected_tokens, found_tokens))

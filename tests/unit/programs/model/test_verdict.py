@@ -170,6 +170,19 @@ def test_a_cache_that_is_merely_bad_has_not_collapsed(before: float, now: float)
     assert not keeping.has_collapsed
 
 
+def test_what_was_kept_before_memory_was_short_is_not_expected() -> None:
+    """An overloaded engine evicts what it kept: each program's next turn begins cold, and none after it."""
+    keeping = Keeping()
+    ended(keeping, 1.0)
+    keeping.pressed(10.0)
+    for _ in range(100):
+        keeping.turn_ended(10_000, 0, 9.0)
+    assert not keeping.has_collapsed
+    for _ in range(KEEPING_TURNS_COUNT):
+        keeping.turn_ended(10_000, 0, 11.0)
+    assert keeping.has_collapsed
+
+
 def test_short_prompts_say_nothing_of_a_cache() -> None:
     keeping = Keeping()
     ended(keeping, 1.0)
