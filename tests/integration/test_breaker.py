@@ -482,6 +482,37 @@ async def test_what_is_in_flight_on_a_frozen_replica_goes_elsewhere() -> None:
         assert (await breaker_of(proxy, frozen))["verdict"] == "up"
 
 
+NO_COUNTERS = "up 1\n"
+SGLANG_BUSY = 'sglang:num_running_reqs{model_name="m"} 3.0\nsglang:num_queue_reqs{model_name="m"} 9.0\n'
+
+
+@pytest.mark.parametrize("metrics", [NO_COUNTERS, SGLANG_BUSY], ids=["none", "sglang"])
+@pytest.mark.parametrize("is_alive", [False, True], ids=["frozen", "alive"])
+async def test_a_stream_that_stands_still_tells_of_an_engine_whose_counters_do_not(
+    metrics: str, is_alive: bool
+) -> None:
+    """A turn whose answer has begun does not wait in a queue; a check that is answered speaks for the engine."""
+    stands, checks_count = Gate([stream_head(), chunk(word("one"))], [chunk(DONE), LAST_CHUNK]), 0
+
+    async def behave(call: Call) -> None:
+        nonlocal checks_count
+        is_check = call.target == "/v1/completions"
+        checks_count += is_check
+        await (stands if call.target == CHAT or (is_check and not is_alive) else answers())(call)
+
+    kind = {"backend_type": "sglang"} if metrics is SGLANG_BUSY else {}
+    async with fake_replica(behave) as replica, running_proxy(replica.url, **FREEZES, **kind) as proxy:
+        replica.metrics = metrics
+        stream = asyncio.create_task(ask(proxy.url, "a", stream=True))
+        await until(lambda: checks_count == 3)
+        report = await breaker_of(proxy, replica)
+        assert report["verdict"] == ("up" if is_alive else "frozen")
+        stands.open()
+        answer = await stream
+        assert answer.whole is is_alive
+        assert is_alive or events_of(answer.body)[-1]["error"]["code"] == "replica_lost"
+
+
 async def test_a_replica_that_computes_a_long_prompt_at_once_is_not_frozen() -> None:
     """Nothing moves until that step ends; a check has to wait for it."""
     step = Gate()

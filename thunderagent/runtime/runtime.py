@@ -388,6 +388,11 @@ class Runtime:
             collapsed_ratio=replica.keeping.found_ratio if replica.up and replica.keeping.has_collapsed else None,
         )
 
+    def has_begun(self, replica_id: str) -> bool:
+        """Return whether a turn on a replica has begun its answer. Cost: O(turns)."""
+        turns = self.pools.of_replica(replica_id).scheduler.turns.values()
+        return any(turn.account_id == replica_id and turn.started_s is not None for turn in turns)
+
     def longest_prefill_s(self, replica_id: str) -> float:
         """Return how long the longest prompt on a replica should take whose answer has not begun. Cost: O(turns)."""
         scheduler = self.pools.of_replica(replica_id).scheduler

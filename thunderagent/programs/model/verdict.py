@@ -228,11 +228,12 @@ class Stillness:
     """For how long an engine with turns in flight has stood still, as far as polls and turns tell.
 
     `frozen` follows if nothing moved for most of `limit_s`, a check turn had no answer, and that says something: the
-    engine's counters move with each step, or nothing waits in its queue, so the check did not either. An engine without
-    counters is never `frozen`: a whole answer may be computed for long without a byte.
+    engine's counters move with each step, or nothing waits in its queue, so the check did not either, or a stream had
+    begun, which does not wait either. Without any of these it is never `frozen`: a whole answer may be computed for
+    long without a byte.
     """
 
-    __slots__ = ("_configured_s", "_counters", "_since_s", "checked_s", "limit_s")
+    __slots__ = ("_configured_s", "_counters", "_has_begun", "_since_s", "checked_s", "limit_s")
 
     def __init__(self, limit_s: float) -> None:
         """Begin with the configured limit."""
@@ -240,16 +241,19 @@ class Stillness:
         self._since_s = inf
         """Since when it has stood still; infinite while it does not, or has nothing to do."""
         self._counters: Counters | None = None
+        self._has_begun = False
         self.checked_s = inf
         """When the check turn was sent that has no answer yet; infinite without one."""
 
-    def polled(self, counters: Counters, *, heard_s: float, is_busy: bool, now_s: float) -> None:
+    def polled(
+        self, counters: Counters, *, heard_s: float, is_busy: bool, now_s: float, has_begun: bool = False
+    ) -> None:
         """Note a good poll.
 
         `heard_s` is when a turn there last began, went on or ended its answer; `is_busy` says whether any is in flight,
-        and the engine is not known to be paused.
+        and the engine is not known to be paused; `has_begun` whether any of them has begun its answer.
         """
-        before, self._counters = self._counters, counters
+        before, self._counters, self._has_begun = self._counters, counters, has_begun
         if not is_busy or before is None or heard_s >= self._since_s or counters.moved_since(before):
             if is_busy and self.checked_s < inf:  # a long step: it is given more time from now on
                 still_s = now_s - self._since_s
@@ -269,10 +273,15 @@ class Stillness:
         """Return for how long it has stood still."""
         return max(0.0, now_s - self._since_s)
 
+    @property
+    def _tells(self) -> bool:
+        """Return whether a standstill, and a check without an answer, would say something."""
+        counters = self._counters
+        return counters is not None and (counters.is_paced or counters.tells_queue_is_empty or self._has_begun)
+
     def wants_check(self, now_s: float) -> bool:
         """Return whether a check turn should be sent now."""
-        counters = self._counters
-        if counters is None or self.checked_s < inf or not (counters.is_paced or counters.tells_queue_is_empty):
+        if self.checked_s < inf or not self._tells:
             return False
         return self.still_s(now_s) >= CHECK_AT_RATIO * self.limit_s
 
@@ -281,8 +290,7 @@ class Stillness:
 
         `prefill_s` is how long the longest prompt there should take, whose answer has not begun.
         """
-        counters = self._counters
-        if counters is None or not (counters.is_paced or counters.tells_queue_is_empty):
+        if not self._tells:
             return False
         enough_s = max(FROZEN_AT_RATIO * self.limit_s, PREFILL_RATIO * prefill_s)
         return self.checked_s < inf and self.still_s(now_s) >= enough_s
