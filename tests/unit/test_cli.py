@@ -167,6 +167,7 @@ def test_other_shells_get_a_script_too(shell: str, capsys: pytest.CaptureFixture
     [
         ("10.0.0.1:80", "http://10.0.0.1:80"),
         ("proxy.example", "http://proxy.example"),
+        (":8300", "http://127.0.0.1:8300"),
         ("[::1]:8300", "http://[::1]:8300"),
         ("https://proxy.example/", "https://proxy.example"),
         ("http://proxy.example:1/v1", "http://proxy.example:1"),

@@ -162,7 +162,8 @@ def proxy_url(given: str | None, port: int | None = None) -> str:
     if not text:
         return f"http://127.0.0.1:{port or DEFAULT_PORT}"
     text = text.strip()
-    url = text if "://" in text else f"http://{text}"
+    here = "127.0.0.1" if text.startswith(":") else ""
+    url = text if "://" in text else f"http://{here}{text}"
     named = "--url" if given else PROXY_VARIABLE
     try:
         parts = urlsplit(url)
