@@ -196,7 +196,6 @@ def applies(name: str, role: str) -> bool:
     All of them accept all fields, because processes of one cell may share a configuration.
     """
     from thunderagent.config import ServeConfig
-    from thunderagent.scaling import NOT_WITH_GATEWAYS
 
     description = ServeConfig.model_fields[name].description or ""
     needs_store = description.startswith(("for a scheduler", "for elector"))
@@ -204,6 +203,8 @@ def applies(name: str, role: str) -> bool:
         return (not needs_store and name not in ("schedulers", "scheduler_key")) or name == "gateway_lost_s"
     if role == "picker":
         return not needs_store and name != "gateways"
+    from thunderagent.scaling import NOT_WITH_GATEWAYS  # others need not wait for this import
+
     if name == "gateways" or name in NOT_WITH_GATEWAYS:
         return False
     (of_slice,) = [each.__name__ for each in ServeConfig.slices() if name in each.model_fields]
