@@ -181,7 +181,7 @@ async def test_the_sdk_and_the_status_command_bring_the_key_of_the_environment(
         await asyncio.to_thread(run_program)
         assert proxy.runtime.scheduler.programs.get("sdk") is None
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 1
-        assert "answers 403; is a key missing?" in capfd.readouterr().err
+        assert "answers 403: this key is for data, and an admin key is needed" in capfd.readouterr().err
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url, "--key", ADMIN_KEY]) == 0
 
 

@@ -264,10 +264,10 @@ SERVING_ARROWS: dict[str, frozenset[str]] = {
 
 # The commands, and the reader of the line.
 CLI_ARROWS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("key", "log_output", "logs", "status"), frozenset()),
+    **dict.fromkeys(("completion", "key", "log_output", "logs", "status"), frozenset()),
     "handover": frozenset({"status"}),
     "serve": frozenset({"log_output"}),
-    "command_line": frozenset({"log_output", "logs", "serve", "status"}),
+    "command_line": frozenset({"completion", "log_output", "logs", "serve", "status"}),
 }
 
 HOUSES = {

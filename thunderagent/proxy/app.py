@@ -191,7 +191,7 @@ def build_app(
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *Operations(runtime, provisioner).routes(),
         *live.routes(),
-        *Dashboard().routes(),
+        *Dashboard(lambda request: admin_port is None or admin_port.is_here(request.transport)).routes(),
         *Login(keyring, logins).routes(),
         *KeyHandlers(keyring, keys_file, quotas).routes(),
         *ConfigurationHandlers(reloads).routes(),

@@ -20,7 +20,7 @@ from thunderagent.proxy.control.engine_control import EngineControl
 from thunderagent.proxy.control.facade import is_of_one_replica, turn_on
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.access import WEBSOCKETS, Use, use_of
+from thunderagent.proxy.gate.access import WEBSOCKETS, Use, base_url_hint, use_of
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.guard import Guard, Handler, says_nothing_yet
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
@@ -160,6 +160,8 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
         use = use_of(target, request.method)
         if use is Use.TURN:
             return await turns.handle(request)
+        if (hint := base_url_hint(target)) is not None:
+            raise NotFoundError(f"there is no {told_path(request)}: {hint}")
         if request.method == "GET" and target.spelt == "/v1/models":
             return await models.handle(request)
         if request.method in ("GET", "HEAD") and target.words[:2] == MODELS and target.words[2:]:
@@ -192,7 +194,7 @@ def by_engine_control(engine_control: EngineControl, replicas: Replicas, own_par
 def own_parts_of(routes: Iterable[web.RouteDef]) -> frozenset[str]:
     """Return the first parts of the proxy's own paths: anything else under them does not exist."""
     first_parts = {route.path.split("/")[1] for route in routes if route.path not in TURN_DIALECTS}
-    return frozenset(first_parts - {"v1"})
+    return frozenset(first_parts - {"v1", ""} | {"internal"})  # a scheduler's, also where there is none
 
 
 async def _no_route(request: web.Request) -> ThunderAgentError:

@@ -27,7 +27,7 @@ from thunderagent.proxy.admin.reports import (
     tools_report,
 )
 from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes, SandboxReport
-from thunderagent.proxy.admin.story import program_story
+from thunderagent.proxy.admin.story import needs_of, program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
 from thunderagent.proxy.gate.bodies import Name, Report, read_model, report_response
@@ -357,7 +357,8 @@ class Admin:
 
     async def queue(self, request: web.Request) -> web.Response:
         """List waiting programs, in the order in which they would be restored."""
-        return report_response(queue_report(self._runtime, _whole_number(request, "limit", 100, most=MAX_PAGE)))
+        limit = _whole_number(request, "limit", 100, most=MAX_PAGE)
+        return report_response(queue_report(self._runtime, limit, partial(needs_of, self._runtime)))
 
     async def tools(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Tell how many tools run, how long they take, and what sandboxes take."""

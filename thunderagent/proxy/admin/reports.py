@@ -166,6 +166,7 @@ class QueueReport(Report):
     held_in_place_count: int = Field(
         description="turns that wait where their program is active: to leave, or until grants go on"
     )
+    first_needs: str = Field(description="what must happen for the first of these to go on; empty if nobody waits")
 
 
 def program_report(program: Program, now_s: float, pool: str) -> ProgramReport:
@@ -389,14 +390,15 @@ def running_tools(runtime: Runtime) -> tuple[int, float]:
     return running_count, sum(each.mean_tool_s * each.tools_running_count for each in learned) / running_count
 
 
-def queue_report(runtime: Runtime, limit: int) -> QueueReport:
-    """Report on the paused queues of all pools, at most `limit` programs."""
+def queue_report(runtime: Runtime, limit: int, needs_of: Callable[[Program], str]) -> QueueReport:
+    """Report on the paused queues of all pools, at most `limit` programs; `needs_of` says what one waits for."""
     now_s, schedulers = runtime.now_s(), runtime.pools.schedulers
     queues = [scheduler.queue for scheduler in schedulers]
     in_place = (program.held for replica in runtime.pools.replicas.values() for program in replica.programs.values())
     stopped = not any(scheduler.granting_replicas for scheduler in schedulers)
     open_replicas = [replica for scheduler in schedulers for replica in scheduler.open_replicas]
     causes = [replica.suspended_for for replica in open_replicas] if stopped else []
+    first = next(chain.from_iterable(queue.with_turns() for queue in queues), None)
     waiting = islice(chain.from_iterable(queue.with_turns() for queue in queues), limit)
     return QueueReport(
         waiting=[program_report(program, now_s, runtime.served.name_of_pool(program)) for program in waiting],
@@ -407,4 +409,5 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
         turns_held_count=runtime.held_count,
         suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
         held_in_place_count=sum(map(len, in_place)),
+        first_needs="" if first is None else needs_of(first),
     )

@@ -91,7 +91,8 @@ def read_keys(path: Path) -> list[KeyEntry]:
     except ValidationError as error:
         raise ConfigurationError(f"keys_file: {path}: {'; '.join(faults_of(error, whole='it'))}") from error
     except OSError as error:
-        raise ConfigurationError(f"keys_file: cannot read {path}: {error.strerror}") from error
+        hint = f"; `thunderagent key NAME --keys-file {path}` makes it" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigurationError(f"keys_file: cannot read {path}: {error.strerror}{hint}") from error
 
 
 def write_keys(path: Path, entries: list[KeyEntry]) -> None:
