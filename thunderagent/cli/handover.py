@@ -10,13 +10,16 @@ from pathlib import Path
 
 import httpx2
 
-from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S, json_of, of_a_proxy
+from thunderagent.cli.status import KEY_VARIABLE, TIMEOUT_S, Asked, asked, json_of, of_a_proxy
 from thunderagent.doctor.asking import trusted
+from thunderagent.log_lines import escaped
 
 DESCRIPTION = (
     "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
     "leads. Streams go on, and held turns stay held. The old one stands by then."
 )
+SHOWN_BYTES = 2_000
+"""Of an error."""
 LOOK_S = 0.02
 LIMIT_S = 30.0
 
@@ -40,9 +43,10 @@ def run(args: argparse.Namespace) -> int:
             base_url=args.url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers
         ) as client:
             begun_s = time.monotonic()
-            answer = client.post("/internal/handover", params={"force": "1"} if args.force else {})
-            if answer.status_code != httpx2.codes.OK:
-                print(f"thunderagent: error: {args.url} answers {answer.status_code}: {answer.text}", file=sys.stderr)
+            answer = asked(client, "POST", "/internal/handover", {"force": "1"} if args.force else {})
+            if answer.head.status_code != httpx2.codes.OK:
+                said = escaped(answer.body[:SHOWN_BYTES].decode(errors="replace"))
+                print(f"thunderagent: error: {args.url} answers {answer.head.status_code}: {said}", file=sys.stderr)
                 return 1
             before = _number(answer, "gave_up_epoch")
             while time.monotonic() - begun_s < LIMIT_S:
@@ -60,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
 def _epoch(client: httpx2.Client) -> int:
     """Return the known epoch; 0 while nobody answers: it may just begin to stand by."""
     try:
-        answer = client.get("/internal/leader")
+        answer = asked(client, "GET", "/internal/leader")
     except httpx2.TransportError:
         return 0
-    return _number(answer, "epoch") if answer.status_code == httpx2.codes.OK else 0
+    return _number(answer, "epoch") if answer.head.status_code == httpx2.codes.OK else 0
 
 
 @of_a_proxy()
-def _number(answer: httpx2.Response, name: str) -> int:
+def _number(answer: Asked, name: str) -> int:
     """Return a number of an answer. Raises `httpx2.DecodingError`."""
-    return int(json_of(answer.content)[name])
+    return int(json_of(answer.body)[name])
