@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.measuring import MeasuredProxy, measured_proxy
+from tests.integration.measuring import MeasuredProxy, measured_command, measured_proxy
 from tests.integration.support import (
     CHAT,
     FakeReplica,
@@ -18,6 +18,7 @@ from tests.integration.support import (
     event,
     fake_replica,
     get,
+    metric,
     post,
     streams,
     writes,
@@ -97,6 +98,38 @@ async def test_each_route_of_ours_refuses_what_is_large() -> None:
             await checked(proxy, len(ids), path)
         for path in ("/programs/release", "/sessions/batch_delete", "/leases", "/keys", "/pause"):
             assert (await post(proxy.url, path, ids)).status in ((413, 404) if path == "/keys" else (413,)), path
+
+
+async def test_through_a_gateway_what_is_large_is_refused_as_fast_and_stops_no_process() -> None:
+    """It never reaches the scheduler, which goes on to lead: other turns run meanwhile."""
+    listen = ("--listen", "127.0.0.1:0", "--poll-interval-s", "0.05")
+    ids = json.dumps({"program_ids": [f"p{number}" for number in range(5_000_000)]}).encode()
+    assert len(ids) > 55 * 10**6
+    async with (
+        fake_replica(capacity_tokens=10**8) as replica,
+        measured_command("scheduler", *listen, "--backends", replica.url) as leader,
+        measured_command("gateway", "--port", "0", "--schedulers", leader.url) as gateway,
+    ):
+        async with asyncio.timeout(60):
+            while (await get(gateway.url, "/ready")).status != 200:
+                await asyncio.sleep(0.02)
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        assert (await post(gateway.url, CHAT, {**body, "program_id": "first"})).status == 200
+        epoch = (await get(leader.url, "/internal/leader")).json()["epoch"]
+        for each in (leader, gateway):
+            await each.look()
+        for path in ("/programs/release", "/sessions/batch_delete"):
+            refusing = asyncio.create_task(post(gateway.url, path, ids))
+            turns = [await post(gateway.url, CHAT, {**body, "program_id": f"{path}{number}"}) for number in range(20)]
+            assert {each.status for each in turns} == {200}
+            refused = await refusing
+            assert (refused.status, refused.error["code"]) == (413, "body_too_large")
+            for name, each in (("scheduler", leader), ("gateway", gateway)):
+                await checked(each, 2**20, f"{path}, {name}")
+        said = (await get(leader.url, "/internal/leader")).json()
+        assert (said["role"], said["epoch"]) == ("leader", epoch)
+        assert await metric(gateway.url, "gateway_links_total") == 1
+        assert await metric(gateway.url, "fail_open_turns_total") == 0
 
 
 async def test_as_many_ids_as_fit_are_released_in_slices() -> None:
