@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MOST_S = 0.1
 MOST_RATIO = 4
 SIZE_BYTES = 24 * 2**20
-BESIDE_BYTES = 48 * 2**20
-"""What the first turn, polls and the event log take beside, and what the allocator keeps."""
+BESIDE_BYTES = 4 * 2**20
+"""What polls, the event log and the many small things of turns take beside. Bodies here are six times as large."""
 
 
 def within(body: bytes, piece: bytes, end: bytes) -> bytes:
@@ -150,6 +150,9 @@ ANSWERS: dict[str, Callable[[], bytes]] = {
     "texts": lambda: within(b'{"tool_calls":0,"choices":[{"message":{"content":[0', b',"ab"', b"]}}]}"),
     "escapes": lambda: within(b'{"tool_calls":0,"choices":[{"message":{"content":"```', rb"\"", b'"}}]}'),
     "members": lambda: within(b'{"usage":{"prompt_tokens":7', b',"b":0', b"}}"),
+    "an error beside lists": lambda: within(b'{"error":0,"choices":[0', b",[]", b"]}"),
+    "an error of members": lambda: within(b'{"error":{"a":0', b',"b":0', b"}}"),
+    "a list of errors": lambda: within(b'[{"error":0}', b",{}", b"]"),
     "no JSON": lambda: within(b"[", b"[", b""),
     "items": lambda: within(b'{"output":[{"type":"message"}', b',{"a":[]}', b"]}"),
 }
@@ -189,6 +192,20 @@ async def test_a_stream_of_one_large_piece_stops_nobody() -> None:
         body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "x"}]}
         assert (await post(proxy.url, CHAT, body)).status == 200
         await checked(proxy, len(piece), "100,000 events at once")
+
+
+@pytest.mark.parametrize("said", [b'{"error":0,"choices":[0%b]}', b'{"choices":[{}%b],"error":{}}', b'[{"error":0}%b]'])
+async def test_one_large_event_of_a_stream_stops_nobody(said: bytes) -> None:
+    size_bytes = 12 * 2**20
+    data = b"data: " + said % (b",[]" * (size_bytes // 3)) + b"\n\n"
+    async with (
+        fake_replica(streams(data, b"data: [DONE]\n\n"), capacity_tokens=10**8) as replica,
+        measured_proxy(replica.url) as proxy,
+    ):
+        body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+        answer = await post(proxy.url, CHAT, body)
+        assert data in answer.body
+        await checked(proxy, len(data), "a large event")
 
 
 async def test_an_answer_without_end_to_a_held_stream_is_cut() -> None:
