@@ -81,7 +81,8 @@ async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica,
         assert (listed["acme/ci"]["live_programs_count"], listed["acme/ci"]["revocable"]) == (1, True)
         assert (await admin(proxy.url, "POST", "/keys", {"name": "acme/ci"})).error["code"] == "key_exists"
         assert (await post(proxy.url, "/keys", {"name": "x"}, bearer(key))).status == 403
-        for wrong in ({"name": "a b"}, {"name": "x", "expires": "9999-12-31T23:59:59-12:00"}):
+        absurd = {"name": "x", "programs_count": 10**400}
+        for wrong in ({"name": "a b"}, absurd, {"name": "x", "expires": "9999-12-31T23:59:59-12:00"}):
             assert (await admin(proxy.url, "POST", "/keys", wrong)).status == 400
         never = {"name": "never", "expires": "9999-12-31T23:59:59.999999Z"}
         assert (await admin(proxy.url, "POST", "/keys", never)).status == 200

@@ -678,6 +678,18 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(replica: FakeR
         assert not replica.calls
 
 
+@pytest.mark.parametrize("path", [CHAT, "/programs/release", "/tokenize", "/leases"])
+@pytest.mark.parametrize("wrong", [b"zz\r\n", b"2\r\nabcd\r\n", b"-1\r\n\r\n", b"f" * 17 + b"\r\n"])
+async def test_a_bad_chunk_is_refused_at_once_on_each_path(wrong: bytes, path: str, replica: FakeReplica) -> None:
+    """Not when the time of the body is over."""
+    async with running_proxy(replica.url, body_timeout_s=60.0) as proxy, Wire.open(proxy.url) as wire:
+        head = head_bytes(f"POST {path} HTTP/1.1", [("Host", "127.0.0.1"), ("Transfer-Encoding", "chunked")])
+        wire.send_raw(head + b"2\r\n{}\r\n" + wrong)
+        async with asyncio.timeout(10):
+            assert (await wire.head()).status == 400
+        assert not replica.calls
+
+
 async def test_a_head_over_the_limit_is_refused(replica: FakeReplica) -> None:
     """Limits are 64 KiB a header and 128 headers; the connection is closed."""
     async with running_proxy(replica.url) as proxy:

@@ -113,7 +113,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "compilation": frozenset(),
     "log_lines": frozenset(),
     # A client of an engine, which it knows only by its answers.
-    "calibrate": frozenset({"errors", "simulator"}),
+    "calibrate": frozenset({"bounded", "errors", "simulator"}),
     # Built once by the command line and passed down in slices: no other module may import it.
     "config": frozenset({"errors", "faults", "backends", "tools"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 
 from tests.loopback import on_loopback
 from thunderagent import __version__
+from thunderagent.calibrate import client as calibrate_client
 from thunderagent.cli import build_parser, main, status
 from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS, ROLES, _options_as_given
 from thunderagent.compilation import build_kind
@@ -319,12 +320,13 @@ async def test_a_server_of_another_kind_is_told_of(
     assert capsys.readouterr().err.startswith(f"thunderagent: error: {says} answers at {url}: what it sends {why}")
 
 
-@pytest.mark.parametrize("command", ["status", "top"])
+@pytest.mark.parametrize("command", ["status", "top", "handover", "calibrate --out none.toml"])
 async def test_an_answer_without_end_is_not_read_to_its_end(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever listens there does not decide how much memory the command takes."""
-    monkeypatch.setattr(status, "MAX_ANSWER_BYTES", 100_000)
+    for module in (status, calibrate_client):
+        monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 100_000)
 
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -337,7 +339,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", endless)
     async with on_loopback(app) as url:
-        assert await asyncio.to_thread(exit_status, command, "--url", url) == 1
+        assert await asyncio.to_thread(exit_status, *command.split(), "--url", url) == 1
     assert "sent more than 100000 bytes" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ import time
 
 import httpx2
 
-from thunderagent.cli.status import TIMEOUT_S, json_of, of_a_proxy
+from thunderagent.cli.status import TIMEOUT_S, Asked, asked, json_of, of_a_proxy
 from thunderagent.doctor.asking import add_proxy_arguments, proxy_url, refusal, trusted
 from thunderagent.log_lines import escaped
 
@@ -16,6 +16,8 @@ DESCRIPTION = (
     "Have the scheduler that leads write the last, and leave its place to one that stands by; wait until that one "
     "leads. Streams go on, and held turns stay held. The old one stands by then."
 )
+SHOWN_BYTES = 2_000
+"""Of an error."""
 LOOK_S = 0.02
 LIMIT_S = 30.0
 
@@ -33,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
             begun_s = time.monotonic()
-            answer = client.post("/internal/handover", params={"force": "1"} if args.force else {})
-            if answer.status_code != httpx2.codes.OK:
+            answer = asked(client, "POST", "/internal/handover", {"force": "1"} if args.force else {})
+            if answer.head.status_code != httpx2.codes.OK:
                 print(f"thunderagent: error: {_refusal(url, answer, has_key=bool(args.key))}", file=sys.stderr)
                 return 1
             before = _number(answer, "gave_up_epoch")
@@ -50,31 +52,31 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
-def _refusal(url: str, answer: httpx2.Response, *, has_key: bool) -> str:
+def _refusal(url: str, answer: Asked, *, has_key: bool) -> str:
     """Return in words why nobody hands over."""
-    if answer.status_code in (404, 405):
+    if answer.head.status_code in (404, 405):
         return (
             f"{url} has nobody to hand over to: only a scheduler with a store does, or a gateway of one "
             "(thunderagent scheduler --store)"
         )
     try:
-        told = str(json_of(answer.content)["error"]["message"])
+        told = str(json_of(answer.body)["error"]["message"])
     except (httpx2.DecodingError, KeyError, TypeError):
         told = ""
-    said = refusal(url, answer.status_code, has_key=has_key)
-    return f"{said}: {escaped(told[:500])}" if told and answer.status_code not in (401, 403) else said
+    said = refusal(url, answer.head.status_code, has_key=has_key)
+    return f"{said}: {escaped(told[:SHOWN_BYTES])}" if told and answer.head.status_code not in (401, 403) else said
 
 
 def _epoch(client: httpx2.Client) -> int:
     """Return the known epoch; 0 while nobody answers: it may just begin to stand by."""
     try:
-        answer = client.get("/internal/leader")
+        answer = asked(client, "GET", "/internal/leader")
     except httpx2.TransportError:
         return 0
-    return _number(answer, "epoch") if answer.status_code == httpx2.codes.OK else 0
+    return _number(answer, "epoch") if answer.head.status_code == httpx2.codes.OK else 0
 
 
 @of_a_proxy()
-def _number(answer: httpx2.Response, name: str) -> int:
+def _number(answer: Asked, name: str) -> int:
     """Return a number of an answer. Raises `httpx2.DecodingError`."""
-    return int(json_of(answer.content)[name])
+    return int(json_of(answer.body)[name])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 from rich import box
@@ -36,6 +36,13 @@ SMALLEST_FIRST = ("opened", "id", "replica", "state")
 """Orders of programs, as `GET /programs` knows them."""
 
 TOP_DESCRIPTION = "Watch a running proxy until Ctrl-C: rates of the last minute, memory, and the programs."
+
+
+class Asked(NamedTuple):
+    """An answer: its head, and its body."""
+
+    head: httpx2.Response
+    body: bytes
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -250,18 +257,27 @@ def of_a_proxy() -> Iterator[None]:
 
 
 def _get(client: httpx2.Client, path: str) -> Any:
-    with client.stream("GET", path, headers=UNPACKED_ONLY) as response:
-        response.raise_for_status()
-        body = BoundedBody(MAX_ANSWER_BYTES, response.headers.get("Content-Encoding"))
+    response, body = asked(client, "GET", path)
+    response.raise_for_status()
+    return json_of(body)
+
+
+def asked(client: httpx2.Client, method: str, path: str, params: dict[str, str] | None = None) -> Asked:
+    """Return the head of an answer, and its body, which is bounded in size and time.
+
+    Raises `httpx2.DecodingError` beyond the one, `httpx2.ReadTimeout` beyond the other, and what the client does.
+    """
+    with client.stream(method, path, params=params or {}, headers=UNPACKED_ONLY) as response:
         ends_s = time.monotonic() + TIMEOUT_S
         try:
+            body = BoundedBody(MAX_ANSWER_BYTES, response.headers.get("Content-Encoding"))
             for piece in response.iter_raw():
                 body.add(piece)
                 if time.monotonic() > ends_s:
                     raise httpx2.ReadTimeout(f"{path} does not end")
         except ExcessError as error:
             raise httpx2.DecodingError(f"{path} {error}") from error
-    return json_of(bytes(body.taken()))
+    return Asked(response, bytes(body.taken()))
 
 
 def _shown(value: Any) -> Any:

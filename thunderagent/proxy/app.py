@@ -177,7 +177,7 @@ def build_app(
     if simulated:
         app.on_response_prepare.append(_say_simulated)
     sandbox_handlers = SandboxHandlers(sandboxes, tenancy)
-    app.on_shutdown.extend((live.close, sandbox_handlers.close, _closing(websockets)))
+    app.on_shutdown.extend((leases.stop_waiting, live.close, sandbox_handlers.close, _closing(websockets)))
     app.on_cleanup.extend((_stopping(replicas.breakers), _closing(engine_control, weight_sync, leases)))
     routes = [
         *engine_control.routes(),

@@ -363,6 +363,11 @@ class Runtime:
         program = self.programs.get(program_id)
         return program.tenant if program is not None else None
 
+    def claim_tokens(self, program_id: str) -> int:
+        """Return what a program claims, or would if it were let in; 0 if there is none of that id."""
+        program = self.programs.get(program_id)
+        return program.claim_tokens if program is not None else 0
+
     def lives(self, program_id: str, generation: int) -> bool:
         """Return whether this incarnation of a program still lives."""
         if self.pools.several:

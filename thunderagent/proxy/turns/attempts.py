@@ -40,7 +40,7 @@ REMEMBER_S: Final = 120.0
 REMEMBER_COUNT: Final = 10_000
 HASHED_BYTES: Final = 2**20
 TOLD_BYTES: Final = 2**12
-"""The end of a body by which another gateway knows it, together with its size and its client's key."""
+"""The end of a body by which another gateway knows it, together with its size, its client's key and tenant."""
 
 
 class Attempt:
@@ -172,7 +172,7 @@ def told_key(attempt: Attempt) -> str:
     turn, key = attempt.turn, attempt.patience.idempotency_key
     if not key or turn.program_id is None:
         return ""
-    words = "\0".join((turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
+    words = "\0".join((turn.tenant, turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
     what = words.encode(errors="surrogateescape")  # a header may hold any bytes
     return blake2b(turn.body[-TOLD_BYTES:], key=blake2b(what).digest(), digest_size=16).hexdigest()
 

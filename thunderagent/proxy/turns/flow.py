@@ -160,7 +160,7 @@ class Turns:
         if self._leases.replicas.names_models:
             record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:
-            record.maker_id = self._made.maker(turn.previous_response_id)
+            record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
         attempt = self._attempt(exchange, record)
         self._budget.turn_came(attempt.since_s)
         self._attempts.begin(attempt, attempt.since_s)

@@ -147,7 +147,7 @@ class Relay:
             encoding = upstream.headers.get(CONTENT_ENCODING)
             if record.completions is not None:
                 record.completions.read_answer(body, encoding)
-            keep_id = self.keep_id(lease.granted.replica_id)
+            keep_id = self.keep_id(record, lease.granted.replica_id)
             record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
             record.error = error_of_body(body if encoding is None else decoded(body, encoding) or b"")
 
@@ -204,9 +204,9 @@ class Relay:
         else:
             self._end_lease(record, lease)
 
-    def keep_id(self, replica_id: str) -> KeepId:
-        """Return a function that records which answers a replica made."""
-        return partial(self._made.keep, replica_id=replica_id)
+    def keep_id(self, record: Record, replica_id: str) -> KeepId:
+        """Return a function that records which answers a replica made for a turn."""
+        return partial(self._made.keep, replica_id=replica_id, tenant=record.turn.tenant)
 
     def remember(self, record: Record) -> None:
         """Remember once how the next prompt of an inferred program begins."""
@@ -270,7 +270,7 @@ class _Streamed:
             take_out=record.turn.usage_added,
             content_encoding=encoding,
             listener=self.tool_calls.read if record.completions is None else self._listen,
-            reader=record.dialect.reader(relay.keep_id(lease.granted.replica_id)),
+            reader=record.dialect.reader(relay.keep_id(record, lease.granted.replica_id)),
         )
 
     def take(self, piece: bytes) -> Wait:

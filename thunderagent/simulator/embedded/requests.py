@@ -39,7 +39,7 @@ def parse(data: bytes, kind: type[_Body]) -> _Body:
     """Return the body of a request; ApiError for invalid JSON, and for JSON of another shape."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(f"The request body is not valid: {error}", kind="Bad Request") from error
 
 

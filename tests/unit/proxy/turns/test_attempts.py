@@ -157,7 +157,8 @@ def test_gateways_know_attempts_at_a_turn_by_what_their_client_and_their_body_sa
     first = attempt(key="k", body=b"a" * 10_000)
     assert told_key(first) == told_key(attempt(key="k", body=b"a" * 10_000, count=1))
     others = [attempt(key="l", body=b"a" * 10_000), attempt(key="k", body=b"a" * 9_999 + b"b"), attempt("q", key="k")]
-    assert len({told_key(each) for each in (first, *others)}) == 4
+    others.append(attempt(key="k", body=b"a" * 10_000, tenant="t"))
+    assert len({told_key(each) for each in (first, *others)}) == 5
     assert told_key(attempt()) == told_key(attempt(None, key="k")) == ""
     assert told_key(attempt(key="\udcff")) != told_key(attempt(key="\udcfe")), "bytes of a header that are not UTF-8"
     attempts, beside = Attempts(), attempt(key="k", body=b"b")
