@@ -14,7 +14,8 @@ the same too, sent together on purpose, and must not end each other. So the clie
   another of the same body: those are samples, and it is unknown which of them is retried. Attempts with different keys
   are two turns, whatever the count.
 
-If the old attempt already ended without an answer, only its age is left, and goes to the next retry of the same body.
+If the old attempt already ended without an answer, only its age is left, and goes to the next turn of the same body,
+whether or not its client says that it is a retry: transports that give up by themselves do not.
 Anonymous turns need both, key and count.
 
 Bodies are compared, not hashed: only those of one program's current turns, and only if their sizes are the same. Only
@@ -114,7 +115,7 @@ class Attempts:
         live = self._live.get(key)
         if live is None:
             self._live[key] = [attempt]
-            if attempt.patience.retry_count:
+            if self._ended:
                 self._goes_on(attempt, now_s)
             return
         others = [other for other in live if not other.superseded and other.is_same(attempt)]
@@ -127,7 +128,7 @@ class Attempts:
             earlier.superseded = True
             if earlier.task is not None:
                 earlier.task.cancel()
-        elif attempt.patience.retry_count:
+        elif self._ended:
             self._goes_on(attempt, now_s)
         for each in (attempt, *others) if others else ():
             each.is_sample = True
