@@ -28,7 +28,7 @@ stake.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 from typing import Final
 
@@ -103,6 +103,8 @@ class Attempts:
         """Start without attempts."""
         self._live: dict[str, list[Attempt]] = {}
         self._ended: OrderedDict[Place, tuple[float, float, int]] = OrderedDict()
+        self._ended_of: Counter[str] = Counter()
+        """How many of them each key has: the body of a turn is hashed only where one may have come before."""
 
     def __len__(self) -> int:
         return sum(map(len, self._live.values()))
@@ -115,7 +117,7 @@ class Attempts:
         live = self._live.get(key)
         if live is None:
             self._live[key] = [attempt]
-            if self._ended:
+            if key in self._ended_of:
                 self._goes_on(attempt, now_s)
             return
         others = [other for other in live if not other.superseded and other.is_same(attempt)]
@@ -128,7 +130,7 @@ class Attempts:
             earlier.superseded = True
             if earlier.task is not None:
                 earlier.task.cancel()
-        elif self._ended:
+        elif key in self._ended_of:
             self._goes_on(attempt, now_s)
         for each in (attempt, *others) if others else ():
             each.is_sample = True
@@ -137,6 +139,8 @@ class Attempts:
     def _goes_on(self, attempt: Attempt, now_s: float) -> None:
         """Give an attempt the age of the one before, if that recently ended without an answer."""
         ended = self._ended.pop(_place_of(attempt), None)
+        if ended is not None:
+            self._one_less(attempt.key or "")
         if ended is not None and now_s - ended[1] <= REMEMBER_S:
             attempt.since_s, _, attempt.supersedes_id = ended
 
@@ -162,10 +166,17 @@ class Attempts:
             self._remember(_place_of(attempt), attempt, now_s)
 
     def _remember(self, place: Place, attempt: Attempt, now_s: float) -> None:
+        if place not in self._ended:
+            self._ended_of[place[0]] += 1
         self._ended[place] = attempt.since_s, now_s, attempt.turn_id
         self._ended.move_to_end(place)
         while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
-            self._ended.popitem(last=False)
+            self._one_less(self._ended.popitem(last=False)[0][0])
+
+    def _one_less(self, key: str) -> None:
+        self._ended_of[key] -= 1
+        if not self._ended_of[key]:
+            del self._ended_of[key]
 
 
 def told_key(attempt: Attempt) -> str:

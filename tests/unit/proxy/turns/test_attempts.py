@@ -101,6 +101,7 @@ def test_an_ended_attempt_leaves_its_age_to_the_same_body_though_unmarked() -> N
     for each in (other, again):
         attempts.begin(each, 31.0)
     assert (other.since_s, again.since_s) == (31.0, 0.0)
+    assert not attempts._ended_of
 
 
 def test_an_age_is_forgotten_after_a_while() -> None:
