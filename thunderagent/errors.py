@@ -207,6 +207,13 @@ class MethodNotAllowedError(RequestError):
     code = "method_not_allowed"
 
 
+class UpgradeRefusedError(RequestError):
+    """A websocket is asked for on a path whose turns are plain requests: send it as one."""
+
+    status = 426
+    code = "websocket_not_passed"
+
+
 class PerReplicaOnlyError(RequestError):
     """An engine control call that differs for each replica was sent to all of them."""
 
@@ -502,6 +509,12 @@ class SandboxEngineError(SandboxError):
     status = 503
     code = "sandbox_engine_unreachable"
     retry_after_s = 10
+
+
+class SandboxPullLimitError(SandboxEngineError):
+    """A registry lets nothing be pulled for a while; `retry_after_s` says for how long nothing is asked of it."""
+
+    code = "sandbox_pull_limit"
 
 
 class SandboxImageError(SandboxError):

@@ -15,6 +15,7 @@ from thunderagent.errors import (
     NotFoundError,
     RequestError,
     ThunderAgentError,
+    UpgradeRefusedError,
 )
 from thunderagent.proxy.control.engine_control import EngineControl
 from thunderagent.proxy.control.facade import is_of_one_replica, turn_on
@@ -129,7 +130,8 @@ def front_of(
     def way_of(head: RequestHead, target: Target) -> Way | None:
         if head.upgrades:
             wants_one = head.headers["Upgrade"].lower() == "websocket"
-            return Way(target.plainly()) if wants_one and target.spelt in WEBSOCKETS else None
+            may_be_told = target.spelt in WEBSOCKETS or use_of(target, "POST") is Use.TURN
+            return Way(target.plainly()) if wants_one and may_be_told else None
         if use_of(target, "POST") is Use.TURN:
             return Way(target.plainly(), stays=True)
         if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
@@ -142,6 +144,8 @@ def front_of(
         return guard.let_in(asked, for_admin=way.is_operators)
 
     async def converse(exchange: Exchange, chosen_id: str | None) -> None:
+        if exchange.target.spelt not in WEBSOCKETS:
+            raise UpgradeRefusedError("no websocket is passed on this path: send the turn as a POST")
         with held.websocket():
             await flow.answer(exchange, chosen_id)
 

@@ -243,8 +243,11 @@ _SERVERS_OWN = frozenset({"id", "status", "cache_control"})
 """Fields of items that a client omits, or moves with each turn."""
 
 _TEXTS = frozenset({"text", "input_text", "output_text"})
-_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-"""Some clients send them back, others do not; items of the type `reasoning` come back in part."""
+_THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_content"})
+_THOUGHT_TAGS = ("think", "thinking", "thought", "reasoning")
+"""Thoughts as parts, and in a text, where the template may have begun it, so that only its end is there.
+
+Some clients send them back, others do not; items of the type `reasoning` come back in part."""
 
 
 def _canonical(message: dict[str, Any]) -> bytes:
@@ -256,10 +259,23 @@ def _canonical(message: dict[str, Any]) -> bytes:
         item = {name: value for name, value in message.items() if name not in _SERVERS_OWN and value is not None}
         return _encode({**item, "arguments": _arguments(item.get("arguments"))}) + b"\n"
     text, calls = _content_of(message.get("content"))
+    if isinstance(text, str) and "</" in text and message.get("role") == "assistant":
+        text = _without_thoughts(text).strip()
     more_calls = message.get("tool_calls")
     if isinstance(more_calls, list):
         calls += map(_call, more_calls)
     return _encode((message.get("role"), text, calls, message.get("tool_call_id"), message.get("name"))) + b"\n"
+
+
+def _without_thoughts(text: str) -> str:
+    """Return an answer without what the model thought before it. Cost: linear."""
+    for tag in _THOUGHT_TAGS:
+        if (end := f"</{tag}>") not in text:
+            continue
+        *pieces, last = text.split(end)
+        parted = [piece.partition(f"<{tag}>") for piece in pieces]
+        text = "".join(before if begin or at else "" for at, (before, begin, _) in enumerate(parted)) + last
+    return text
 
 
 def _content_of(content: object) -> tuple[object, list[object]]:

@@ -14,7 +14,8 @@ the same too, sent together on purpose, and must not end each other. So the clie
   another of the same body: those are samples, and it is unknown which of them is retried. Attempts with different keys
   are two turns, whatever the count.
 
-If the old attempt already ended without an answer, only its age is left, and goes to the next retry of the same body.
+If the old attempt already ended without an answer, only its age is left, and goes to the next turn of the same body,
+whether or not its client says that it is a retry: transports that give up by themselves do not.
 Anonymous turns need both, key and count.
 
 Bodies are compared, not hashed: only those of one program's current turns, and only if their sizes are the same. Only
@@ -27,7 +28,7 @@ stake.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 from typing import Final
 
@@ -102,6 +103,8 @@ class Attempts:
         """Start without attempts."""
         self._live: dict[str, list[Attempt]] = {}
         self._ended: OrderedDict[Place, tuple[float, float, int]] = OrderedDict()
+        self._ended_of: Counter[str] = Counter()
+        """How many of them each key has: the body of a turn is hashed only where one may have come before."""
 
     def __len__(self) -> int:
         return sum(map(len, self._live.values()))
@@ -114,7 +117,7 @@ class Attempts:
         live = self._live.get(key)
         if live is None:
             self._live[key] = [attempt]
-            if attempt.patience.retry_count:
+            if key in self._ended_of:
                 self._goes_on(attempt, now_s)
             return
         others = [other for other in live if not other.superseded and other.is_same(attempt)]
@@ -127,7 +130,7 @@ class Attempts:
             earlier.superseded = True
             if earlier.task is not None:
                 earlier.task.cancel()
-        elif attempt.patience.retry_count:
+        elif key in self._ended_of:
             self._goes_on(attempt, now_s)
         for each in (attempt, *others) if others else ():
             each.is_sample = True
@@ -136,6 +139,8 @@ class Attempts:
     def _goes_on(self, attempt: Attempt, now_s: float) -> None:
         """Give an attempt the age of the one before, if that recently ended without an answer."""
         ended = self._ended.pop(_place_of(attempt), None)
+        if ended is not None:
+            self._one_less(attempt.key or "")
         if ended is not None and now_s - ended[1] <= REMEMBER_S:
             attempt.since_s, _, attempt.supersedes_id = ended
 
@@ -161,10 +166,17 @@ class Attempts:
             self._remember(_place_of(attempt), attempt, now_s)
 
     def _remember(self, place: Place, attempt: Attempt, now_s: float) -> None:
+        if place not in self._ended:
+            self._ended_of[place[0]] += 1
         self._ended[place] = attempt.since_s, now_s, attempt.turn_id
         self._ended.move_to_end(place)
         while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
-            self._ended.popitem(last=False)
+            self._one_less(self._ended.popitem(last=False)[0][0])
+
+    def _one_less(self, key: str) -> None:
+        self._ended_of[key] -= 1
+        if not self._ended_of[key]:
+            del self._ended_of[key]
 
 
 def told_key(attempt: Attempt) -> str:

@@ -29,6 +29,13 @@ RETRY_HEADER: Final = istr("X-Stainless-Retry-Count")
 IDEMPOTENCY_HEADER: Final = istr("Idempotency-Key")
 HINT_HEADER: Final = istr("X-Program-Hint")
 
+RUNTIME_HEADER: Final = istr("X-Stainless-Runtime")
+USER_AGENT: Final = istr("User-Agent")
+TRANSPORT_S: Final = 290.0
+"""Node's `fetch` gives up after 300 s without a byte, whatever its user allows; so do clients built on it."""
+_GIVES_UP: Final = ("opencode/", "ai-sdk/")
+"""What names such clients that do not name their runtime, in their `User-Agent`."""
+
 LARGEST_COUNT: Final = 1000
 
 
@@ -72,9 +79,18 @@ def _patience_of(headers: Mapping[str, str], default_s: float | None) -> Patienc
             if name in headers and (said_s := _seconds(headers[name])) is not None:
                 patience_s, counts_bytes = said_s, name == TIMEOUT_HEADERS[0]
                 break
+        if _gives_up_early(headers) and (patience_s is None or patience_s > TRANSPORT_S):
+            patience_s, counts_bytes = TRANSPORT_S, True
     retry_count = _retry_count(headers[RETRY_HEADER]) if RETRY_HEADER in headers else 0
     hint = hint_of(headers[HINT_HEADER]) if HINT_HEADER in headers else None
     return Patience(patience_s, counts_bytes, retry_count, headers.get(IDEMPOTENCY_HEADER, ""), hint)
+
+
+def _gives_up_early(headers: Mapping[str, str]) -> bool:
+    if RUNTIME_HEADER in headers:
+        return headers[RUNTIME_HEADER].lower() == "node"
+    agent = headers.get(USER_AGENT, "").lower()
+    return any(name in agent for name in _GIVES_UP)
 
 
 def hint_of(text: str) -> TurnHint:

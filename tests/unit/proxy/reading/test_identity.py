@@ -260,6 +260,7 @@ def test_parent_and_tenant_are_headers() -> None:
     turn = identified(headers={"X-Program-Parent": "p", "X-Dynamo-Parent-Session-ID": "d", "X-Program-Tenant": "t"})
     assert (turn.parent_id, turn.tenant) == ("p", "t")
     assert identified(headers={"X-Dynamo-Parent-Session-ID": "d"}).parent_id == "d"
+    assert identified(headers={"X-Session-Affinity": "c", "X-Parent-Session-Id": "o"}).parent_id == "o"
     assert (identified().parent_id, identified().tenant) == ("", "")
 
 

@@ -113,6 +113,12 @@ CALL = {"id": "1", "type": "function", "function": {"name": "ls", "arguments": '
             {"content": "", "tool_calls": [CALL]},
             {"content": None, "tool_calls": [{"id": "1", "function": {"arguments": '{"b":2,"a":1}', "name": "ls"}}]},
         ),
+        ({"content": "<think>\nhm\n</think>\n\nhi"}, {"content": "hi"}),
+        ({"content": "hm</think>hi"}, {"content": "hi"}),
+        (
+            {"content": "a <thinking>hm</thinking> b"},
+            {"content": [{"type": "reasoning", "text": "h"}, {"type": "text", "text": "a  b"}]},
+        ),
         ({"content": "thought", "reasoning_content": "hm"}, {"content": "thought", "name": None}),
     ],
 )

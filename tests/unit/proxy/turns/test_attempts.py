@@ -92,6 +92,18 @@ def test_with_keys_it_can_be_told() -> None:
     assert (one.superseded, other.superseded, again.supersedes_id) == (False, True, other.turn_id)
 
 
+def test_an_ended_attempt_leaves_its_age_to_the_same_body_though_unmarked() -> None:
+    """A transport that gives up by itself does not say that it tries again."""
+    attempts, first = Attempts(), attempt(body=b"{1}")
+    attempts.begin(first, 0.0)
+    attempts.end(first, 30.0, answered=False)
+    other, again = attempt(body=b"{2}", since_s=31.0), attempt(body=b"{1}", since_s=31.0)
+    for each in (other, again):
+        attempts.begin(each, 31.0)
+    assert (other.since_s, again.since_s) == (31.0, 0.0)
+    assert not attempts._ended_of
+
+
 def test_an_age_is_forgotten_after_a_while() -> None:
     attempts, first = Attempts(), attempt(since_s=1.0)
     attempts.begin(first, 1.0)
