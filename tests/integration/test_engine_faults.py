@@ -50,12 +50,14 @@ FAULTS: dict[str, tuple[frozenset[str], float]] = {
     "error 500": (frozenset({"failing"}), 3.0),
     "error event": (frozenset({"failing"}), TURN_S + 3.0),
     "freeze": (frozenset({"frozen"}), 15.0),
-    "vanish": (frozenset({"silent", "down"}), 32.0),
+    "vanish": (frozenset({"silent", "down"}), 33.0),
     "restart": (frozenset({"down"}), 3.0),
     "full": (frozenset({"backpressure"}), 3.0),
     "slow metrics": (frozenset(), 0.0),
 }
-"""The verdicts that each failure may get, and within which time; one that gets none is no failure."""
+"""The verdicts that each failure may get, and within which time; one that gets none is no failure.
+
+One that vanishes is silent after the limit of silence (30 s), the deadline of a poll and the time to the next."""
 
 PROBED = frozenset({"error 500", "error event"})
 """Failures whose engine is tried with a turn after 5 s, doubled each time."""
