@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thunderagent.simulator.embedded.scripted import Call
     from thunderagent.simulator.engine.records import FinishedRequest
 
 Json: TypeAlias = dict[str, Any]
@@ -54,6 +57,7 @@ class ChatForm:
     """Shape an answer as a chat completion."""
 
     model: str
+    calls: Sequence[Call] = ()
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,6 +71,9 @@ class ChatForm:
         if words and not is_first:
             text = " " + text
         finish = {"finish_reason": finish_reason} | ({"stop_reason": None} if finish_reason else {})
+        if finish_reason == "tool_calls":
+            calls = [{"index": index, **_chat_call(call)} for index, call in enumerate(self.calls)]
+            return self._chunk({"tool_calls": calls}, {**finish, "token_ids": None})
         return self._chunk({"content": text}, {**finish, "token_ids": None})
 
     def usage_chunk(self, usage: Json) -> Json:
@@ -75,7 +82,9 @@ class ChatForm:
 
     def whole(self, words: list[str], finish_reason: str, usage: Json) -> Json:
         """Return the answer in one piece."""
-        message: Json = {"role": "assistant", "content": " ".join(words), "refusal": None, "tool_calls": []}
+        calls = [_chat_call(call) for call in self.calls] if finish_reason == "tool_calls" else []
+        content = None if calls else " ".join(words)
+        message: Json = {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
         choice = {
             "index": 0,
             "message": message,
@@ -91,6 +100,11 @@ class ChatForm:
     def _chunk(self, delta: Json, finish: Json) -> Json:
         choice = {"index": 0, "delta": delta, "logprobs": None, **finish}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+
+def _chat_call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments_text}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)

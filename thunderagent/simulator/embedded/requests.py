@@ -77,6 +77,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     n: int | None = 1
     priority: int = 0
+    stop: str | list[str] | None = None
+
+    def stops(self) -> list[str]:
+        """Return the texts at which the answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def validate(self, *, allows_priority: bool) -> None:
         """Raise ApiError for what vLLM refuses, or this engine cannot do."""
@@ -122,6 +127,9 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: list[Json] | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Json | None = None
 
     @property
     def limit_tokens(self) -> int | None:
