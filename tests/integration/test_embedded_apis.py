@@ -308,3 +308,55 @@ async def test_a_response_format_and_a_stop_are_kept(url: str) -> None:
         named: Any = {"type": "function", "function": {"name": "nobody"}}
         with pytest.raises(openai.BadRequestError, match="among the tools"):
             await client.chat.completions.create(**asked, tools=FUNCTIONS, tool_choice=named)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_of_responses_calls_two_tools_and_ends(url: str, streamed: bool) -> None:
+    """Each result follows the response by its id, so only the store knows what was called before."""
+    tools: Any = [
+        {"type": "function", "name": name, "parameters": WEATHER, "strict": False} for name in ("weather", "traffic")
+    ]
+    asked: Any = {"model": "simulated", "input": TEXT, "tools": tools}
+    names: list[str] = []
+    async with openai_at(f"{url}/v1") as client:
+        while True:
+            if streamed:
+                async with client.responses.stream(**asked) as stream:
+                    answer: Any = await stream.get_final_response()
+            else:
+                answer = await client.responses.create(**asked)
+            assert answer.status == "completed"
+            if answer.output[0].type != "function_call":
+                break
+            (call,) = answer.output
+            assert json.loads(call.arguments) == {"city": "text", "days": 2}
+            names.append(call.name)
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+            asked |= {"input": [result], "previous_response_id": answer.id}
+        assert names == ["weather", "traffic"]
+        form: Any = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER}}
+        shaped = await client.responses.create(model="simulated", input=TEXT, text=form)
+        assert json.loads(shaped.output_text) == {"city": "text", "days": 2}
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_embeddings_of_texts_that_share_words_are_near(proxy: RunningProxy, encoding: Any) -> None:
+    """A vector for each text, the same again; an empty input is refused."""
+    async with openai_at(f"{proxy.url}/p/e/v1") as client:
+        asked: Any = {"model": "simulated", "dimensions": 512}
+        texts = ["red green blue", "red green sea", "up and down"]
+        default = await client.embeddings.create(**asked, input=texts)  # the client asks for base64, and decodes it
+        answer = await client.embeddings.create(**asked, input=texts, encoding_format=encoding)
+        if encoding == "float":
+            one, near, far = (entry.embedding for entry in answer.data)
+            assert [entry.embedding for entry in default.data] == [one, near, far]
+            assert sum(a * b for a, b in zip(one, near, strict=True)) > sum(
+                a * b for a, b in zip(one, far, strict=True)
+            )
+            assert sum(a * a for a in one) == pytest.approx(1)
+        assert answer.usage.prompt_tokens == 9
+        with pytest.raises(openai.BadRequestError, match="empty"):
+            await client.embeddings.create(**asked, input=[])
+        tokens: Any = [[5, 6], [7]]
+        assert len((await client.embeddings.create(**asked, input=tokens)).data) == 2
+        assert len((await client.embeddings.create(**asked, input=[5, 6])).data) == 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import math
 import time
 import uuid
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -50,6 +53,22 @@ def models_body(model: str, *, created_s: int, context_limit_tokens: int) -> Jso
         "max_model_len": context_limit_tokens,
     }
     return {"object": "list", "data": [entry]}
+
+
+def embeddings_body(model: str, texts: list[list[int]], *, dimensions: int, as_base64: bool) -> Json:
+    """Return a vector of length 1 for each text, the sum of its tokens' axes: texts that share words are near."""
+    entries = []
+    for index, token_ids in enumerate(texts):
+        counts = [0.0] * dimensions
+        for token in token_ids:
+            counts[token % dimensions] += 1.0
+        length = math.hypot(*counts)
+        vector = array("f", [count / length for count in counts])
+        value = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
+        entries.append({"object": "embedding", "index": index, "embedding": value})
+    tokens = sum(map(len, texts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": entries, "model": model, "usage": usage}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from thunderagent.simulator.embedded.answers import (
     EventForm,
     Form,
     Json,
+    embeddings_body,
     event_bytes,
     final_usage_of,
     models_body,
@@ -30,6 +31,7 @@ from thunderagent.simulator.embedded.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
     GenerationBody,
     StreamOptions,
     TokenizeBody,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 VERSION: Final = "0.32.0+simulated"  # of the dialect
+EMBEDDING_DIMENSIONS: Final = 64
+EMBEDDING_DIMENSIONS_LIMIT: Final = 4096
 ABORTED: Final = "abort"  # the finish reason
 
 
@@ -83,6 +87,7 @@ class EngineServer:
                 web.get("/health", self._health),
                 web.get("/version", self._version),
                 web.get("/metrics", self._metrics),
+                web.post("/v1/embeddings", self._embeddings),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
                 *self._control.routes(),
@@ -110,7 +115,8 @@ class EngineServer:
         history = self._responses.get(body.previous_response_id).chat if body.previous_response_id else []
         chat = body.chat_after(history)
         form = ResponsesForm(self.config.model, body, chat, self._responses)
-        prompt, answer = self.composed(body, body.encode(self._tokenizer, chat))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer, chat), body.as_chat(chat))
+        form.calls = answer.calls
         if not body.background:
             return await self.answer_in_events(request, body, prompt, answer, form)
         if body.stream or not body.store:
@@ -309,6 +315,16 @@ class EngineServer:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), EmbeddingsBody)
+        self._check_model(body.model)
+        dimensions = EMBEDDING_DIMENSIONS if body.dimensions is None else body.dimensions
+        if not 1 <= dimensions <= EMBEDDING_DIMENSIONS_LIMIT:
+            raise ApiError(f"dimensions must be 1 to {EMBEDDING_DIMENSIONS_LIMIT}.", param="dimensions")
+        texts = body.encode(self._tokenizer)
+        as_base64 = body.encoding_format == "base64"
+        return json_response(embeddings_body(self.config.model, texts, dimensions=dimensions, as_base64=as_base64))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), TokenizeBody)

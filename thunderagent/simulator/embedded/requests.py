@@ -159,6 +159,27 @@ class CompletionBody(GenerationBody, kw_only=True):
         raise ApiError("prompt must be one text or one list of token ids: several are not supported.", param="prompt")
 
 
+class EmbeddingsBody(msgspec.Struct):
+    """The body of POST /v1/embeddings: a text or its tokens, or several."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = "float"
+    dimensions: int | None = None
+
+    def encode(self, tokenizer: WordTokenizer) -> list[list[int]]:
+        """Return the tokens of each text; ApiError if there is none."""
+        given: Any = self.input
+        is_one = isinstance(given, str) or (bool(given) and all(isinstance(token, int) for token in given))
+        texts = [given] if is_one else given
+        if any(isinstance(text, int) for text in texts):
+            raise ApiError("The input must be texts, or tokens, not both.", param="input")
+        encoded = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+        if not encoded or not all(encoded):
+            raise ApiError("The input cannot be empty.", param="input")
+        return encoded
+
+
 class TokenizeBody(msgspec.Struct):
     """The body of POST /tokenize: a prompt or a chat."""
 
