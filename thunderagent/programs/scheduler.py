@@ -54,12 +54,6 @@ from thunderagent.programs.verbs.placing import Placing
 from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.view import SchedulerView
 
-UNHELD_RATIO: Final = 2.0
-"""Claimable part of a replica's capacity where nothing is worth holding: turns then wait in the engine, not here."""
-
-FIRST_RATIO: Final = 1.1
-"""The same before that is known: claims are estimates then, and hold a reserve that few turns need."""
-
 OVERCOMMITTED_RATIO: Final = 1.1
 """Above this part of its limit, claims are not what a replica should keep: it takes time until some are given up."""
 
@@ -222,11 +216,7 @@ class Scheduler:
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_held_s
             correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s)
-            plan = self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, book.now_s)
-            ratio = correction.ratio
-            if not plan.threshold_s:
-                ratio = max(ratio, (UNHELD_RATIO if plan.turns_per_s else FIRST_RATIO) * min(1.0, ratio))
-            if ratio > correction.ratio or account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
+            if account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
                 correction.overcommitted(book.now_s)
-            if ratio != account.capacity_ratio:
-                account.set_limit(account.capacity_tokens, ratio)
+            if correction.ratio != account.capacity_ratio:
+                account.set_limit(account.capacity_tokens, correction.ratio)
