@@ -115,6 +115,15 @@ async def test_anonymous_leases_of_one_key_leave_memory_for_others(replica: Fake
         await proxy.nothing_left()
 
 
+async def test_the_only_data_key_leases_all_of_the_memory(replica: FakeReplica) -> None:
+    """There is nobody to leave a part to."""
+    async with running_proxy(replica.url, api_keys=(RED_LINE,), admin_keys=(ADMIN_LINE,)) as proxy:
+        answers = [await post(proxy.url, "/leases", {"prompt_tokens": 20_000}, RED) for _ in range(4)]
+        assert [each.status for each in answers] == [200] * 4
+        await ended(proxy.url, answers, RED)
+        await proxy.nothing_left()
+
+
 async def test_progress_claims_no_more_than_the_keys_part(replica: FakeReplica) -> None:
     """Leases of no size, which all fit, would otherwise claim everything by what is said of them later."""
     async with running_proxy(replica.url, **KEYS) as proxy:

@@ -162,6 +162,7 @@ def build_app(
         limit_s=engine_control_settings.lease_limit_s,
         total_s=engine_control_settings.lease_total_s,
         aliases=aliases,
+        keys_share=lambda: keyring.has_several_data_keys,
     )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s

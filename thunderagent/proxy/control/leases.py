@@ -182,8 +182,13 @@ class Leases:
         limit_s: float,
         total_s: float = inf,
         aliases: Mapping[str, str] = MappingProxyType({}),
+        keys_share: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Take `leases`; one without news for `limit_s` is ended, and any after `total_s`. `aliases` are of models."""
+        """Take `leases`; one without news for `limit_s` is ended, and any after `total_s`. `aliases` are of models.
+
+        While `keys_share`, leases of one key get a part of the memory.
+        """
+        self._keys_share = keys_share
         self._total_s = total_s
         self._aliases = aliases
         self._leases = leases
@@ -347,7 +352,9 @@ class Leases:
         return held
 
     def _room_tokens(self, key_name: str) -> int | None:
-        """Return how much more the leases of a data key may claim; None if no capacity is known."""
+        """Return how much more the leases of a data key may claim; None: no limit, or no capacity is known."""
+        if not self._keys_share():
+            return None
         states = self._leases.replicas.states.values()
         capacity_tokens = sum(state.capacity_tokens or 0 for state in states)
         if not capacity_tokens:

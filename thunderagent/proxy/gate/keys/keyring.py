@@ -122,6 +122,11 @@ class Keyring:
         return self._has_file or any(not key.is_admin for key in self._lined)
 
     @property
+    def has_several_data_keys(self) -> bool:
+        """Whether keys share what there is."""
+        return sum(not key.is_admin for key in self.keys) > 1
+
+    @property
     def has_admin_keys(self) -> bool:
         """Whether anybody may call the admin API."""
         return any(key.is_admin for key in self.keys)
