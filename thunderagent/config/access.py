@@ -135,8 +135,8 @@ class Limits(Slice):
     key_max_leased_ratio: float = Field(
         0.5,
         gt=0,
-        description="part of all replicas' memory that leases of one of several data keys may claim: beyond it those for "
-        "a program wait, those without one get 429, and reports of progress count no further",
+        description="part of all replicas' memory that leases of one of several data keys may claim: beyond it those "
+        "for a program wait, those without one get 429, and reports of progress count no further",
     )
     max_programs_count: int = Field(
         100_000,
