@@ -1,6 +1,6 @@
 """Run the unchanged code of each page of docs/integrations, in an environment with its packages: it is one program.
 
-The clients of these pages also run with the embedded engine, which generates and caches, but calls no tool.
+The clients of these pages also run with the embedded engine, which generates, caches, and calls tools by a plan.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ from openai import OpenAI
 messages = [{"role": "user", "content": LONG}]
 with OpenAI(base_url=f"{PROXY}/v1", api_key="none") as client:
     for number in range(4):
-        asked = {"model": "simulated", "messages": messages, "max_tokens": 12, "tools": [TOOL]}
+        asked = {"model": "simulated", "messages": messages, "max_tokens": 12, "tools": [TOOL], "tool_choice": "none"}
         asked |= {"extra_headers": NAMED} if number % 2 else {"extra_body": {"program_id": "task-1"}}
         if number < 2:
             text = client.chat.completions.create(**asked).choices[0].message.content
@@ -281,7 +281,7 @@ with OpenAI(base_url=f"{PROXY}/v1", api_key="none", default_headers=NAMED) as cl
     for number in range(4):
         asked = {"model": "simulated", "input": "go on" if last else LONG, "max_output_tokens": 12}
         asked |= {"previous_response_id": last.id} if last else {}
-        asked |= {"tools": [{"type": "function", "strict": None, **TOOL["function"]}]}
+        asked |= {"tools": [{"type": "function", "strict": None, **TOOL["function"]}], "tool_choice": "none"}
         if number < 2:
             last = client.responses.create(**asked)
         else:
@@ -299,6 +299,7 @@ with Anthropic(base_url=PROXY, api_key="none", default_headers=NAMED) as client:
     for number in range(4):
         asked = {"model": "simulated", "messages": messages, "tools": [tool]}
         assert client.messages.count_tokens(**asked).input_tokens > 0
+        asked["tool_choice"] = {"type": "none"}
         if number < 2:
             text = client.messages.create(**asked, max_tokens=12).content[0].text
         else:
@@ -313,7 +314,7 @@ import litellm
 messages = [{"role": "user", "content": LONG}]
 for number in range(4):
     asked = {"model": "hosted_vllm/simulated", "api_base": f"{PROXY}/v1", "api_key": "none", "max_tokens": 12}
-    asked |= {"messages": messages, "tools": [TOOL]}
+    asked |= {"messages": messages, "tools": [TOOL], "tool_choice": "none"}
     asked |= {"extra_headers": NAMED} if number % 2 else {"extra_body": {"program_id": "task-1"}}
     if number < 2:
         answer = litellm.completion(**asked)
@@ -336,6 +337,7 @@ weather.__doc__ = "Tell the weather in a city."
 
 
 base = {"base_url": f"{PROXY}/v1", "api_key": "none", "model": "simulated", "max_tokens": 12}
+base["model_kwargs"] = {"tool_choice": "none"}
 messages = [("user", LONG)]
 for more in ({"default_headers": NAMED}, {"extra_body": {"program_id": "task-1"}}):
     agent = create_agent(ChatOpenAI(**base, **more), tools=[weather])
@@ -366,7 +368,7 @@ async def run() -> None:
         model = OpenAIChatCompletionsModel(model="simulated", openai_client=client)
         for named in ({"extra_headers": NAMED}, {"extra_body": {"program_id": "task-1"}}):
             agent = Agent(name="forecaster", tools=[weather], model=model,
-                          model_settings=ModelSettings(max_tokens=12, **named))
+                          model_settings=ModelSettings(max_tokens=12, tool_choice="none", **named))
             result = await Runner.run(agent, history)
             assert result.final_output
             history = [*result.to_input_list(), {"role": "user", "content": "go on"}]
