@@ -403,3 +403,99 @@ async def test_a_conversation_with_an_engine_is_one_program(python: Path, name: 
         assert len(proxy.runtime.scheduler.programs) == 0
         generations = (await metrics_of(engine_url))["vllm:request_success_total"]
         assert sum(generations.values()) == CONVERSATION_TURNS
+
+
+LOOPS = {
+    "langgraph": """
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+weather, population = (tool(each) for each in (weather, population))
+model = ChatOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none", model="simulated")
+able = model.bind_tools([weather, population])
+graph = StateGraph(MessagesState)
+graph.add_node("model", lambda state: {"messages": [able.invoke(state["messages"])]})
+graph.add_node("tools", ToolNode([weather, population]))
+graph.add_edge(START, "model")
+graph.add_conditional_edges("model", tools_condition)
+graph.add_edge("tools", "model")
+messages = graph.compile().invoke({"messages": [("user", LONG)]})["messages"]
+assert messages[-1].text and not messages[-1].tool_calls
+""",
+    "openai agents": """
+import asyncio
+
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+async def run() -> None:
+    async with AsyncOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none") as client:
+        model = OpenAIChatCompletionsModel(model="simulated", openai_client=client)
+        tools = [function_tool(each) for each in (weather, population)]
+        result = await Runner.run(Agent(name="traveller", tools=tools, model=model), LONG)
+        assert result.final_output
+
+
+asyncio.run(run())
+""",
+    "openai agents with responses": """
+import asyncio
+
+from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+async def run() -> None:
+    async with AsyncOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none") as client:
+        model = OpenAIResponsesModel(model="simulated", openai_client=client)
+        tools = [function_tool(each) for each in (weather, population)]
+        result = Runner.run_streamed(Agent(name="traveller", tools=tools, model=model), LONG)
+        async for _ in result.stream_events():
+            pass
+        assert result.final_output
+
+
+asyncio.run(run())
+""",
+}
+LOOP_TOOLS = '''
+done = []
+
+
+def weather(city: str) -> str:
+    """Tell the weather in a city."""
+    done.append("weather")
+    return f"sunny in {city}"
+
+
+def population(city: str, year: int) -> str:
+    """Tell how many people lived in a city."""
+    done.append("population")
+    return f"{year + 2_000_000} in {city}"
+
+'''
+
+
+@pytest.mark.parametrize("name", LOOPS)
+async def test_an_agent_loop_with_two_tools_ends_on_simulated_engines(python: Path, name: str) -> None:
+    """Call, result, call, result, words: three turns of one program, whose tools ran, and whose release is seen."""
+    config = ServerConfig(EngineConfig(kv_tokens=64_000, timing=profile("instant")), port=0, grace_s=0)
+    async with running(config) as one, running(config) as other, running_proxy(one, other) as proxy:
+        seen = Seen(output_tokens=None)
+        proxy.runtime.observe(seen)
+        script = f"PROXY = {proxy.url!r}\n{BEFORE}{LOOP_TOOLS}{LOOPS[name]}\nprint(json.dumps(done)){AFTER}"
+        called, programs, released = map(json.loads, (await run_script(python, script)).splitlines()[-3:])
+        assert called == ["weather", "population"]
+        assert [(program["program_id"], program["turn_count"]) for program in programs] == [("task-1", 3)]
+        assert seen.arrived == ["task-1"] * 3
+        assert seen.tools == ["weather", "population", ""]
+        assert released["released"] is True
+        assert seen.released == ["task-1"]
+        assert len(proxy.runtime.scheduler.programs) == 0
