@@ -96,7 +96,11 @@ def planned_calls(tools: list[Tool], choice: str, *, done_count: int, parallel: 
 
 
 def _call(tool: Tool) -> Call:
-    return Call(tool.name, instance_of(tool.schema or {"type": "object"}))
+    schema = {} if tool.schema is None else tool.schema
+    arguments = instance_of({"type": "object", **schema} if isinstance(schema, dict) else schema)
+    if not isinstance(arguments, dict):
+        raise ApiError(f"The arguments of the tool {tool.name!r} must be an object.", param="tools")
+    return Call(tool.name, arguments)
 
 
 def instance_of(schema: Any) -> Any:

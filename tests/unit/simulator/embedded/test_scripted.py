@@ -260,6 +260,16 @@ def test_a_choice_overrides_the_plan() -> None:
         planned_calls(TOOLS, "=fourth", done_count=0, parallel=False)
 
 
+def test_the_arguments_of_a_call_are_an_object() -> None:
+    """Also where the tool's schema says nothing; one that asks for something else is refused."""
+    for schema in (None, {}, {"description": "nothing"}, {"title": "t", "anyOf": [{"properties": {}}]}):
+        (call,) = planned_calls([Tool("look", schema)], "auto", done_count=0, parallel=False)
+        assert call.arguments_text == "{}"
+    for wrong in (True, {"type": "string"}, []):
+        with pytest.raises(ApiError):
+            planned_calls([Tool("look", wrong)], "auto", done_count=0, parallel=False)
+
+
 def test_json_is_made_for_a_response_format() -> None:
     """Plain text asks for none."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
