@@ -379,6 +379,7 @@ HOSTILE: list[Any] = [
     {"anyOf": {}},
     {"type": {"a": []}},
     {"multipleOf": 0, "type": "integer", "minimum": 1},
+    {"type": "integer", "minimum": 10**400},
     DEEP,
 ]
 

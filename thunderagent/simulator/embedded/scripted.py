@@ -48,6 +48,7 @@ _UNKNOWN: Final = ("not", "if", "contains", "dependencies", "dependentRequired",
 _LARGER: Final = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
 _SMALLER: Final = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
 _COMPARED_COUNT: Final = 256
+_INTEGER_BITS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,8 @@ def _word(schema: Json, word: str, kind: type, default: Any) -> Any:
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     accepted = (int, float) if kind is float else (kind,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+    is_huge = isinstance(value, int) and value.bit_length() > _INTEGER_BITS
+    if is_huge or not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ApiError(f"The schema is malformed: {word} must not be {reprlib.repr(value)}.")
     return value
 
@@ -347,7 +349,8 @@ def _number(schema: Json, *, is_whole: bool) -> float:
     tried += [(one + other) / 2 for one in edges[:2] for other in edges[-2:]]
     for number in tried if step is None else [multiple for one in tried for multiple in _multiples(one, step)]:
         if (
-            (low is None or number >= low)
+            number < math.inf
+            and (low is None or number >= low)
             and (above is None or number > above)
             and (high is None or number <= high)
             and (below is None or number < below)

@@ -218,7 +218,24 @@ WORDS = [
     *("minLength", "maxLength", "format"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 ]
-WRONG: list[Any] = [None, True, -1, 0, 1.5, 1e300, 1e-300, "", "word", "#/type/x", [], [None], [[]], {}, {"type": []}]
+WRONG: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**400,
+    1e308,
+    1e-300,
+    "",
+    "word",
+    "#/type/x",
+    [],
+    [None],
+    [[]],
+    {},
+    {"type": []},
+]
 BESIDE: list[Any] = [
     {},
     {"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 2},
@@ -265,7 +282,8 @@ def test_the_arguments_of_a_call_are_an_object() -> None:
     for schema in (None, {}, {"description": "nothing"}, {"title": "t", "anyOf": [{"properties": {}}]}):
         (call,) = planned_calls([Tool("look", schema)], "auto", done_count=0, parallel=False)
         assert call.arguments_text == "{}"
-    for wrong in (True, {"type": "string"}, []):
+    refused: list[Any] = [True, {"type": "string"}, []]
+    for wrong in refused:
         with pytest.raises(ApiError):
             planned_calls([Tool("look", wrong)], "auto", done_count=0, parallel=False)
 
