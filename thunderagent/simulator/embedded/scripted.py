@@ -243,7 +243,9 @@ class _Instances:
         for escaped in reference[1:].split("/")[1:]:
             name = escaped.replace("~1", "/").replace("~0", "~")
             if isinstance(value, list):
-                value = dict(enumerate(value[:_COMPARED_COUNT])).get(int(name) if name.isdecimal() else -1)
+                value = dict(enumerate(value[:_COMPARED_COUNT])).get(
+                    int(name) if name.isdecimal() and len(name) < 4 else -1
+                )
             else:
                 value = value.get(name) if isinstance(value, dict) else None
         if value is None:
@@ -304,7 +306,7 @@ def _merged(schemas: list[Any]) -> Any:
 def _both(word: str, one: Any, other: Any) -> Any:
     """Return the value of a word for what satisfies both of its values; of a word that bounds nothing, the later."""
     if isinstance(one, dict) and isinstance(other, dict) and word in {"properties", "$defs", "definitions"}:
-        shared = {name: {"allOf": [one[name], other[name]]} for name in one if name in other}
+        shared = {name: {"allOf": [one[name], other[name]]} for name in other if name in one}
         return {**one, **other, **(shared if word == "properties" else {})}
     if isinstance(one, list) and isinstance(other, list):
         if word in {"required", "allOf"}:

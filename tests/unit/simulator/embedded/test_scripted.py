@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from thunderagent.simulator.embedded.requests import ApiError
+from thunderagent.simulator.embedded.responses_api import ResponsesBody
 from thunderagent.simulator.embedded.scripted import INSTANCE_LIMIT, Tool, instance_of, json_instance, planned_calls
 from thunderagent.simulator.embedded.tokens import Answer, cut_at_stop
 
@@ -47,6 +48,7 @@ def test_an_instance_is_small_and_satisfies_its_schema(schema: Any, expected: ob
         {"type": "string", "pattern": "^a+$"},
         {"$ref": "#/$defs/none"},
         {"$ref": "#"},
+        {"$ref": "#/anyOf/" + "9" * 5000, "anyOf": [{}]},
         {"type": "integer", "minimum": 3, "maximum": 2},
         False,
     ],
@@ -286,6 +288,12 @@ def test_the_arguments_of_a_call_are_an_object() -> None:
     for wrong in refused:
         with pytest.raises(ApiError):
             planned_calls([Tool("look", wrong)], "auto", done_count=0, parallel=False)
+
+
+def test_a_plain_response_is_not_read_as_a_chat() -> None:
+    """Only tools, a choice or a format make it worth that."""
+    assert ResponsesBody(input="hello").as_chat([("user", "hello")]) is None
+    assert ResponsesBody(input="hello", tool_choice="none").as_chat([("user", "hello")]) is not None
 
 
 def test_json_is_made_for_a_response_format() -> None:
