@@ -360,3 +360,75 @@ async def test_embeddings_of_texts_that_share_words_are_near(proxy: RunningProxy
         tokens: Any = [[5, 6], [7]]
         assert len((await client.embeddings.create(**asked, input=tokens)).data) == 2
         assert len((await client.embeddings.create(**asked, input=[5, 6])).data) == 1
+
+
+# --- What is malformed
+
+
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"type": "array", "minItems": 1, "items": DEEP}
+HOSTILE: list[Any] = [
+    "no schema",
+    {"type": "object", "properties": ["a"], "required": ["a"]},
+    {"type": "object", "required": [{}]},
+    {"type": "string", "minLength": "ten"},
+    {"type": "array", "minItems": 10**12},
+    {"type": "array", "minItems": 1000, "items": {"type": "array", "minItems": 1000, "items": {"type": "string"}}},
+    {"$ref": 7},
+    {"anyOf": {}},
+    {"type": {"a": []}},
+    {"multipleOf": 0, "type": "integer", "minimum": 1},
+    {"type": "integer", "minimum": 10**400},
+    DEEP,
+]
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=lambda schema: json.dumps(schema)[:40])
+async def test_a_schema_without_a_small_instance_is_refused_in_the_caller_s_api(url: str, schema: Any) -> None:
+    """As a tool's, and as that of an answer; through every API that takes it."""
+    function = {"name": "look", "parameters": schema}
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    chat = {"model": "simulated", "messages": USER}
+    asked: list[tuple[str, Any]] = [
+        ("chat/completions", {**chat, "tools": [{"type": "function", "function": function}]}),
+        ("chat/completions", {**chat, "response_format": {"type": "json_schema", "json_schema": form}}),
+        ("responses", {"model": "simulated", "input": TEXT, "tools": [{"type": "function", **function}]}),
+        ("responses", {"model": "simulated", "input": TEXT, "text": {"format": form}}),
+        ("messages", {**chat, "max_tokens": 9, "tools": [{"name": "look", "input_schema": schema}]}),
+    ]
+    async with httpx2.AsyncClient(base_url=f"{url}/v1/", timeout=DEADLINE_S) as client:
+        for path, body in asked:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400, (path, answer.text)
+            said = answer.json()
+            assert said["error"]["message"]
+            assert (said.get("type") == "error") == (path == "messages")
+
+
+async def test_a_malformed_request_with_tools_is_refused_and_is_no_error_of_the_engine(url: str) -> None:
+    """Choices, items and blocks that are of another type than their API says."""
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    function = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    asked: list[tuple[str, Any]] = [
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [tool], "tool_choice": {"type": []}}),
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [tool], "tool_choice": {"type": "tool", "name": {}}}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": []}]}], "max_tokens": 9}),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [7]}]}], "max_tokens": 9},
+        ),
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [{"name": 7, "input_schema": {}}]}),
+        ("responses", {"input": [{"type": []}]}),
+        ("responses", {"input": [{"role": "user", "content": [7]}]}),
+        ("responses", {"input": TEXT, "tools": [{"type": "function"}]}),
+        ("responses", {"input": TEXT, "tool_choice": {"type": []}}),
+        ("chat/completions", {"messages": USER, "tools": [function], "tool_choice": {"function": []}}),
+        ("chat/completions", {"messages": USER, "tools": [function], "tool_choice": "sometimes"}),
+        ("chat/completions", {"messages": USER, "tools": [{"type": "function", "function": []}]}),
+        ("chat/completions", {"messages": USER, "response_format": {"type": "json_schema", "json_schema": []}}),
+    ]
+    async with httpx2.AsyncClient(base_url=f"{url}/v1/", timeout=DEADLINE_S) as client:
+        for path, body in asked:
+            answer = await client.post(path, json={"model": "simulated", **body})
+            assert (answer.status_code, "error" in answer.json()) == (400, True), (path, body, answer.text)

@@ -51,8 +51,9 @@ class MessagesBody(GenerationBody, kw_only=True):
         if not self.tools:
             return None
         chosen = self.tool_choice or {"type": "auto"}
-        choice: str | Json | None = _CHOICES.get(chosen.get("type", ""))
-        if chosen.get("type") == "tool":
+        kind = chosen.get("type")
+        choice: str | Json | None = _CHOICES.get(kind) if isinstance(kind, str) else None
+        if kind == "tool":
             choice = {"function": {"name": chosen.get("name")}}
         if choice is None:
             raise ApiError(f"tool_choice must be auto, any, tool or none, got {chosen!r}.", param="tool_choice")
@@ -83,8 +84,8 @@ def _text(content: str | list[Json]) -> str:
     return content if isinstance(content, str) else " ".join(map(_block_text, content))
 
 
-def _block_text(block: Json) -> str:
-    kind = block.get("type")
+def _block_text(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else type(block).__name__  # a tool's result may be anything
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
     if kind == "tool_use":
@@ -92,7 +93,7 @@ def _block_text(block: Json) -> str:
     if kind == "tool_result":
         result = block.get("content") or ""
         return _text(result) if isinstance(result, str | list) else json_text(result)
-    if kind in {"thinking", "redacted_thinking"}:
+    if kind in ("thinking", "redacted_thinking"):
         return ""
     raise ApiError(f"This model reads text only, got a block of type {kind!r}.", param="messages")
 

@@ -53,8 +53,10 @@ class ResponsesBody(GenerationBody, kw_only=True):
             return [*history, ("user", self.input)]
         return [*history, *map(_said, self.input)]
 
-    def as_chat(self, chat: Chat) -> ChatBody:
-        """Return what decides about calls and JSON, as a chat."""
+    def as_chat(self, chat: Chat) -> ChatBody | None:
+        """Return what decides about calls and JSON, as a chat; None without tools, choice and format."""
+        if not (self.tools or self.tool_choice or self.text):
+            return None
         own = [tool for tool in self.tools or [] if tool.get("type") == "function"]  # the rest run in the API's server
         choice = self.tool_choice
         form = (self.text or {}).get("format")
@@ -75,10 +77,14 @@ class ResponsesBody(GenerationBody, kw_only=True):
 def _said(item: Json) -> tuple[str, str]:
     """Return speaker and text of one item of the input."""
     kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        raise ApiError("The type of an item must be a text.", param="input")
     if kind == "message":
         content = item.get("content", "")
         parts = [{"text": content}] if isinstance(content, str) else content
-        if isinstance(parts, list) and all(isinstance(part.get("text"), str) for part in parts):
+        if isinstance(parts, list) and all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+        ):
             return str(item.get("role", "user")), " ".join(part["text"] for part in parts)
     elif kind.endswith("_call_output"):
         output = item.get("output", "")
