@@ -180,6 +180,13 @@ class KeyExistsError(RequestError):
     code = "key_exists"
 
 
+class UnreadableEncodingError(RequestError):
+    """The request body is packed in a way that is not installed here; the message names the extra that reads it."""
+
+    status = 415
+    code = "unreadable_encoding"
+
+
 class BodyTooLargeError(RequestError):
     """A request body is over the configured limit."""
 

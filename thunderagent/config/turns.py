@@ -14,6 +14,11 @@ class Names(Slice):
     user_names_program: bool = Field(
         False, description="take the body's user field as the program's id; in most clients it names a person"
     )
+    bucket_names_program: bool = Field(
+        False,
+        description="take the body's prompt_cache_key or metadata.session_id as the program's id, whatever the prompt; "
+        "otherwise each such bucket may have many programs, which are told apart by their prompts",
+    )
     bearer_programs: bool = Field(
         False,
         description="whether bearer tokens name programs: ta-ID, or one that POST /programs returns; "

@@ -49,7 +49,7 @@ FIRST_POLLS_S = 5.0
 OF_THE_TRIAL = (
     *("backends", "backends_file", "kubernetes_replicas", "kubernetes_config", "kubernetes_url"),
     *("data_parallel_ranks", "backend_type", "capacity_tokens", "policy", "policy_args", "priority"),
-    *("program_headers", "user_names_program", "infer_programs"),
+    *("program_headers", "user_names_program", "bucket_names_program", "infer_programs"),
     *("backend_api_key", "backend_api_key_file", "backend_ca_file"),
 )
 """Settings that the doctor's own proxy uses. It writes no files, starts no sandboxes and asks no judge."""

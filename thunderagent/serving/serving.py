@@ -213,6 +213,7 @@ async def proxy(
     identity = IdentityRules(
         config.program_headers,
         user_names_program=config.user_names_program,
+        bucket_names_program=config.bucket_names_program,
         tokens=Tokens(runtime) if config.bearer_programs else None,
         infers_programs=config.infer_programs,
         # A log may be replayed under a policy that wants them.

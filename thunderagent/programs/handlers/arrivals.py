@@ -53,7 +53,10 @@ class Arrivals:
         else:
             if earlier is not None and self._keeps_its_program(earlier, event):
                 turn_ends.drop(earlier, "superseded")
+            children_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
             self._turn_of_program_arrived(event, event.program_id, earlier)
+            if children_ended:
+                self._core.balance(Moment.PROGRAM_ENDED)
         if earlier is not None and earlier.turn_id in turns:  # done late, so that its program gives nothing up before
             turn_ends.drop(earlier, "superseded")
 

@@ -105,6 +105,18 @@ class Lives:
             families.join(program, event.parent_id)
         program.program_class = program.program_class or event.program_class
 
+    def parent_goes_on(self, program_id: str) -> bool:
+        """End the children that a program waited for, and theirs; return whether there were any."""
+        program = self._core.book.programs.get(program_id)
+        parents, any_ended = [program] if program is not None else [], False
+        while parents:
+            for child in self._core.families.done_children(parents.pop()):
+                if child is not program:  # two may name each other
+                    parents.append(child)
+                    any_ended = True
+                    self._core.end(child, Reason.PARENT_GOES_ON)
+        return any_ended
+
     def _program_opened(self, event: ProgramOpened) -> None:
         core = self._core
         self.hopeless_ids.pop(event.program_id, None)

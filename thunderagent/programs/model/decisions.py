@@ -85,6 +85,8 @@ class Reason(StrEnum):
     """An operator or a global policy ended the program."""
     RELEASED = "released"
     """The client released the program."""
+    PARENT_GOES_ON = "parent_goes_on"
+    """Its last answer called no tool, and its parent goes on, which waited for it."""
     FORGOTTEN = "forgotten"
     """Nothing was heard of the program for longer than the forget limit."""
     HOPELESS = "hopeless"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from thunderagent.errors import BodyTooLargeError, RequestError
+from thunderagent.errors import BodyTooLargeError, RequestError, UnreadableEncodingError
 
 MAX_LAYERS_COUNT: Final = 2
 """How many encodings one body may have; more are for nobody but who wants to waste time."""
@@ -30,9 +30,17 @@ for _name in ("compression.zstd", "backports.zstd"):  # Python 3.14 has it; befo
 
 
 def ways_of(encodings: str) -> list[str] | None:
-    """Return the encodings of a body, the last one first; None if one of them is unknown, so that engines judge it."""
+    """Return the encodings of a body, the last one first; None if one of them is unknown, so that engines judge it.
+
+    Raises `UnreadableEncodingError` for zstd without its library: no engine reads it either.
+    """
     names = [name.strip().lower() for name in encodings.split(",")]
     ways = [name for name in reversed(names) if name not in ("", "identity")]
+    if "zstd" in ways and "zstd" not in _WAYS:
+        raise UnreadableEncodingError(
+            "the body is packed by zstd, which this proxy cannot read: install thunderagent[zstd] where it runs, "
+            "or send the body as gzip or plain"
+        )
     return ways if len(ways) <= MAX_LAYERS_COUNT and all(way in _WAYS for way in ways) else None
 
 

@@ -10,7 +10,8 @@ in a stream, in a whole answer) need no code of their own. One that leaves with 
 `arrival.py` reads the request; `forward.py` sends it to a replica, and decides on another; `relay.py` returns the
 answer. A client's stated patience (`patience.py`) becomes the turn's deadline. A retry replaces its earlier attempt
 (`attempts.py`), which is cancelled like one whose client left. If the operator wants that, a held stream may send
-heartbeats (`heartbeat.py`), and the program may be inferred (`reading/inference.py`).
+heartbeats (`heartbeat.py`). The program may be inferred (`reading/inference.py`): in a bucket, or if the operator wants
+that.
 """
 
 # compiled: each turn passes here
@@ -49,7 +50,7 @@ from thunderagent.proxy.turns.arrival import read_turn
 from thunderagent.proxy.turns.attempts import Attempt, Attempts, told_key
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.turns.patience import patience_of
+from thunderagent.proxy.turns.patience import RETRY_HEADER, patience_of
 from thunderagent.proxy.turns.record import Record, ask_for
 from thunderagent.proxy.turns.relay import Relay
 from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
@@ -129,7 +130,8 @@ class Turns:
         self._judge = judge
         self._budget = RetryBudget(settings.retries)
         self._attempts = Attempts()
-        self._inference = Inference() if settings.identity.infers_programs else None
+        infers = settings.identity.infers_programs or settings.identity.infers_buckets
+        self._inference = Inference() if infers else None
         self._forwarding = Forwarding(
             client, replicas, watcher, self._budget, metrics, names_programs=settings.names_programs
         )
@@ -162,8 +164,7 @@ class Turns:
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
         attempt = self._attempt(exchange, record)
-        self._budget.turn_came(attempt.since_s)
-        self._attempts.begin(attempt, attempt.since_s)
+        self._begin(record, attempt)
         running, run = None, self._run if tenancy is None else self._run_named
         try:
             running = self._held.runs(record.held_bytes)
@@ -191,27 +192,28 @@ class Turns:
         finally:
             if running is not None:
                 self._held.ran(running, record.held_bytes)
-            self._attempts.end(attempt, self._leases.now_s(), answered=record.outcome == "finished")
-            self._write_line(record)
-            if record.outcome == "finished":
-                self._is_through(record)
+            self._end(record, attempt)
 
     # --- what a turn is ----------------------------------------------------------------------------------------------
 
     def _of_program(
         self, exchange: Exchange, turn: TurnRequest, prompt: Prompt | None, tenancy: Tenancy | None
     ) -> TurnRequest:
-        """Infer the program of an unnamed turn if the operator wants that, and have its sandboxes prepared.
+        """Infer the program of an unnamed turn if its prompt was read, and have its sandboxes prepared.
 
         Raises `OtherTenantError` if its program does not belong to its key's tenant.
         """
         if prompt is not None and self._inference is not None:
-            turn = self._inference.named(turn, prompt)
+            is_retry = exchange.headers.get(RETRY_HEADER, "0") != "0"
+            turn = self._inference.named(turn, prompt, self._is_taken, is_retry=is_retry)
         if tenancy is not None:
             tenancy.check(turn.program_id)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in exchange.headers:
             self._sandboxes.program_seen(turn.program_id, exchange.headers[CLASS_HEADER], turn.tenant)
         return turn
+
+    def _is_taken(self, program_id: str) -> bool:
+        return self._leases.tenant_of(program_id) is not None
 
     def _attempt(self, exchange: Exchange, record: Record) -> Attempt:
         turn, target = record.turn, record.target
@@ -226,6 +228,13 @@ class Turns:
         task = asyncio.current_task(self._loop)
         path = target.sent if record.chosen_id is None else target.prefix + target.sent
         return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
+
+    def _begin(self, record: Record, attempt: Attempt) -> None:
+        """Note that a turn is in flight."""
+        self._budget.turn_came(attempt.since_s)
+        self._attempts.begin(attempt, attempt.since_s)
+        if record.prompt_key is not None and self._inference is not None:
+            self._inference.began(record.prompt_key, record.turn.program_id or "")
 
     # --- its way -----------------------------------------------------------------------------------------------------
 
@@ -381,6 +390,16 @@ class Turns:
         return record.turn.program_id is None or self._leases.lives(record.turn.program_id, record.generation)
 
     # --- its end -----------------------------------------------------------------------------------------------------
+
+    def _end(self, record: Record, attempt: Attempt) -> None:
+        """Note that a turn has ended, write its line, and end a program with its last turn."""
+        answered = record.outcome == "finished"
+        self._attempts.end(attempt, self._leases.now_s(), answered=answered)
+        if record.prompt_key is not None and self._inference is not None:
+            self._inference.ended(record.prompt_key, record.turn.program_id or "", answered=answered)
+        self._write_line(record)
+        if answered:
+            self._is_through(record)
 
     async def _say_aborted(self, exchange: Exchange, record: Record) -> bool:
         """Answer like an engine that aborts a request before it ran; return False if its API has no such answer."""

@@ -14,7 +14,7 @@ from thunderagent.proxy.reading.answer_errors import AnswerError
 from thunderagent.proxy.reading.answers import Completions
 from thunderagent.proxy.reading.dialects import NO_USAGE, Dialect
 from thunderagent.proxy.reading.identity import TurnRequest
-from thunderagent.proxy.reading.inference import Chain, Prompt
+from thunderagent.proxy.reading.inference import Chain, Key, Prompt
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.aborts import is_abortable
 from thunderagent.proxy.turns.attempts import Attempt
@@ -30,6 +30,8 @@ class Record:
     held_stream: HeldStream | None = None
     """What a held stream sends; its head may have been sent."""
     chain: Chain | None = None
+    prompt_key: Key | None = None
+    """The key of its prompt, if the program was inferred from that."""
     tenancy: Tenancy | None = None
     """Decides what it may touch; None if it may touch everything."""
     completions: Completions | None = None
@@ -88,6 +90,7 @@ class Record:
         """The only replica that it may run on."""
         if prompt is not None:
             self.chain, self.completions = prompt.chain(), Completions(dialect)
+            self.prompt_key = self.chain.key()
 
     def failed(self, cause: str) -> None:
         """Note that its replica failed it after its answer had begun."""

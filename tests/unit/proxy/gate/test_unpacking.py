@@ -8,7 +8,8 @@ import zlib
 
 import pytest
 
-from thunderagent.errors import BodyTooLargeError, RequestError
+from thunderagent.errors import BodyTooLargeError, RequestError, UnreadableEncodingError
+from thunderagent.proxy.gate import unpacking
 from thunderagent.proxy.gate.unpacking import unpacked, ways_of
 
 BODY = b'{"messages":[]}' * 100
@@ -37,6 +38,14 @@ def test_a_packed_body_is_unpacked(encodings: str, packed: bytes) -> None:
     if ways:
         with pytest.raises(BodyTooLargeError):
             unpacked(packed, ways, len(BODY) - 1)
+
+
+def test_zstd_without_its_library_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine reads it either."""
+    monkeypatch.delitem(unpacking._WAYS, "zstd", raising=False)
+    for encodings in ("zstd", "gzip, ZSTD"):
+        with pytest.raises(UnreadableEncodingError, match=r"thunderagent\[zstd\]"):
+            unpacking.ways_of(encodings)
 
 
 def test_zstd_is_unpacked_where_its_library_is() -> None:
