@@ -384,7 +384,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tool_runs=tool_runs,
             turn_count=1,
         )
-        known = program_id in self.scheduler.programs or program_id in self.scheduler.hopeless_ids
+        known = program_id in self.scheduler.programs or program_id in self.scheduler.refused_ids
         self.send(ProgramsAdopted(self.now_s, replica_id, (record, record)))
         program = self.scheduler.programs.get(program_id)
         replica = self.scheduler.replicas.get(replica_id)
@@ -478,7 +478,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(program_id=PROGRAMS.filter(bool), outcome=st.sampled_from(["success", "failure", "?"]))
     def program_ends_with_an_outcome(self, program_id: str, outcome: str) -> None:
         self.send(ProgramReleased(self.now_s, program_id, None, outcome))
-        assert program_id not in self.scheduler.hopeless_ids
+        assert program_id not in self.scheduler.refused_ids
 
     @rule(
         program_id=PROGRAMS.filter(bool),
@@ -496,7 +496,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.send(ProgramJudged(self.now_s, program_id, generation, turn_count, succeeds, confidence))
         if program is None or late:
             assert self.scheduler.knowledge.judge_record.level_counts == level_counts, "a verdict on nobody was taken"
-        elif program_id in self.scheduler.hopeless_ids:
+        elif program_id in self.scheduler.refused_ids:
             assert self.scheduler.programs.get(program_id) is None
         else:
             assert program.level is not None
@@ -652,7 +652,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_judged_makes_sense(self) -> None:
         for program in self.scheduler.programs.values():
-            assert program.program_id not in self.scheduler.hopeless_ids
+            assert program.program_id not in self.scheduler.refused_ids
             assert (program.level is None) == (not program.verdicts.last)
             assert [each.turn_count for each in program.verdicts.last] == sorted(
                 each.turn_count for each in program.verdicts.last
