@@ -154,6 +154,8 @@ class Runtime:
         """Ends of the times for which replicas are granted nothing, because they said that they are full."""
         self._aborted_s: dict[str, float] = {}
         """When a trainer last aborted what ran on a replica."""
+        self.turn_aborters: list[Callable[[str, str], int]] = []
+        """Each ends the turns of a program that somebody carries, with the error of a code, and returns how many."""
         self._superseded_ids: set[int] = set()
         """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
@@ -319,6 +321,10 @@ class Runtime:
         for waiter in waiting:
             waiter.set_exception(TurnAbortedError(ABORTED))
         return len(waiting)
+
+    def abort_turns(self, program_id: str, code: str) -> int:
+        """Abort all turns of a program, at their engines, too; return how many. End it at once after that."""
+        return sum([abort(program_id, code) for abort in self.turn_aborters])
 
     def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
         """Count turns on these replicas that were granted since then and have no first byte yet."""

@@ -34,7 +34,7 @@ from thunderagent.programs.model.ranked_set import RankedSet
 from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.rules.verbs import Verbs
 
-MARGIN_RATIO: Final = 2.0
+MARGIN_RATIO: Final = 4.0
 """How many times what it expects to need a program has left when it becomes urgent: it waits again at later turns."""
 
 URGENT_RATIO: Final = 0.25
