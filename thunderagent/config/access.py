@@ -151,7 +151,10 @@ class Limits(Slice):
         None, ge=1, le=10**15, description="tokens of prompts and answers that a program may use; then 410"
     )
     program_max_age_s: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="seconds after its first turn from which a program's turns get 410"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="age in seconds, from its first turn, from which a program's turns get 410",
     )
     program_deadline_s: float | None = Field(
         None,
