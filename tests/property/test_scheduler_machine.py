@@ -61,10 +61,12 @@ from thunderagent.programs.model.fleet_events import (
     SandboxFailed,
     SandboxReady,
     TierPolled,
+    TurnLimited,
 )
 from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.records.learned import CapacityRecord
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
@@ -318,6 +320,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if model in self.serving:
             self.asked[turn_id] = model
             self.send(ModelAsked(self.now_s, turn_id, model))
+        if program_id is not None and turn_id % 5 == 0:
+            limits = ProgramLimits(6, 4000, 600.0, 20.0 + turn_id % 7, turns=3, ends=turn_id % 2 == 0)
+            self.send(TurnLimited(self.now_s, turn_id, limits))
         self.send(
             TurnArrived(
                 self.now_s,
@@ -660,7 +665,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler.settings.fair_tenants:  # tenants come first there
             return
         queue = self.scheduler.queue.waiting.order
-        ranks = [(program.priority, self.scheduler.policy.restore_rank(program)) for program in queue]
+        rank, ranks = self.scheduler.policy.restore_rank, []
+        for program in queue:
+            is_urgent = program.urgent_until_s < inf  # it would miss its deadline
+            assert not is_urgent or program.held
+            ranks.append((program.priority, not is_urgent, program.urgent_until_s if is_urgent else rank(program)))
         assert ranks == sorted(ranks), f"queued as it was: {list(queue)}"
 
     @invariant()
