@@ -288,6 +288,22 @@ class ProgramHopelessError(ThunderAgentError):
     code = "program_hopeless"
 
 
+class ProgramLimitError(ThunderAgentError):
+    """The program has had all the turns, tokens or time that its limits allow; the turn was never forwarded.
+
+    410 for the same reason. Its limits are those of its headers, of its key and of the proxy: the least counts.
+    """
+
+    status = 410
+    code = "program_limit"
+
+
+class ProgramDeadlineError(ProgramLimitError):
+    """The program's deadline has passed, or cannot be met any more; the turn was never forwarded."""
+
+    code = "program_deadline"
+
+
 class TurnAbortedError(ThunderAgentError):
     """A trainer aborted this turn, or all, while it was held; the turn was never forwarded.
 

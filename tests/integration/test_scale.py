@@ -286,6 +286,29 @@ async def test_what_a_trainer_aborts_at_a_gateway_is_no_failure_of_an_engine() -
         assert (report["verdict"], report["verdict_replica_id"]) == ("aborted_by_trainer", replica.replica_id)
 
 
+async def test_limits_hold_through_gateways_and_the_end_of_a_program_aborts_its_turns_there() -> None:
+    """The scheduler counts turns of all gateways, and says to each which of its turns end."""
+    headers = [("Content-Type", "application/json"), ("X-Program-ID", "p"), ("X-Program-Limits", "max_turns=2")]
+    body = json.dumps(turn()).encode()
+    async with (
+        fake_replica(answers()) as replica,
+        scheduler("--backends", replica.url) as over,
+        gateway(over.url) as first,
+        gateway(over.url) as second,
+    ):
+        assert (await exchange(first.url, "POST", CHAT, headers, body)).status == 200
+        replica.behaviour = Gate()
+        running = asyncio.create_task(exchange(second.url, "POST", CHAT, headers, body))
+        await until(lambda: len(replica.calls) == 2)
+        refused = await exchange(first.url, "POST", CHAT, headers, body)
+        assert (refused.status, refused.json()["error"]["code"]) == (410, "program_limit")
+        assert (await post(over.url, "/programs/release", {"program_id": "p", "abort": True})).status == 200
+        answer = await running
+        assert (answer.status, answer.json()["error"]["code"]) == (410, "program_released")
+        await until(replica.calls[1].left.is_set)
+        await until_metric(over.url, "leases_active", 0)
+
+
 async def test_the_turns_of_a_gateway_that_died_are_over() -> None:
     """Its program's room goes to others, through another gateway."""
     async with fake_replica(a_stream()) as replica:

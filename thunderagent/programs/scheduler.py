@@ -107,17 +107,17 @@ class Scheduler:
         )
         self.operations = Operations(core)
         view.attach(core, self.operations)
-        self._rules: tuple[Rule, ...] = (self.deadlines, self.families)
+        self._rules: tuple[Rule, ...] = (self.deadlines, self.families, self.core.program_limits)
         if self.tenants is not None:
             self._rules = (*self._rules, self.tenants)
         anonymous = Anonymous(core)
         self._lives = Lives(core, settings)
-        self.hopeless_ids = self._lives.hopeless_ids
+        self.refused_ids = self._lives.refused_ids
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             TurnDue: self._turn_due,
             Tick: self._tick,
             **Arrivals(core, self._lives, anonymous).handlers(),
-            **Turns(core).handlers(),
+            **Turns(core, self._lives).handlers(),
             **self._lives.handlers(),
             **Adoption(core, self._lives).handlers(),
             **Fleet(core, anonymous, self.tenants).handlers(),

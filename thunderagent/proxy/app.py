@@ -130,6 +130,7 @@ def build_app(
     flow = Turns(
         runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, websockets, sandboxes, judge
     )
+    runtime.turn_aborters.append(flow.abort)
     turns = TurnHandlers(flow)
     side_calls = SideCalls(
         client,

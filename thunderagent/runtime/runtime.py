@@ -65,8 +65,10 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
+    TurnLimited,
 )
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.limits import ProgramLimits, least_of
 from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.programs.pools import Pools
@@ -90,6 +92,8 @@ class RuntimeSettings:
     """Longest time between two ticks; a policy may want them more often."""
     grace_s: float = 30.0
     """How long a shutdown waits for turns in flight."""
+    program_limits: ProgramLimits | None = None
+    """What each program may use, beside its own limits."""
 
 
 class ReplicaWork(NamedTuple):
@@ -150,6 +154,8 @@ class Runtime:
         """Ends of the times for which replicas are granted nothing, because they said that they are full."""
         self._aborted_s: dict[str, float] = {}
         """When a trainer last aborted what ran on a replica."""
+        self.turn_aborters: list[Callable[[str, str], int]] = []
+        """Each ends the turns of a program that somebody carries, with the error of a code, and returns how many."""
         self._superseded_ids: set[int] = set()
         """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
@@ -249,9 +255,18 @@ class Runtime:
 
     def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
         """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
+        self._tell_limits(ask, now_s)
         if self.pools.some_partly and ask.pinned_replica_id is None and (name := self.pools.partly_name(ask.model)):
             self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
         return self._writer.dispatch(arrival(ask, now_s))
+
+    def _tell_limits(self, ask: TurnAsk, now_s: float) -> None:
+        """Report what the program of a turn that comes next may use, if anything limits it."""
+        limits = ask.limits
+        if self.settings.program_limits is not None:
+            limits = least_of(self.settings.program_limits, limits)
+        if limits is not None and ask.program_id is not None:
+            self._writer.dispatch(TurnLimited(now_s, ask.turn_id, limits))
 
     async def _with_pool(self, ask: TurnAsk, came_s: float, while_held: AbstractContextManager[object]) -> TurnAsk:
         """Find the pool of a turn; return the turn with the patience that its client has left after that."""
@@ -306,6 +321,10 @@ class Runtime:
         for waiter in waiting:
             waiter.set_exception(TurnAbortedError(ABORTED))
         return len(waiting)
+
+    def abort_turns(self, program_id: str, code: str) -> int:
+        """Abort all turns of a program, at their engines, too; return how many. End it at once after that."""
+        return sum([abort(program_id, code) for abort in self.turn_aborters])
 
     def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
         """Count turns on these replicas that were granted since then and have no first byte yet."""
@@ -461,6 +480,7 @@ class Runtime:
         Return False, without counting, if nothing is granted there now.
         """
         now_s = self.now_s()
+        self._tell_limits(ask, now_s)
         self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived(ask, now_s)))
         adopted = ask.turn_id in self.pools.turns
         if adopted:
@@ -475,7 +495,7 @@ class Runtime:
         `outcome` says how it ended: `success`, `failure`, or empty.
         """
         lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
-        if lives or self._is_hopeless(program_id):
+        if lives or self._is_refused(program_id):
             self._writer.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
         return lives
 
@@ -491,13 +511,13 @@ class Runtime:
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
         """End several programs at once, so that none of them gets another's room; return those that lived."""
         live_ids = [program_id for program_id in program_ids if program_id in self.programs]
-        known_ids = [each for each in program_ids if each in self.programs or self._is_hopeless(each)]
+        known_ids = [each for each in program_ids if each in self.programs or self._is_refused(each)]
         if known_ids:
             self._writer.dispatch(ProgramsReleased(self.now_s(), tuple(known_ids)))
         return live_ids
 
-    def _is_hopeless(self, program_id: str) -> bool:
-        return any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers)
+    def _is_refused(self, program_id: str) -> bool:
+        return any(program_id in scheduler.refused_ids for scheduler in self.pools.schedulers)
 
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
         """Report that a program's tool begins now, `inferred` if not by its client; return False if it is unknown."""

@@ -78,10 +78,10 @@ def test_a_hundred_thousand_names_cost_as_many_looks(others: tuple[str, ...]) ->
 def test_programs_that_are_released_together_are_no_longer_hopeless_in_any_pool() -> None:
     """A pool may know only such programs."""
     pools = two_pools()
-    hopeless_ids = pools.all[1].scheduler.hopeless_ids
-    hopeless_ids["p"] = None
+    refused_ids = pools.all[1].scheduler.refused_ids
+    refused_ids["p"] = None
     pools.handle(ProgramsReleased(2.0, ("other", "p")))
-    assert not hopeless_ids
+    assert not refused_ids
 
 
 def test_a_route_replaces_the_one_that_it_has_in_another_pool() -> None:

@@ -27,6 +27,7 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     TierPolled,
+    TurnLimited,
     WorkPolled,
 )
 from thunderagent.programs.model.places import Kind
@@ -72,6 +73,7 @@ class Fleet:
             ReplicaJudged: self._replica_judged,
             ModelServed: self._model_served,
             ModelAsked: self._model_asked,
+            TurnLimited: self._turn_limited,
             ReplicaPolled: self._replica_polled,
             TierPolled: self._tier_polled,
             WorkPolled: self._work_polled,
@@ -333,6 +335,9 @@ class Fleet:
     def _model_served(self, event: ModelServed) -> None:
         self._core.routing.model_served(self._core, event.model, event.replica_ids)
         self._replicas_changed()
+
+    def _turn_limited(self, event: TurnLimited) -> None:
+        self._core.program_limits.ask(event.turn_id, event.limits)
 
     def _model_asked(self, event: ModelAsked) -> None:
         self._core.routing.routes.ask(event.turn_id, event.model)

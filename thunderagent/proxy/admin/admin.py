@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.compilation import build_kind
-from thunderagent.errors import BodyTooLargeError, NotFoundError, RequestError, ThunderAgentError
+from thunderagent.errors import BodyTooLargeError, NotFoundError, ProgramReleasedError, RequestError, ThunderAgentError
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.verdict import TurnVerdict
 from thunderagent.proxy.admin.cell import CellReport
@@ -58,6 +58,7 @@ class ReleaseRequest(BaseModel):
     program_id: str | None = None
     program_ids: list[str] | None = Field(None, validation_alias=AliasChoices("program_ids", "session_ids"))
     all: bool = False
+    abort: bool = Field(False, description="whether its turns in flight are aborted, at their engines, too")
     tenant: str | None = None
     generation: int | None = None
     outcome: Literal["success", "failure"] | None = None
@@ -286,7 +287,7 @@ class Admin:
             program_id = check_program_id(wanted.program_id)
             may = bool(self._of_tenant([program_id], wanted.tenant))
             outcome = wanted.outcome or outcome_of(request.headers)
-            return self._release_one(program_id, wanted.generation, outcome, may=may)
+            return self._release_one(program_id, wanted.generation, outcome, may=may, aborts=wanted.abort)
         if wanted.generation is not None:
             raise RequestError("a generation needs exactly one program_id")
         if wanted.outcome is not None:
@@ -309,6 +310,9 @@ class Admin:
                 await asyncio.sleep(0)  # the turns of others go on
             some_ids = self._of_tenant(named_ids[start : start + RELEASED_AT_ONCE_COUNT], wanted.tenant)
             not_ok |= self._not_ok(some_ids)
+            if wanted.abort:
+                for program_id in some_ids:
+                    self._runtime.abort_turns(program_id, ProgramReleasedError.code)
             released_ids += self._runtime.release_together(some_ids)
         judged = {"not_ok": not_ok} if not_ok else {}
         report = ReleasedTogetherReport(released=bool(released_ids), released_ids=released_ids, **judged)
@@ -368,8 +372,13 @@ class Admin:
         may = self._tenancy.may_touch(check_program_id(program_id))
         return self._release_one(program_id, None, outcome_of(request.headers), may=may)
 
-    def _release_one(self, program_id: str, generation: int | None, outcome: str, *, may: bool) -> web.Response:
+    def _release_one(
+        self, program_id: str, generation: int | None, outcome: str, *, may: bool, aborts: bool = False
+    ) -> web.Response:
         not_ok = self._not_ok([program_id]) if may else {}
+        lives = self._runtime.pools.incarnations(program_id) if may and aborts else ()
+        if any(generation in (None, program.generation) for program in lives):
+            self._runtime.abort_turns(program_id, ProgramReleasedError.code)
         released = may and self._runtime.release(program_id, generation, outcome)
         judged = not_ok[program_id].model_dump() if released and not_ok else {}
         report = ReleasedReport(program_id=program_id, released=released, **judged)

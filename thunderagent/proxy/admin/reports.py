@@ -17,6 +17,7 @@ from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import Price
 from thunderagent.programs.model.places import Kind, Phase, Status
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.limits import NO_PROGRAM_LIMITS
 from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.model.verdict import ReplicaState, TurnVerdict
 from thunderagent.proxy.fleet.breaker import BreakerState
@@ -63,6 +64,11 @@ class ProgramReport(Report):
     output_tokens_total: int
     cached_tokens_total: int
     held_s_total: float
+    max_turns: int | None = Field(description="the least of its limits of turns; null without one, as the next three")
+    max_tokens: int | None
+    max_age_s: float | None
+    deadline_s: float | None = Field(description="as the one before, in seconds after its first turn")
+    urgent: bool = Field(description="whether it comes before others, because it would miss its deadline")
 
 
 class ProgramPage(Report):
@@ -177,7 +183,7 @@ def program_report(program: Program, now_s: float, pool: str) -> ProgramReport:
 def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
     """Return the fields of a `ProgramReport`."""
     first_held: Turn | None = next(iter(program.held.values()), None)
-    acting = program.phase is Phase.ACTING
+    acting, limits = program.phase is Phase.ACTING, program.program_limits or NO_PROGRAM_LIMITS
     return {
         "program_id": program.program_id,
         "generation": program.generation,
@@ -211,6 +217,11 @@ def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
         "output_tokens_total": program.output_tokens_total,
         "cached_tokens_total": program.cached_tokens_total,
         "held_s_total": round(program.held_s_total, 3),
+        "max_turns": limits.max_turns,
+        "max_tokens": limits.max_tokens,
+        "max_age_s": limits.max_age_s,
+        "deadline_s": limits.deadline_s,
+        "urgent": program.urgent_until_s < inf,
     }
 
 

@@ -250,6 +250,7 @@ class Leases:
                 waited_s=waited_s or None,
                 parent_id=wanted.parent_id,
                 tenant=self._tenancy.named(wanted.tenant),
+                limits=None if program_id is None else self._tenancy.program_limits,
                 model=self._aliases.get(wanted.model, wanted.model),
             )
             lease = await self._leases.lease(ask, while_held())

@@ -48,6 +48,7 @@ class Attempt:
     """One attempt at a turn, while it is here."""
 
     __slots__ = (
+        "aborted_for",
         "is_sample",
         "key",
         "path",
@@ -80,6 +81,8 @@ class Attempt:
         self.is_sample = False
         """Whether another of the same body ran beside it."""
         self.superseded = False
+        self.aborted_for = ""
+        """The code of the error that it ends with, if its program was ended and it was to end, too."""
         self.key: str | None = None
         """What attempts at one turn certainly share; None for an anonymous one without it."""
 
@@ -144,13 +147,19 @@ class Attempts:
         if ended is not None and now_s - ended[1] <= REMEMBER_S:
             attempt.since_s, _, attempt.supersedes_id = ended
 
-    def revoke(self, program_id: str, turn_id: int) -> None:
-        """Cancel an attempt, because the next one at the same turn came to another gateway."""
+    def revoke(self, program_id: str, turn_id: int | None, code: str = "") -> int:
+        """Cancel an attempt, because the next one at the same turn came to another gateway; return how many.
+
+        With a `code` it ends with that error, because its program does; without a `turn_id` all of its attempts do.
+        """
+        revoked_count = 0
         for attempt in self._live.get(program_id, ()):
-            if attempt.turn_id == turn_id and not attempt.superseded:
-                attempt.superseded = True
+            if turn_id in (None, attempt.turn_id) and not attempt.superseded:
+                attempt.superseded, attempt.aborted_for = True, code
                 if attempt.task is not None:
                     attempt.task.cancel()
+                revoked_count += 1
+        return revoked_count
 
     def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
         """Remove an attempt; one without an answer may come again."""

@@ -29,7 +29,15 @@ import structlog
 from msgspec.structs import replace
 from multidict import CIMultiDict
 
-from thunderagent.errors import ReplicaError, RequestError, ThunderAgentError, TurnAbortedError, TurnSupersededError
+from thunderagent.errors import (
+    ProgramKilledError,
+    ProgramReleasedError,
+    ReplicaError,
+    RequestError,
+    ThunderAgentError,
+    TurnAbortedError,
+    TurnSupersededError,
+)
 from thunderagent.leases import Lease, LeaseSource
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.log_lines import line_writer
@@ -140,9 +148,16 @@ class Turns:
         self._loop: asyncio.AbstractEventLoop | None = None
         """Cached, because asking for it costs a system call."""
 
-    def revoke(self, program_id: str, turn_id: int) -> None:
-        """End a turn here, because its next attempt came to another gateway."""
-        self._attempts.revoke(program_id, turn_id)
+    def revoke(self, program_id: str, turn_id: int | None, code: str = "") -> int:
+        """End a turn here, because its next attempt came to another gateway, or all of a program that ends so.
+
+        `code` is the error of the latter. Return how many end.
+        """
+        return self._attempts.revoke(program_id, turn_id, code)
+
+    def abort(self, program_id: str, code: str) -> int:
+        """End all turns of a program here, at their engines, too; return how many there are."""
+        return self._attempts.revoke(program_id, None, code)
 
     async def answer(self, exchange: Exchange, chosen_id: str | None = None) -> None:
         """Answer one turn; on the replica `chosen_id`, which its client chose, it is always anonymous.
@@ -182,13 +197,8 @@ class Turns:
         except asyncio.CancelledError:
             if not attempt.superseded:
                 raise
-            record.outcome = "superseded"
-            if record.status is not None or attempt.task is None or attempt.task.uncancel():
+            if not await self._end_revoked(exchange, record, attempt):
                 raise  # its answer has begun, or its client left as well
-            record.status = TurnSupersededError.status
-            if record.held_stream is None or not exchange.begun:
-                raise _superseded(record) from None
-            await record.held_stream.fail(_superseded(record))
         finally:
             if running is not None:
                 self._held.ran(running, record.held_bytes)
@@ -418,6 +428,20 @@ class Turns:
             await done(exchange.answer(200, "OK", headers, answer))
         return True
 
+    async def _end_revoked(self, exchange: Exchange, record: Record, attempt: Attempt) -> bool:
+        """Answer a turn that was cancelled here; return False if nobody can be told. Raises what its client gets."""
+        record.outcome = "superseded"
+        if attempt.aborted_for:
+            record.outcome, record.verdict, record.cause = "aborted", "aborted_by_trainer", attempt.aborted_for
+        if record.status is not None or attempt.task is None or attempt.task.uncancel():
+            return False
+        error = _ended_by(attempt, record)
+        record.status = error.status
+        if record.held_stream is None or not exchange.begun:
+            raise error from None
+        await record.held_stream.fail(error)
+        return True
+
     def _is_through(self, record: Record) -> None:
         """End a program with its last turn; otherwise tell the judge of it. A restarted program is another one."""
         turn = record.turn
@@ -436,7 +460,14 @@ class Turns:
         self._write(record.line(duration_s, REQUEST_ID.get()))
 
 
-def _superseded(record: Record) -> TurnSupersededError:
-    error = TurnSupersededError("the client retried this turn; the retry goes on")
+def _ended_by(attempt: Attempt, record: Record) -> ThunderAgentError:
+    """Return the error of an attempt that was cancelled here: another one replaces it, or its program was ended."""
+    error: ThunderAgentError = TurnSupersededError("the client retried this turn; the retry goes on")
+    if attempt.aborted_for == ProgramKilledError.code:
+        error = ProgramKilledError(
+            f"program {record.turn.program_id!r} was ended by an operator, and its turns aborted"
+        )
+    elif attempt.aborted_for:
+        error = ProgramReleasedError(f"program {record.turn.program_id!r} was released, and its turns aborted")
     tell_with_error(error, record.headers())
     return error

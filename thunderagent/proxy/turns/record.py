@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from thunderagent.leases import FAIL_OPEN, TurnAsk
 from thunderagent.log_lines import TurnLine
+from thunderagent.programs.model.records.limits import least_of
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answer_errors import AnswerError
 from thunderagent.proxy.reading.answers import Completions
@@ -157,6 +158,9 @@ def ask_for(
     Its client gives up at `deadline_s`. An anonymous turn that names its program runs beside that, at `home_id`.
     """
     turn = record.turn
+    limits = attempt.patience.limits
+    if record.tenancy is not None and turn.program_id is not None:
+        limits = least_of(record.tenancy.program_limits, limits)
     waited = record.tries_count or attempt.patience.retry_count
     return TurnAsk(
         turn_id=attempt.turn_id,
@@ -181,4 +185,5 @@ def ask_for(
         model=record.model,
         hint=attempt.patience.hint or turn.hint,
         engine_request_id=turn.engine_request_id,
+        limits=limits,
     )

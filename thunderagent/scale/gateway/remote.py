@@ -86,7 +86,7 @@ class RemoteRuntime:
         self.now_s = clock
         self.on_polls: Callable[[PollShare | Look | None], None] = lambda _word: None
         """Called with what this gateway is to poll; None: nothing, because there is no link."""
-        self.on_revoke: Callable[[str, int], None] = lambda _program_id, _turn_id: None
+        self.on_revoke: Callable[[str, int, str], object] = lambda _program_id, _turn_id, _code: None
         """Called with a program's turn that must end here, because it was retried elsewhere."""
         self.polls_count: Callable[[], int] = lambda: 0
         """Returns how many engines are polled from here."""
@@ -252,7 +252,7 @@ class RemoteRuntime:
             case Replicas():
                 self.fleet.take(message)
             case Revoke():
-                self.on_revoke(message.program_id, message.turn_id)
+                self.on_revoke(message.program_id, message.turn_id, message.code)
             case Gone():
                 self._program_gone(message.program_id)
             case PollShare() | Look():

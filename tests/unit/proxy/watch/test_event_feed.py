@@ -252,7 +252,7 @@ async def test_of_a_turn_that_is_refused_as_it_comes_nothing_is_kept() -> None:
     """It has no other events; its client may retry again and again while a listener stays for days."""
     world = World()
     with world.feed.listen(kinds={"reject", "turn_abandoned"}) as listener:
-        world.runtime.scheduler.hopeless_ids["p"] = None
+        world.runtime.scheduler.refused_ids["p"] = None
         with pytest.raises(ProgramHopelessError):
             await world.runtime.lease(asked(world.runtime, "p"))
         await world.runtime.lease(asked(world.runtime, "q"))

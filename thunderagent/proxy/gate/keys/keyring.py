@@ -18,6 +18,7 @@ from secrets import token_urlsafe
 from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
 
 from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
+from thunderagent.programs.model.records.limits import ProgramLimits
 
 KEY_HEADER = "X-ThunderAgent-Key"
 """Our own header: a client that uses it keeps `Authorization` for the engine."""
@@ -44,6 +45,17 @@ class KeyLimits:
     """Programs that live at a time."""
     held_turns_count: int | None = None
     """Turns that wait for a lease at a time."""
+    program_max_turns: int | None = None
+    program_max_tokens: int | None = None
+    program_max_age_s: float | None = None
+    program_deadline_s: float | None = None
+    """Limits of each of its programs; so are those before."""
+
+    @property
+    def program(self) -> ProgramLimits | None:
+        """What each of its programs may use; None if nothing limits that."""
+        limits = (self.program_max_turns, self.program_max_tokens, self.program_max_age_s, self.program_deadline_s)
+        return None if limits == (None, None, None, None) else ProgramLimits(*limits)
 
 
 NO_LIMITS = KeyLimits()
