@@ -149,7 +149,7 @@ async def test_no_spelling_of_a_turn_under_a_program_gets_round_its_lease(
     assert proxy.runtime.outcome_counts["finished"] == 2
 
 
-@pytest.mark.parametrize("target", ["/", "/nothing", "/v2/embed?x", "/server_info", "/cohere/v2/chat"])
+@pytest.mark.parametrize("target", ["/nothing", "/v2/embed?x", "/server_info", "/cohere/v2/chat"])
 async def test_a_path_that_nobody_knows_is_the_engines(replica: FakeReplica, proxy: RunningProxy, target: str) -> None:
     """The answer is the engine's 404."""
     replica.behaviour = answers({"detail": "Not Found"}, status="404 Not Found")

@@ -71,6 +71,7 @@ class Scheduler:
     def __init__(self, policy: Policy, settings: SchedulerSettings | None = None) -> None:
         """Create a scheduler without replicas and programs."""
         self.policy = policy
+        self._plans = getattr(policy, "hold_threshold_s", None) is not None
         self.settings = settings = settings or SchedulerSettings()
         rules = policy.claim_rules
         self.knowledge = Knowledge(rules)
@@ -201,6 +202,8 @@ class Scheduler:
         self.limits.enforce(self.core)
         if self.policy.claim_rules.adapt_capacity:
             self._correct_capacities()
+        if self._plans:
+            self._plan_holding()
         self.core.balance(Moment.TICK)
         if self.global_policies.decide():
             self.core.balance(Moment.TURN_ENDED)  # where it changed anything
@@ -220,3 +223,10 @@ class Scheduler:
                 correction.overcommitted(book.now_s)
             if correction.ratio != account.capacity_ratio:
                 account.set_limit(account.capacity_tokens, correction.ratio)
+
+    def _plan_holding(self) -> None:
+        """Plan for each replica how long programs are held: a plan that no tool asks for stays true, too."""
+        now_s = self.book.now_s
+        for replica in self.book.granting_replicas:
+            account = replica.account
+            self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, now_s)
