@@ -228,9 +228,9 @@ class Breakers:
         They always count against a replica that is tried.
         """
         breaker = self._breakers.get(replica_id)
-        if breaker is not None and breaker.state is not BreakerState.HALF_OPEN:
-            if program_id is not None and breaker.failed_program_id == program_id:
-                return
+        is_tried = breaker is not None and breaker.state is BreakerState.HALF_OPEN
+        if program_id is not None and breaker is not None and breaker.failed_program_id == program_id and not is_tried:
+            return
         self.failed(replica_id, why)
         breaker = self._breakers.get(replica_id)
         if breaker is not None:
