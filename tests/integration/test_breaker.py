@@ -242,7 +242,7 @@ async def test_turns_that_chose_their_replica_count_too() -> None:
 
 
 async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
-    """The others that were granted there wait for its outcome, and go elsewhere when it fails: they were never sent."""
+    """The others that were granted there go elsewhere at once, and it does when it fails."""
     gate = Gate(after=())
     async with two_replicas(**{**BREAKS, "breaker_backoff_s": 2.0}) as (broken, healthy, proxy):
         await trip(proxy, broken)
@@ -251,7 +251,7 @@ async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
         turns = await eight_turns(proxy, healthy)
         await until(lambda: len(broken.calls) == failures_count + 1)
-        await until(lambda: sum(task.done() for task in turns) == 4)  # those granted on the healthy one
+        await until(lambda: sum(task.done() for task in turns) == 7)  # all others
         assert len(broken.calls) == failures_count + 1
         broken.calls[-1].close()
         answered = await asyncio.gather(*turns)
@@ -262,7 +262,7 @@ async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
         assert report["breaker_retry_in_s"] > 2.0, "the backoff did not grow"
 
 
-async def test_when_the_probe_is_answered_those_that_waited_go_on() -> None:
+async def test_when_the_probe_is_answered_its_replica_gets_turns_again() -> None:
     gate = Gate(after=(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",))
     async with two_replicas(**BREAKS) as (broken, healthy, proxy):
         await trip(proxy, broken)
@@ -270,10 +270,37 @@ async def test_when_the_probe_is_answered_those_that_waited_go_on() -> None:
         broken.behaviour = gate
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
         turns = await eight_turns(proxy, healthy)
-        await until(lambda: sum(task.done() for task in turns) == 4)
+        await until(lambda: sum(task.done() for task in turns) == 7)
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("half_open", "failing")
         gate.open()
         assert {answer.status for answer in await asyncio.gather(*turns)} == {200}
-        assert len(broken.calls) == failures_count + 4
+        assert len(broken.calls) == failures_count + 1
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("closed", "up")
+
+
+@pytest.mark.parametrize("ends", [chunk(event({"error": {"code": 500, "message": "dead"}})) + LAST_CHUNK, b""])
+async def test_a_probe_that_begins_well_and_ends_badly_does_not_close_the_breaker(ends: bytes) -> None:
+    """An error event, or a connection that is closed: an engine that fails its streams late is failing, too."""
+
+    async def late(call: Call) -> None:
+        call.write(stream_head(), chunk(word("one")), ends)
+        call.close()
+
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 1.0}) as (broken, _, proxy):
+        await trip(proxy, broken)
+        failures_count = len(broken.calls)
+        broken.behaviour = late
+        await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
+        async with asyncio.timeout(DEADLINE_S):
+            number = 0
+            while len(broken.calls) == failures_count:
+                await ask(proxy.url, f"p{number}", stream=True)
+                number += 1
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("open", "failing")
+        assert report["breaker_retry_in_s"] > 1.0, "the backoff did not grow"
 
 
 async def test_a_probe_whose_client_leaves_makes_way_for_another() -> None:

@@ -285,9 +285,6 @@ def test_no_failure_of_an_engine_becomes_the_agents(case: tuple[str, ...]) -> No
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.xfail(
-    raises=AssertionError, strict=True, reason="a half-open breaker says up before a probe had an answer"
-)
 def test_an_engine_that_fails_is_not_up_before_a_probe_is_answered() -> None:
     rig, _ = run_in_virtual_time(("error 500",))
     assert not rig.taken_back

@@ -257,5 +257,8 @@ class FleetSource(LeaseSource, Protocol):
     def replica_tripped(self, replica_id: str, *, tripped: bool, why: str = "") -> None:
         """Report that a replica that is up fails turn after turn, or that it may be tried again."""
 
+    def replica_recovered(self, replica_id: str) -> None:
+        """Report that a replica that was tripped has answered a turn well: it is no longer failing."""
+
     def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
         """Report that a replica says it is full: it is granted nothing for that time."""

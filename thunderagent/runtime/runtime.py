@@ -598,6 +598,11 @@ class Runtime:
             self.replica_judged(replica_id, ReplicaState.FAILING, why)
         self._writer.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
 
+    def replica_recovered(self, replica_id: str) -> None:
+        """Report that a replica that was tripped has answered a turn well: it is no longer failing."""
+        if replica_id in self.pools.replicas:
+            self.replica_judged(replica_id, ReplicaState.FAILING, "")
+
     def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
         """Report that a replica says it is full: it is granted nothing for that time."""
         if replica_id not in self.pools.replicas or self._closing:

@@ -240,7 +240,7 @@ class Fleet:
                 verdict.set(ReplicaState.FAILING, "turn after turn", now_s)
             self._send_away(replica, Reason.REPLICA_TRIPPED)
         else:
-            verdict.end_all(now_s, ReplicaState.FAILING, ReplicaState.COLLAPSED)
+            verdict.end(ReplicaState.COLLAPSED, now_s)  # it is failing until a turn there ends well
             self._end_marks(replica, Reason.REPLICA_TRIPPED)
         self._replicas_changed()
 

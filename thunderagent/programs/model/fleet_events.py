@@ -93,7 +93,8 @@ class ReplicaFlushed:
 class ReplicaTripped:
     """A replica fails turn after turn although it is up: it gets nothing new until an event says `tripped` False.
 
-    Its programs leave it, as if it were draining. A replica that goes down is no longer tripped.
+    Its programs leave it, as if it were draining. A replica that goes down is no longer tripped. One that may be tried
+    is still `failing`, until it is judged otherwise.
     """
 
     now_s: float

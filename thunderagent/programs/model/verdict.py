@@ -13,7 +13,7 @@ and fails is `failing`, and `draining` again once it answers.
     frozen         polls are answered, but counters and turns have stood    a check is answered, the counters move,
                    still for most of `--frozen-limit-s`, and a check        or it went down and came up again
                    turn, sent meanwhile, has no answer (`Stillness`)
-    failing        `--breaker-failure-count` turns in a row, or 40 % of     the first byte of a probe turn; it is tried
+    failing        `--breaker-failure-count` turns in a row, or 40 % of     the good end of a probe turn; it is tried
                    4 x as many, were closed, unreadable, answered 5xx, or   after a backoff that doubles
                    had an error inside a 200
     collapsed      the cache kept under a tenth of what it was given, for   the probe period: after a backoff that

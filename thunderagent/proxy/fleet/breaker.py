@@ -9,15 +9,17 @@ closed, or time out, before the first byte of an answer; answers that cannot be 
 A client may make an engine fail: a turn that fails elsewhere in the same way says nothing of either replica, even if
 the replica was tripped meanwhile. Errors inside the answers of one program count once, until it has a good one.
 
-    closed ──(so many failures)──▶ open ──(backoff is over)──▶ half-open ──(first byte)──▶ closed
+    closed ──(so many failures)──▶ open ──(backoff is over)──▶ half-open ──(good end)──▶ closed
                                     ▲───────(failure; the backoff doubles)───┘
 
 So many are `failure_count` in a row, or 40 % of the last 4 x `failure_count` turns: a replica that fails every other
 turn is no better. What the turns before the trial did still counts after it: a replica earns its trust by good turns.
 
 While it is open the scheduler treats the replica as tripped: it grants nothing new there, and programs leave. When it
-is half-open the scheduler may grant again; the first forwarded turn is the probe, and other turns granted there wait
-for its first byte. If that does not come they are tried elsewhere, without having been sent.
+is half-open the scheduler may grant again; the first forwarded turn is the probe. The breaker closes when the probe has
+ended well, because a stream may end in an error. Until then the verdict is `failing`, and other turns granted there are
+tried elsewhere, without having been sent. Those that can run nowhere else wait for the probe. An end that says nothing
+(the client left, a 4xx, a 429) makes the next turn the probe.
 
 The last usable replica of a pool is never taken away: failing there is no worse than being held. One that is suspended
 is usable: turns wait for it, and do not fail. A replica that goes down starts over: whatever comes up in its place has
@@ -66,8 +68,7 @@ class BreakerSettings:
     """How long at first; doubled each time that it fails again soon after."""
     longest_backoff_s: float = 120.0
     probe_wait_s: float = 5.0
-    """How long others wait for a probe's first byte. A probe that has not failed by then is computing: an answer that
-    is not streamed sends its first byte at its end."""
+    """How long turns that can run nowhere else wait for a probe. One that has not failed by then is computing."""
 
     @property
     def window_count(self) -> int:
@@ -114,7 +115,7 @@ class _Breaker:
         self.closed_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
         self.probe: asyncio.Future[bool] | None = None
-        """Done when the probe's first byte arrived (True) or it failed (False); cancelled if its client left."""
+        """Done when the probe ended well (True) or failed (False); cancelled if its end says nothing."""
 
 
 class Breakers:
@@ -152,11 +153,11 @@ class Breakers:
             return None
         return max(0.0, breaker.until_s - self._runtime.now_s())
 
-    async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
-        """If another turn is just probing a replica, wait for the outcome.
+    async def admit(self, replica_id: str, *, is_bound: bool = False) -> asyncio.Future[bool] | None:
+        """If another turn is just probing a replica, refuse this one; wait if it `is_bound` to run there.
 
-        Returns the probe's handle if this turn is the probe, for `left`. Raises `ReplicaTrippedError` if the other turn
-        failed. Report afterwards how it went: `succeeded` or `lost`.
+        Returns the probe's handle if this turn is the probe. Raises `ReplicaTrippedError` if it was not sent. Report
+        afterwards how it went, with the handle: `succeeded`, `failed` or `lost`, and at last `left`.
         """
         breaker = self._breakers.get(replica_id)
         while breaker is not None and breaker.state is BreakerState.HALF_OPEN:
@@ -164,6 +165,11 @@ class Breakers:
             if probe is None:
                 breaker.probe = asyncio.get_running_loop().create_future()
                 return breaker.probe
+            if not is_bound and self.has_other(replica_id):
+                raise ReplicaTrippedError(
+                    f"replica {replica_id} is just tried with another turn; this one was not sent",
+                    replica_id=replica_id,
+                )
             done, _ = await asyncio.wait([probe], timeout=self._settings.probe_wait_s)
             if not done:
                 return None
@@ -174,14 +180,10 @@ class Breakers:
                 )
         return None
 
-    def began(self, replica_id: str) -> None:
-        """Record that the head of a good answer arrived; its end may still be bad."""
-        breaker = self._breakers.get(replica_id)
-        if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
-            self._close(replica_id, breaker)
-
-    def succeeded(self, replica_id: str, program_id: str | None = None) -> None:
-        """Record that an answer was good to its end."""
+    def succeeded(
+        self, replica_id: str, program_id: str | None = None, probe: asyncio.Future[bool] | None = None
+    ) -> None:
+        """Record that an answer was good to its end: that of the `probe` closes the breaker."""
         if self._pressures:
             self._pressures.pop(replica_id, None)
         breaker = self._breakers.get(replica_id)
@@ -191,7 +193,9 @@ class Breakers:
         breaker.failure_count = 0
         if breaker.failed_program_id == program_id:
             breaker.failed_program_id = None
-        if breaker.state is BreakerState.HALF_OPEN:
+        if breaker.state is BreakerState.HALF_OPEN and (
+            (probe is not None and breaker.probe is probe) or not self.has_other(replica_id)
+        ):
             self._close(replica_id, breaker)
 
     def pressed(self, replica_id: str, retry_after_s: float | None, status: int) -> float:
@@ -219,9 +223,13 @@ class Breakers:
             self._close(replica_id, breaker)
 
     def erred(self, replica_id: str, program_id: str | None, why: str) -> None:
-        """Record that an answer had an error inside; those of one program count once, until it has a good answer."""
+        """Record that an answer had an error inside; those of one program count once, until it has a good answer.
+
+        They always count against a replica that is tried.
+        """
         breaker = self._breakers.get(replica_id)
-        if program_id is not None and breaker is not None and breaker.failed_program_id == program_id:
+        is_tried = breaker is not None and breaker.state is BreakerState.HALF_OPEN
+        if program_id is not None and breaker is not None and breaker.failed_program_id == program_id and not is_tried:
             return
         self.failed(replica_id, why)
         breaker = self._breakers.get(replica_id)
@@ -257,7 +265,7 @@ class Breakers:
             self.left(replica_id, probe)
 
     def left(self, replica_id: str, probe: asyncio.Future[bool] | None) -> None:
-        """Record that a turn ended before its first byte without a fault of the replica; another becomes the probe."""
+        """Record that a turn ended; if it is still the probe its end says nothing, and another becomes the probe."""
         breaker = self._breakers.get(replica_id)
         if breaker is not None and probe is not None and breaker.probe is probe:
             breaker.probe.cancel()
@@ -305,6 +313,7 @@ class Breakers:
         if breaker.state is not BreakerState.CLOSED:
             log.info("breaker_closed", replica_id=replica_id)
             breaker.closed_s = self._runtime.now_s()
+            self._runtime.replica_recovered(replica_id)
         breaker.state = BreakerState.CLOSED
         self._end_probe(breaker, succeeded=probe_succeeded)
 

@@ -317,6 +317,7 @@ class Turns:
                 return granted.replica_id
             finally:
                 upstream.close()
+                forwarding.ended(record, granted.replica_id)
         finally:
             if named is not None:
                 forwarding.left(record, granted, named, authorization)

@@ -154,6 +154,7 @@ class Forwarding:
         if not priorities.is_refusal(answer):
             return upstream
         upstream.close()
+        self._replicas.breakers.left(lease.replica_id, record.probe)
         upstream = await self._send_once(exchange, record, lease, headers, body)
         if upstream.status != 400:
             self._replicas.priorities.refused(lease.replica_id)
@@ -167,7 +168,10 @@ class Forwarding:
             headers = CIMultiDict(headers)
             headers["Accept-Encoding"] = "identity"  # the head was sent with this promise
         breakers, replica_id = self._replicas.breakers, lease.replica_id
-        probe = await breakers.admit(replica_id) if breakers.knows(replica_id) else None
+        record.probe = probe = None
+        if breakers.knows(replica_id):
+            is_bound = replica_id in (record.chosen_id, record.maker_id)
+            record.probe = probe = await breakers.admit(replica_id, is_bound=is_bound)
         upstream, record.first_error, record.had_head = None, None, False
         try:
             upstream = await self._client.send(
@@ -187,14 +191,15 @@ class Forwarding:
                 upstream.close()
             breakers.lost(replica_id, error, probe)
             raise
-        if breakers.knows(replica_id):
-            if upstream.status in FULL or _says_full(record):
-                breakers.left(replica_id, probe)
-            elif upstream.status < 500 and record.first_error is None:
-                breakers.began(replica_id)
-            else:
-                record.probe = probe
         return upstream
+
+    def ended(self, record: Record, replica_id: str) -> None:
+        """Note the end of a turn whose answer had begun: a probe that broke off failed, any other makes way."""
+        if record.probe is not None:
+            breakers = self._replicas.breakers
+            if record.outcome == "failed" and not record.probe.done():
+                breakers.failed(replica_id, record.cause)
+            breakers.left(replica_id, record.probe)
 
     async def _first_error(self, replica_id: str, upstream: Answer) -> AnswerError | None:
         """Return the engine's own error with which an answer of status 200 begins, before anything is relayed.
@@ -287,13 +292,11 @@ class Forwarding:
         """Count a failed turn against its replica, unless it fails elsewhere, too: it may be the turn's own fault."""
         breakers, failed_ids = self._replicas.breakers, record.failed_ids
         if replica_id in failed_ids:
-            breakers.left(replica_id, record.probe)
             return
         if not failed_ids:
             breakers.failed(replica_id, why)
         elif len(failed_ids) == 1:
             breakers.excuse(failed_ids[0])
-            breakers.left(replica_id, record.probe)
         record.failed_ids = (*failed_ids, replica_id)
 
     def answered(self, record: Record, replica_id: str) -> None:
@@ -302,7 +305,7 @@ class Forwarding:
         if len(record.failed_ids) > 1:
             for failed_id in record.failed_ids:
                 breakers.failed(failed_id, "it failed a turn that another replica did not")
-        breakers.succeeded(replica_id, record.turn.program_id)
+        breakers.succeeded(replica_id, record.turn.program_id, record.probe)
 
     def verdict_of_error(self, record: Record, lease: Lease) -> str:
         """Return whose fault an error inside an answer is; aborts are the trainer's if it aborted what ran there."""

@@ -85,7 +85,7 @@ class Relay:
         if streams and not (exchange.begun and upstream.status >= 400):
             await self._stream(exchange, record, lease, upstream, headers)
             return
-        if not upstream.is_whole and not await self._read(exchange, lease, upstream):
+        if not upstream.is_whole and not await self._read(exchange, record, lease, upstream):
             if exchange.begun:
                 raise self._too_large(lease)
             await self._pass_on(exchange, record, lease, upstream, headers)
@@ -108,12 +108,13 @@ class Relay:
         if wait is not None:
             await wait
 
-    async def _read(self, exchange: Exchange, lease: OpenLease, upstream: Answer) -> bool:
+    async def _read(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> bool:
         """Read an answer to its end; return whether it is complete, as one that is sent as an event must be."""
         max_bytes = MOST_EVENT_BYTES if exchange.begun else MOST_WHOLE_BYTES
         try:
             return await self._client.whole_within(lease.granted.replica_id, upstream, max_bytes)
         except ReplicaError as error:
+            record.failed(error.code)
             self._forwarding.failed(lease, error)
             raise
 

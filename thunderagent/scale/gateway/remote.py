@@ -320,6 +320,9 @@ class RemoteRuntime:
         (self.fleet.tripped_ids.add if tripped else self.fleet.tripped_ids.discard)(replica_id)
         self._seen(replica_id, "tripped" if tripped else "tried")
 
+    def replica_recovered(self, replica_id: str) -> None:
+        """Do nothing: for the scheduler it is no longer failing once no gateway counts it as tripped."""
+
     def suspect(self, replica_id: str) -> None:
         """Ask the scheduler to check a replica, because a request just failed there."""
         self._seen(replica_id, "failed")

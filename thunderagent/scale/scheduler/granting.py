@@ -187,6 +187,8 @@ class Granting:
         """Tell the runtime."""
         if not self._is_closing:
             self._runtime.replica_tripped(replica_id, tripped=tripped)
+            if not tripped:
+                self._runtime.replica_recovered(replica_id)
 
 
 def _is_named(ask: TurnAsk) -> bool:

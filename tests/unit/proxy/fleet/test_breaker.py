@@ -109,11 +109,48 @@ async def test_who_waits_for_a_probe_that_fails_is_not_sent() -> None:
     await half_open(runtime, breakers)
     runtime.replica_up("b")
     await breakers.admit("a")
-    waiting = asyncio.create_task(breakers.admit("a"))
+    waiting = asyncio.create_task(breakers.admit("a", is_bound=True))
     await asyncio.sleep(0)
     breakers.failed("a")
     with pytest.raises(ReplicaTrippedError, match="was not sent"):
         await waiting
+    breakers.close()
+
+
+async def test_a_replica_that_is_tried_is_failing_until_its_probe_has_ended_well() -> None:
+    """Others are not sent meanwhile. After an end that says nothing the next turn is the probe. Older turns do not count."""
+    runtime, breakers = breakers_of("a", "b")
+    await half_open(runtime, breakers)
+    runtime.replica_up("b")
+
+    def verdict() -> str:
+        return runtime.replicas.states["a"].verdict
+
+    probe = await breakers.admit("a")
+    with pytest.raises(ReplicaTrippedError, match="was not sent"):
+        await breakers.admit("a")
+    breakers.left("a", probe)
+    assert verdict() == "failing"
+    second = await breakers.admit("a")
+    assert second is not None
+    breakers.succeeded("a", "sent before it failed")
+    assert (breakers.state_of("a"), verdict()) == (BreakerState.HALF_OPEN, "failing")
+    breakers.succeeded("a", "p", second)
+    assert (breakers.state_of("a"), verdict()) == (BreakerState.CLOSED, "up")
+    assert await breakers.admit("a") is None
+
+
+async def test_an_error_in_a_probe_s_answer_always_counts() -> None:
+    """Even of the program whose earlier error tripped the replica."""
+    runtime, breakers = breakers_of("a", "b")
+    breakers.failed("a")
+    breakers.erred("a", "p", "an error inside its answer")
+    runtime.replica_down("b")
+    await asyncio.sleep(0)
+    runtime.replica_up("b")
+    assert await breakers.admit("a") is not None
+    breakers.erred("a", "p", "an error inside its answer")
+    assert breakers.state_of("a") is BreakerState.OPEN
     breakers.close()
 
 
@@ -167,7 +204,8 @@ async def test_a_replica_that_fails_again_right_after_its_trial_is_not_trusted_f
     async with asyncio.timeout(5):
         while breakers.state_of("a") is BreakerState.OPEN:
             await asyncio.sleep(0.01)
-    assert serves(breakers, ".") is BreakerState.CLOSED
+    breakers.succeeded("a", None, await breakers.admit("a"))
+    assert breakers.state_of("a") is BreakerState.CLOSED
     assert serves(breakers, ".x") is BreakerState.OPEN
     breakers.close()
 
