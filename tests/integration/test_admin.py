@@ -197,7 +197,7 @@ async def test_replicas_report_ledger_and_engine() -> None:
         first, second = report["replicas"]
         assert (first["replica_id"], first["url"], first["up"]) == (one.replica_id, one.url, True)
         assert (first["capacity_tokens"], first["demand_tokens"]) == (1_000_000, USAGE["total_tokens"])
-        assert (first["capacity_ratio"], first["limit_tokens"]) == (1.1, 1_100_000)  # until a price is known
+        assert (first["capacity_ratio"], first["limit_tokens"]) == (1.0, 1_000_000)
         assert first["shared_tokens"] == 0
         assert first["growth_tokens"] >= 0
         assert (first["acting_count"], first["reasoning_count"]) == (1, 0)

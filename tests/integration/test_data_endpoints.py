@@ -94,7 +94,6 @@ APIS = {
         {"id": "msg_1", "type": "message", "content": [{"type": "text", "text": "hi"}], "usage": MESSAGE_USAGE},
         (
             named({"type": "message_start", "message": {"usage": {**MESSAGE_USAGE, "output_tokens": 1}}}),
-            named({"type": "ping"}),
             named({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}),
             named({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 3}}),
             named({"type": "message_stop"}),

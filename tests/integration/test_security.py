@@ -508,7 +508,7 @@ async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: Fak
         answer = await call(proxy.url, "POST", target, *headers, body=body)
         assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
         assert proxy.runtime.outcome_counts["finished"] == 1
-        is_read = way.startswith(("byte", "UTF", "slash", "two", "small"))
+        is_read = way.startswith(("byte", "UTF", "slash", "two", "small", "gzip"))
         assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == (
             ["p"] if is_read else []
         )

@@ -267,7 +267,7 @@ def asked(client: httpx2.Client, method: str, path: str, params: dict[str, str] 
 
     Raises `httpx2.DecodingError` beyond the one, `httpx2.ReadTimeout` beyond the other, and what the client does.
     """
-    with client.stream(method, path, params=params or {}, headers=UNPACKED_ONLY) as response:
+    with client.stream(method, path, params=params, headers=UNPACKED_ONLY) as response:
         ends_s = time.monotonic() + TIMEOUT_S
         try:
             body = BoundedBody(MAX_ANSWER_BYTES, response.headers.get("Content-Encoding"))

@@ -438,9 +438,12 @@ class Turns:
             return False
         error = _ended_by(attempt, record)
         record.status = error.status
-        if record.held_stream is None or not exchange.begun:
-            raise error from None
-        await record.held_stream.fail(error)
+        try:
+            if record.held_stream is None or not exchange.begun:
+                raise error from None
+            await record.held_stream.fail(error)
+        finally:
+            del error  # its traceback names this frame
         return True
 
     def _is_through(self, record: Record) -> None:
