@@ -47,7 +47,7 @@ def run(seed: int, count: int, follower: Follower | None = None) -> RunResult:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="0.976 of the best fixed number: that gained by claims that stop at the capacity, the signal not",
+    reason="0.976 of the best fixed number, which gained by claims that stop at the capacity",
 )
 def test_who_follows_loses_nothing_and_waits_less() -> None:
     """Memory holds about 7: it has the throughput of the best fixed number, whose programs take half as long again."""
