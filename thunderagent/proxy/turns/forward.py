@@ -371,6 +371,8 @@ class Forwarding:
     def failed(self, lease: OpenLease, error: ReplicaError) -> None:
         """Return a lease that its replica failed, and have that replica polled."""
         lease.failed(error.code)
+        if isinstance(error, ReplicaTrippedError):
+            return  # it was not sent, and its replica is known to fail
         log.warning(
             "replica_failed_turn",
             program_id=lease.granted.program_id,
@@ -378,8 +380,7 @@ class Forwarding:
             why=str(error),
             request_id=REQUEST_ID.get(),
         )
-        if not isinstance(error, ReplicaTrippedError):
-            look_at(self._watcher, error)
+        look_at(self._watcher, error)
 
     def left(self, record: Record, lease: Lease, named: NamedTurn, authorization: str | None) -> None:
         """Abort on an engine what nobody waits for any more, if the turn has an id of its own there."""

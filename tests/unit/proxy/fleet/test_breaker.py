@@ -118,7 +118,7 @@ async def test_who_waits_for_a_probe_that_fails_is_not_sent() -> None:
 
 
 async def test_a_replica_that_is_tried_is_failing_until_its_probe_has_ended_well() -> None:
-    """Others are not sent meanwhile. After an end that says nothing the next turn is the probe, not an older one."""
+    """Others are not sent meanwhile. After an end that says nothing the next one probes. Older turns do not count."""
     runtime, breakers = breakers_of("a", "b")
     await half_open(runtime, breakers)
     runtime.replica_up("b")
