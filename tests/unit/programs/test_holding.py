@@ -289,6 +289,14 @@ def test_impossible_means_are_refused(wrong: dict[str, float]) -> None:
     assert means.export() == TurnMeans().export()
 
 
+def test_a_count_without_end_is_refused() -> None:
+    """Compiled code refuses it by its type."""
+    wrong, means = {"count": inf}, TurnMeans()
+    with pytest.raises((ValueError, TypeError)):
+        means.adopt(replace(SEEN, **wrong))
+    assert means.export() == TurnMeans().export()
+
+
 # --- What a scheduler makes of it
 
 
